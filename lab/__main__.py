@@ -15,6 +15,8 @@ python3 -m lab COMMAND [options]
   families    which model families run in parallel, how, and why others do not
   templates   ComfyUI's workflow templates, by stock and through a pool
   train       the small model of the demo, from its first picture
+  host-diff   what another ComfyUI changes for each family of models
+  fingerprints  what this ComfyUI is, into the table of those that were tested
   redundancy  how much a model's blocks change from one evaluation to the next
   mutants     which faults of one line the product's tests find
   dryrun      what each rank would compute, hold and send, on GPUs that are not there
@@ -29,6 +31,8 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "mutants": "lab.commands.mutants",
     "train": "lab.commands.train",
     "redundancy": "lab.commands.redundancy",
+    "fingerprints": "lab.commands.fingerprints",
+    "host-diff": "lab.commands.host_diff",
 }
 
 

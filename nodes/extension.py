@@ -101,6 +101,8 @@ class PipeMeshExtension(ComfyExtension):
         control = PoolControl(self._runtime, lambda: bool(server.prompt_queue.currently_running))
         add_routes(server.routes, self._runtime, self._auto, control)
         self._auto.install()
+        if untested := self._runtime.trials.untested():
+            log.info("[PipeMesh] %s", untested)
         with suppress(LayoutError):  # a sampler will say it
             log.info(
                 "[PipeMesh] %s", first_line(self._runtime.default_choice().placement, self._auto.is_on())

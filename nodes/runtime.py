@@ -32,7 +32,6 @@ from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.planner.counts import Counts
-from ..parallel_runtime.refusals import require_plan
 from ..parallel_runtime.wire.tree import is_plain
 from .notices import Notices
 from .one_gpu import predicted
@@ -40,6 +39,7 @@ from .planning import PlannedLayout, Planning, Sampling, placement_of, provision
 from .room import room_on_devices
 from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings, how_many
 from .timing import StepTimes
+from .trials import host_trials
 from .waiting import Waiting
 
 CROWDED = (
@@ -47,10 +47,6 @@ CROWDED = (
     " degrees."
 )
 ONE_GPU = "There is one GPU here, and nothing to share an image with."
-UNTRIED = (
-    "{} has no token plan, and nobody has tried it on several GPUs: each computes whole images of it, which"
-    " are compared with those of one GPU in the first step."
-)
 log = logging.getLogger("pipemesh")
 
 
@@ -69,6 +65,24 @@ def rank_setup(environ: Mapping[str, str]) -> RankSetup:
     return rank_setup_from(
         environ, str(Path(comfy.__path__[0]).parent), plain_args(vars(comfy.cli_args.args))
     )
+
+
+class Teller:
+    """Tells what is waited for, in the log and on the node that samples; ``show`` does that where
+    the ``wait`` does not.
+    """
+
+    def __init__(self, wait: Wait, show: Callable[[str], None]):
+        self._wait = wait
+        self._show = show
+        self._logged = ""
+
+    def tell(self, told: Told) -> None:
+        if told.text and (told.text != self._logged or not told.total):
+            log.info("[PipeMesh] %s", told.text.removeprefix("PipeMesh: "))
+        self._logged = told.text
+        if not isinstance(self._wait, Waiting) or not self._wait.tell(told):
+            self._show(told.line)
 
 
 class Runtime:
@@ -90,10 +104,9 @@ class Runtime:
     ):
         self.notices = notices or Notices()
         self.wait: Wait = waiting or NoWait()
-        self._logged = ""
-        self._setup = replace(setup, tell=self._tell)
+        self._teller = Teller(self.wait, show)
+        self._setup = replace(setup, tell=self._teller.tell)
         self.fault = fault
-        self._show = show
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
         times = StepTimes(
@@ -102,6 +115,9 @@ class Runtime:
         self.planning = Planning(times, counts)
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
+        self.trials = host_trials(
+            setup, partial(device_of_ranks, self.default_choice), self.notices, self._teller.tell
+        )
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @classmethod
@@ -178,6 +194,7 @@ class Runtime:
             raise LayoutError(self.fault)
         choice = provisional(choice, model)
         pool = self._pool(choice.placement)
+        self.trials.begin(type(model.model.diffusion_model))
         device = own_device()
         begins = partial(self._begins, pool)
         made = parallelize(
@@ -189,8 +206,6 @@ class Runtime:
             choice.computed_on(device),
             choice.weights,
         )
-        if not require_plan(model.model.diffusion_model).is_tried and choice.placement.layout.groups > 1:
-            self.notices.tell(UNTRIED.format(type(model.model.diffusion_model).__name__), one_gpu=False)
         left_open = left_open or (choice if choice.is_open else None)
         if made is model and self.planning.left_open(model.remote) != left_open:
             made = model.clone()  # by another choice: the one that came in keeps its own
@@ -239,7 +254,12 @@ class Runtime:
             shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
             handle, counts = self._keeper.handle(placement), self.planning.counts
             self._pools[placement] = RemotePool(
-                handle, shares_weights=shares, turn=self.turn, wait=self.wait, counts=counts
+                handle,
+                shares_weights=shares,
+                turn=self.turn,
+                wait=self.wait,
+                counts=counts,
+                admit=lambda transformer: self.trials.admit(type(transformer), interrupted),
             )
         return self._pools[placement]
 
@@ -259,14 +279,7 @@ class Runtime:
         text = f"PipeMesh samples in patches, {mode}."
         if pool.last_run is not None:
             pool.last_run.mode = mode
-        self._tell(Told(text, stays=True))
-
-    def _tell(self, told: Told) -> None:
-        if told.text and (told.text != self._logged or not told.total):
-            log.info("[PipeMesh] %s", told.text.removeprefix("PipeMesh: "))
-        self._logged = told.text
-        if not isinstance(self.wait, Waiting) or not self.wait.tell(told):
-            self._show(told.line)
+        self._teller.tell(Told(text, stays=True))
 
 
 def own_device() -> str:

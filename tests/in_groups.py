@@ -80,11 +80,7 @@ class GroupsHere:
 
     def _computed(self, arguments, part):
         plan, comm = plan_or_whole(type(self.model)), standin(Layout(), 0)
-        method = (
-            SequenceParallel(self.model, plan, comm)
-            if plan.blocks
-            else WholeForward(self.model, comm, is_tried=plan.is_tried)
-        )
+        method = SequenceParallel(self.model, plan, comm) if plan.blocks else WholeForward(self.model, comm)
         method.attach()
         method.begin(part)
         try:

@@ -56,6 +56,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/client/groups.py",
     "parallel_runtime/client/separable.py",
     "launcher/commands/",
+    "launcher/trial/",
 )
 BEFORE_COMFYUI = (
     "launcher/__init__.py",

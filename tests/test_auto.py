@@ -3,6 +3,7 @@ edit; what the pool cannot honour is stock's own result, with one notice that sa
 """
 
 import json
+from types import SimpleNamespace
 
 import comfy.sample
 import comfy.samplers
@@ -16,7 +17,7 @@ from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
-from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.wire.tree import NotPlain
 
 from .conftest import ALL
@@ -86,6 +87,27 @@ def test_what_ranks_held_for_auto_mode_is_freed_once_it_is_off(auto, settings, c
     settings(False)
     run(model)
     assert not client.session.models
+
+
+def test_a_model_that_is_being_compared_with_stock_is_on_one_gpu_and_in_the_pool_after_that(
+    auto, settings, requests, notices, files
+):
+    trials, model = (
+        {type(load(files["model"]).model.diffusion_model): "is being compared"},
+        load(files["model"]),
+    )
+
+    def require(transformer):
+        if transformer in trials:
+            raise Refused(f"{transformer.__name__} {trials[transformer]}.")
+
+    auto._runtime.trials = SimpleNamespace(require=require)
+    settings(True)
+    truth = run(model)
+    assert not requests["Forward"] and said(notices) == ["On one GPU: Flux is being compared."]
+    trials.clear()
+    assert relative_error(run(model), truth) <= BOUND
+    assert requests["Forward"]
 
 
 def test_a_lora_and_its_strength_reach_the_pool(auto, settings, requests, files):

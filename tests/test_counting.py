@@ -21,11 +21,12 @@ import pytest
 import torch
 from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.launcher.pool.counter import SCRIPT, Counter, CountingProcess, environment
+from pipemesh.launcher.pool.counter import Counter, CountingProcess
 from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.launcher.pool.fork_server import ForkServer
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
+from pipemesh.launcher.pool.side_process import SCRIPT, environment
 from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.runtime import Runtime

@@ -36,7 +36,7 @@ FENCE = re.compile(r"^```.*?^```", re.S | re.M)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 VARIABLE = re.compile(r"\bPIPEMESH_[A-Z][A-Z_]*[A-Z]\b")
-COMMAND = re.compile(r"python3? -m (launcher|lab) ([a-z]+)")
+COMMAND = re.compile(r"python3? -m (launcher|lab) ([a-z-]+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 # Where documents of the published pack find what it leaves out
 ADDRESS = re.compile(
@@ -77,7 +77,7 @@ def commands(package: str) -> frozenset[str]:
     usage = subprocess.run(
         [sys.executable, "-m", package, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    return frozenset(re.findall(r"^  ([a-z]+) {2,}\S", usage, re.M))
+    return frozenset(re.findall(r"^  ([a-z-]+) {2,}\S", usage, re.M))
 
 
 def variables_of_code() -> set[str]:

@@ -176,7 +176,20 @@ class Panel {
       total ? bar(t("progress"), [[done / total, ""]]) : "",
       left === null ? "" : make("p", { className: "quiet", text: t("left", duration(left)) }),
       make("p", { className: "quiet", text: auto }),
+      make("p", { className: "quiet", text: this.host(status.host) }),
     ];
+  }
+
+  // Whether this ComfyUI is one that was tested, and what was verified here.
+  host({ version, tested, verified, refused, pending }) {
+    const { t } = this;
+    const found = [
+      ["host_verified", verified],
+      ["host_refused", refused],
+      ["host_pending", pending],
+    ].filter(([, names]) => names.length);
+    const said = found.map(([name, names]) => t(name, names.join(", ")));
+    return [t(tested.includes(version) ? "host_tested" : "host_untested", version), ...said].join(" ");
   }
 
   sampling(run) {

@@ -52,10 +52,10 @@ def attend_with_sdpa() -> None:
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     attend_with_sdpa()
+    from ...launcher.trial.rounding import relative_error
     from ...parallel_runtime.comm.cores import giving_way, keep_to
     from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.layout import Layout
-    from ..commands.rounding import relative_error
     from .diffusers_peer import DiffusersPeer
     from .forwards import Forwards
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from ...launcher.trial.rounding import FACTOR, relative_error
 from ..comfyui.api import RunError
 from ..comfyui.server import ComfyServer
-from ..commands.rounding import FACTOR, relative_error
 from .cut import Graph
 from .surgery import (
     Link,
@@ -45,9 +45,9 @@ class Outcome:
     """What a template gave. ``result``: "same", "one GPU", "refused", "different" or "error".
 
     ``error``: the largest difference of a latent, in units of its scale, held to BOUND, or to what
-    one rounding of every evaluation does to stock (``commands/rounding.py``). ``ratio``: of the
-    distance from the fp32 truth over stock's, where the weights are quantised and the latents not
-    equal.
+    one rounding of every evaluation does to stock (``launcher/trial/rounding.py``). ``ratio``: of
+    the distance from the fp32 truth over stock's, where the weights are quantised and the latents
+    not equal.
     ``evaluations``: of the pool's last run. ``one_gpu``: models that were left to stock, and why.
     """
 

@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
-from pipemesh.lab.commands.rounding import FACTOR, rounded, wrapped
+from pipemesh.launcher.trial.rounding import FACTOR, rounded, wrapped
 from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.tests.bounds import ADAPTIVE, assert_replayed, assert_same, bound
 from pipemesh.tests.models import run

@@ -12,7 +12,7 @@ from pipemesh.lab.bench import peers
 from pipemesh.lab.bench.diffusers_peer import DiffusersPeer, diffusers_weights
 from pipemesh.lab.bench.figures import Options
 from pipemesh.lab.bench.forwards import SAMPLE
-from pipemesh.lab.commands.rounding import relative_error
+from pipemesh.launcher.trial.rounding import relative_error
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.families.sample import Size
 

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from pipemesh.lab.commands.rounding import relative_error
 from pipemesh.lab.commands.templates import line_of, pool_inputs
 from pipemesh.lab.templates import cut, files, surgery
 from pipemesh.lab.templates.run import Outcome
+from pipemesh.launcher.trial.rounding import relative_error
 
 INFO = {
     "Loader": {"input": {"required": {"unet_name": ["COMBO", {}]}}, "output": ["MODEL"]},

@@ -17,10 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..comfyui.host_record import ComfyInstall
 from ..pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
+
+if TYPE_CHECKING:
+    from ..trial.standing import HostCode
 
 GIB = 2**30
 ROOMY_SHM_BYTES = GIB
@@ -89,6 +92,7 @@ class Facts:
     comfyui: ComfyInstall | None  # none is installed yet
     packages: tuple[Package, ...] = ()
     kernels: tuple[RingKernel, ...] = ()
+    host: HostCode | None = None  # there is no ComfyUI
 
     def has(self, package: str) -> bool:
         return any(found.name == package and found.version for found in self.packages)
@@ -236,8 +240,24 @@ def about_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("limited", text, "close other programs, or add memory")
 
 
+def about_host(facts: Facts) -> Iterator[Finding]:
+    if facts.host is None or facts.comfyui is None:
+        return
+    host, version, tested = facts.host, facts.comfyui.version, ", ".join(facts.host.tested)
+    if not host.unknown:
+        yield Finding("works", f"The models of ComfyUI {version} are those of a tested one ({tested}).")
+        return
+    text = (
+        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models are in no tested one ({tested});"
+        " each is compared with stock on the CPU, once, before a pool computes it."
+    )
+    for says, names in (("Verified here", host.verified), ("Not computed by a pool", host.refused)):
+        text += f" {says}: {', '.join(names)}." if names else ""
+    yield Finding("limited", text)
+
+
 CHECKS = (
-    *(about_torch, about_packages, about_kernels, about_devices),
+    *(about_torch, about_packages, about_host, about_kernels, about_devices),
     *(about_sharing, about_cores, about_memory),
 )
 
@@ -306,7 +326,14 @@ def gather(host: ComfyInstall | None) -> Facts:
         comfyui=host,
         packages=tuple(Package(name, package_version(name)) for name in packages),
         kernels=try_kernels(torch),
+        host=ask_files(host) if host is not None and torch.version else None,
     )
+
+
+def ask_files(host: ComfyInstall) -> HostCode:
+    from ..trial.standing import host_code
+
+    return host_code(host)
 
 
 def try_kernels(torch: Torch) -> tuple[RingKernel, ...]:

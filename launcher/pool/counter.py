@@ -4,36 +4,26 @@ when nobody has asked for a while, or with ComfyUI.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import select
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import msgspec
 
 from ...parallel_runtime.planner.counts import CounterLost, NotCounted
 from ...parallel_runtime.planner.whole import Whole
-from ...parallel_runtime.wire.channel import Channel, ChannelClosed
-from ...parallel_runtime.wire.messages import Count, Counted, CountLike, FromCounter
-from ...parallel_runtime.wire.tree import encode_tree
-from .crew import no_tensor, rank_environment
-from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device
+from ...parallel_runtime.wire.channel import ChannelClosed
+from ...parallel_runtime.wire.messages import Count, Counted, FromCounter
+from .devices import Device
 from .rank_setup import RankSetup
-from .supervisor import Command, Supervisor
-from .verdict import cause_of_end
+from .side_process import SCRIPT, SideProcess
 
-SCRIPT = str(Path(__file__).with_name("worker_main.py"))
 LIMIT_S = 120.0  # of one count, with the start of the process
 IDLE_S = 300.0  # after which the process ends: it holds ComfyUI's modules
-REAP_S = 5.0
 log = logging.getLogger("pipemesh")
 
 
@@ -153,59 +143,19 @@ class CountingWork:
         return process.end() if process is not None else ""
 
 
-class CountingProcess:
+class CountingProcess(SideProcess):
     """One such process. Raises OSError where it cannot be started."""
 
     def __init__(self, setup: RankSetup, device: Device, argv: Sequence[str]):
-        comfy_args = encode_tree({**setup.comfy_args, "cpu": True}, no_tensor)
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            self._channel = Channel(ours, FromCounter)
-            with theirs:
-                command = Command((setup.argv[0], *argv), environment(device), theirs.fileno())
-                self._supervisor = Supervisor(setup.start)
-                self._supervisor.start({0: command})
-            undo.callback(self._supervisor.stop, 0)
-            with contextlib.suppress(ChannelClosed):  # it has ended: the next question finds that
-                self._channel.send(CountLike(comfyui=setup.comfyui, comfy_args=comfy_args))
-            undo.pop_all()
-
-    @property
-    def pid(self) -> int:
-        return self._supervisor.pids[0]
+        super().__init__(setup, device, argv, FromCounter, {**setup.comfy_args, "cpu": True})
 
     def ask(self, described: bytes, until: float) -> Whole:
         """Raises NotCounted, ChannelClosed where it has ended, TimeoutError."""
-        self._channel.send(Count(described=described))
-        poller = select.poll()
-        poller.register(self._channel.fileno(), select.POLLIN)
-        while poller.poll(max(0.0, 1e3 * (until - time.monotonic()))):
-            for message, _ in self._channel.pump():
-                if isinstance(message, Counted):
-                    return msgspec.msgpack.decode(message.whole, type=Whole)
-                raise NotCounted(message.why)
-        raise TimeoutError
-
-    def kill(self) -> None:
-        self._supervisor.stop(0)
-
-    def end(self) -> str:
-        """Ends it; returns how it had ended by itself, in words."""
-        poller = select.poll()
-        poller.register(self._channel.fileno(), select.POLLHUP)
-        status = self._supervisor.exit_of(0, REAP_S if poller.poll(0) else 0)
-        self._supervisor.stop(0)
-        self._channel.close()
-        last = (self._supervisor.tail(0) or [""])[-1]
-        return f"{cause_of_end(status)}{f': {last}' if last and (status or 0) > 0 else ''}"
-
-
-def environment(device: Device) -> dict[str, str]:
-    """Return a rank's environment without a GPU. It keeps what a process has from its start as
-    ranks on ``device`` have it, or those would need another fork server.
-    """
-    return {**rank_environment(device, "gloo", dict(os.environ)), CUDA_VARIABLE: "", HIP_VARIABLE: ""}
+        self.channel.send(Count(described=described))
+        message = self.receive(until)
+        if isinstance(message, Counted):
+            return msgspec.msgpack.decode(message.whole, type=Whole)
+        raise NotCounted(message.why)
 
 
 def lost(what: str) -> CounterLost:

@@ -17,6 +17,7 @@ from .progress import Told
 from .supervisor import Command, Process, process_of_its_own
 
 FORK_VARIABLE, STALL_VARIABLE = "PIPEMESH_FORK", "PIPEMESH_STALL_S"
+TRIAL_VARIABLE = "PIPEMESH_TRIAL"
 RENDEZVOUS_VARIABLE, SECRET_VARIABLE, LOST_VARIABLE = "PIPEMESH_RDZV", "PIPEMESH_SECRET", "PIPEMESH_LOST_S"
 DEFAULT_STALL_S, DEFAULT_LOST_S = 300.0, 5.0
 # Hangs are judged by progress counters; a collective's own clock would end slow, healthy runs
@@ -38,7 +39,8 @@ class RankSetup:
     ``start`` starts ``argv`` (tests put fakes here). ``stall_s``: without progress, a rank hangs.
     ``tell`` takes what is waited for, to show it to the user.
     ``rendezvous`` (ADDRESS:PORT, torchrun's), ``secret`` and ``lost_s``, the silence after which a
-    machine is lost, are for pools over several machines.
+    machine is lost, are for pools over several machines. ``tries_hosts``: classes that differ from
+    those of the ComfyUI that was tested are compared with stock before ranks compute them.
     """
 
     comfyui: str
@@ -47,6 +49,7 @@ class RankSetup:
     rendezvous: str = ""
     secret: str = field(default="", repr=False)
     lost_s: float = DEFAULT_LOST_S
+    tries_hosts: bool = True
     argv: tuple[str, ...] = (
         sys.executable,
         str(Path(__file__).with_name("worker_main.py")),
@@ -71,6 +74,7 @@ def rank_setup_from(
         secret=environ.get(SECRET_VARIABLE, ""),
         lost_s=seconds(environ, LOST_VARIABLE, DEFAULT_LOST_S, LOST_S_RANGE),
         start=start_as(environ),
+        tries_hosts=environ.get(TRIAL_VARIABLE) != "0",
     )
 
 

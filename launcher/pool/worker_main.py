@@ -1,5 +1,6 @@
-"""The script of a rank: ``worker_main.py SOCKET_FD PARENT_PID``, and with ``counter`` behind these,
-of the process that counts. Dies with its parent, and imports the pack as ``pipemesh``.
+"""The script of a rank: ``worker_main.py SOCKET_FD PARENT_PID``; with ``counter`` behind these, of
+the process that counts, and with ``trial``, of the one that tries a host. Dies with its parent, and
+imports the pack as ``pipemesh``.
 """
 
 import ctypes
@@ -44,6 +45,11 @@ def main() -> None:
         from pipemesh.parallel_runtime.wire.messages import ToCounter
 
         run(Channel(sock, ToCounter))
+    elif sys.argv[3:] == ["trial"]:
+        from pipemesh.launcher.trial.trying import run
+        from pipemesh.parallel_runtime.wire.messages import ToTrial
+
+        run(Channel(sock, ToTrial))
     else:
         from pipemesh.parallel_runtime.wire.messages import ToRank
         from pipemesh.parallel_runtime.worker.main import run

@@ -14,6 +14,8 @@ import torch
 from ...launcher.pool.devices import Placement, visible_gpus
 from ...launcher.pool.handle import PoolHandle
 from ...launcher.pool.pool import refused_kernels
+from ...launcher.trial.host_trials import HostTrials
+from ...launcher.trial.known_hosts import known_hosts
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ..auto.sampling import Auto
@@ -21,6 +23,7 @@ from ..runtime import Runtime
 from .figures import (
     AutoStatus,
     DeviceStatus,
+    HostStatus,
     MemoryFigures,
     ModelStatus,
     PoolStatus,
@@ -47,11 +50,23 @@ def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
     return Status(
         busy=busy,
         auto=AutoStatus(auto.is_on(), auto.unavailable),
+        host=host_status(runtime.trials),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
         pools=pools,
         current_run=next((run for run in runs if run.ended is None), None),
         last_runs=tuple(run for run in runs if run.ended is not None),
         notices=runtime.notices.latest(),
+    )
+
+
+def host_status(trials: HostTrials) -> HostStatus:
+    verdicts = trials.verdicts()
+    return HostStatus(
+        trials.version,
+        tuple(known_hosts().versions),
+        tuple(one.name for one in verdicts if one.is_same),
+        tuple(one.name for one in verdicts if not one.is_same),
+        trials.pending(),
     )
 
 

@@ -21,6 +21,20 @@ class AutoStatus:
 
 
 @dataclass(frozen=True)
+class HostStatus:
+    """This ComfyUI's ``version``, and those that PipeMesh was ``tested`` with. Classes of models
+    that no tested ComfyUI has, of those asked for: ``verified`` here on the CPU, ``refused``, or
+    ``pending``.
+    """
+
+    version: str
+    tested: tuple[str, ...]
+    verified: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class DeviceStatus:
     """Bytes. ``free`` is None where neither ComfyUI nor a live rank computes on the device: asking
     it would take memory there.
@@ -205,6 +219,7 @@ class Status:
 
     busy: bool
     auto: AutoStatus
+    host: HostStatus
     devices: tuple[DeviceStatus, ...]
     pools: tuple[PoolStatus, ...]
     current_run: RunStatus | None

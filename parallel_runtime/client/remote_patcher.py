@@ -117,6 +117,7 @@ class RemotePatcher(ModelPatcher):
         ComfyUI's own unpatching leaves it.
         """
         refuse_foreign_levers(self)
+        self.remote.pool.admit(self.model.diffusion_model)
         self.in_block = in_block = in_block_patches(self)
         plain = plain_objects(
             {key: value for key, value in self.object_patches.items() if key not in in_block.methods}
@@ -348,8 +349,7 @@ def parallelize(
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching, notice)
     else:
-        untried = "" if plan.is_tried else type(patcher.model.diffusion_model).__name__
-        sampling = InGroups(pool, source.model, with_room, can_join=bool(plan.blocks), untried=untried)
+        sampling = InGroups(pool, source.model, with_room, can_join=bool(plan.blocks))
     remote = Remote(
         pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
     )

@@ -40,12 +40,8 @@ from .wan_s2v import WAN_S2V
 from .wan_scail import WAN_SCAIL
 from .wan_vace import WAN_VACE
 from .without_plan import NOT_YET as NOT_YET
-from .without_plan import ON_ONE_GPU as ON_ONE_GPU
-from .without_plan import UNTRIED as UNTRIED
 from .without_plan import WHOLE as WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
-from .without_plan import whole_plan
-from .without_plan import why_named_without as why_named_without
 from .without_plan import why_no_plan as why_no_plan
 
 FAMILIES: tuple[Family, ...] = (
@@ -104,7 +100,8 @@ def plan_or_whole(model_class: type) -> TokenPlan | None:
     """The plan of a ComfyUI model class; one without blocks for a class whose forward groups of one
     rank each compute whole.
     """
-    return plan_for(model_class) or whole_plan(model_class)
+    name = f"{model_class.__module__}:{model_class.__qualname__}"
+    return plan_for(model_class) or (WHOLE if name in WHOLE.models else None)
 
 
 def sample_with(size: str) -> tuple[Sample, Size]:

@@ -271,7 +271,7 @@ class TokenPlan:
     model makes anew where they are missing: they stay in ComfyUI's process.
 
     A plan without blocks is of a model whose forward is never cut: each group of ranks computes it
-    whole on one of them. One that names no models is of those that nobody has tried so.
+    whole on one of them.
     """
 
     family: str
@@ -284,10 +284,6 @@ class TokenPlan:
     together: Together = Together()
     patch_size: str | int | tuple[str, ...] = "patch_size"
     rebuilt: tuple[str, ...] = ()
-
-    @property
-    def is_tried(self) -> bool:
-        return bool(self.models)
 
     @property
     def why_no_stages(self) -> str:

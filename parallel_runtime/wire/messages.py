@@ -260,8 +260,8 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountLike(msgspec.Struct, frozen=True, tag=True):
-    """Sets up the process that counts: its first message. The arguments are of a ComfyUI on the
-    CPU.
+    """Sets up the process that counts, or that tries a host: its first message. The arguments are
+    of a ComfyUI on the CPU.
     """
 
     comfyui: str
@@ -286,6 +286,25 @@ class Uncounted(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Try(msgspec.Struct, frozen=True, tag=True):
+    """Asks whether ranks compute what stock does with a class, ``module:Class``."""
+
+    kind: str
+
+
+class TrialStep(msgspec.Struct, frozen=True, tag=True):
+    """Tells what was compared."""
+
+    text: str
+
+
+class Tried(msgspec.Struct, frozen=True, tag=True):
+    """Answers with the verdict, and the comparison that it rests on, in words."""
+
+    is_same: bool
+    says: str
+
+
 ToRank = Start | Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
 Request = Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
@@ -293,6 +312,8 @@ ToMachine = Open | ForRanks | Close
 FromMachine = Said | Beat | Ended | Denied
 ToCounter = CountLike | Count
 FromCounter = Counted | Uncounted
+ToTrial = CountLike | Try
+FromTrial = TrialStep | Tried
 PHASE = {
     Load: "loading",
     SetWeightPatches: "patching",

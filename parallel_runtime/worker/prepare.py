@@ -12,13 +12,7 @@ def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1) -> None:
     """Makes ``comfy`` importable with the UI's arguments. Call it before any module of ComfyUI is
     imported: device, dtypes and attention kernels are fixed at import. ``ranks``: of the pool.
     """
-    sys.path.insert(0, comfyui)
-    import comfy.cli_args as cli
-
-    for name, value in args.items():
-        if name == "fast":
-            value = {cli.PerformanceFeature(item) for item in value}
-        setattr(cli.args, name, value)
+    make_importable(comfyui, args)
     import comfy.model_base
     import comfy.model_management
 
@@ -35,6 +29,17 @@ def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1) -> None:
     comfy.model_management.MAX_PINNED_MEMORY = share_of_pinned(
         comfy.model_management.MAX_PINNED_MEMORY, ranks
     )
+
+
+def make_importable(comfyui: str, args: dict[str, Any]) -> None:
+    """Makes ``comfy`` importable as it is, with these arguments."""
+    sys.path.insert(0, comfyui)
+    import comfy.cli_args as cli
+
+    for name, value in args.items():
+        if name == "fast":
+            value = {cli.PerformanceFeature(item) for item in value}
+        setattr(cli.args, name, value)
 
 
 def share_of_pinned(most: float, ranks: int) -> float:

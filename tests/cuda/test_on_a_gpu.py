@@ -22,7 +22,7 @@ from pipemesh.lab.commands.parity import (
     sample,
     stock_model,
 )
-from pipemesh.lab.commands.rounding import bound
+from pipemesh.launcher.trial.rounding import bound
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
 from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching

@@ -13,7 +13,7 @@ import comfy.supported_models
 import comfy.utils
 import torch
 
-from ....parallel_runtime.families import PLANS, SAMPLES, why_named_without
+from ....parallel_runtime.families import NOT_YET, PLANS, SAMPLES, WITHOUT_PLAN
 from ....parallel_runtime.families.sample import Form, Sample, Size
 from ...quantised_files import FORMATS, quantised_state
 from ..surgery import EXACT
@@ -33,7 +33,7 @@ def require_sample(shape: ModelShape) -> Sample:
     if not model_class or any(model_class in plan.models for plan in PLANS):
         raise UnknownName(f"the registry has no sample {shape.sample}")
     raise NotStoodFor(
-        f"{model_class.rpartition(':')[2]} has no token plan ({why_named_without(model_class)})"
+        f"{model_class.rpartition(':')[2]} has no token plan ({WITHOUT_PLAN.get(model_class, NOT_YET)})"
     )
 
 

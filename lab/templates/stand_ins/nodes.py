@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import nodes
 
-from ...commands.rounding import rounded
+from ....launcher.trial.rounding import rounded
 from ..cut import CUT_NODE, KINDS, RECORD_NODE, ROUNDED_NODE
 from .attached import make_control_net, make_latent_upscaler, make_model_patch, make_style_model
 from .foreign import FOREIGN, add_schedulers

@@ -28,6 +28,10 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     return float((ours - truth).abs().max() / truth.std().clamp(min=1e-12))
 
 
+def rms(tensor: torch.Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
 def rounded(model: Any, seed: int = 0) -> Any:
     """A clone of a stock MODEL whose every evaluation is off by one rounding, always the same in a
     run; to be sampled once.

@@ -1,0 +1,53 @@
+"""``python3 -m lab fingerprints``: writes what PipeMesh knows of the ComfyUI that the commands run
+on into ``launcher/trial/known_hosts.json``, once all that faces the host has passed on it; with
+``--anew`` of that one alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...launcher.comfyui.host_record import ComfyInstall
+from ...launcher.trial.known_hosts import FILE, KnownHosts, known_hosts
+from ...parallel_runtime.families import PLANS
+from ...parallel_runtime.watch.fingerprint import HostFiles
+
+NOTHING = KnownHosts((), {}, {})
+
+
+def classes() -> list[str]:
+    return sorted({model for plan in PLANS for model in plan.models if plan.blocks})
+
+
+def with_host(known: KnownHosts, version: str, root: Path) -> KnownHosts:
+    """Returns what is known, and this ComfyUI."""
+    files, digests = HostFiles(root), {kind: [*found] for kind, found in known.classes.items()}
+    functions = {
+        module: {name: [*found] for name, found in names.items()} for module, names in known.functions.items()
+    }
+    for kind in classes():
+        found = files.fingerprint(kind)
+        if not found.functions:
+            continue
+        add(digests.setdefault(kind, []), found.digest)
+        for place, digest in found.functions.items():
+            module, _, name = place.partition(":")
+            add(functions.setdefault(module, {}).setdefault(name, []), digest)
+    return KnownHosts(sorted({*known.versions, version}), digests, functions)
+
+
+def add(digests: list[str], digest: str) -> None:
+    if digest not in digests:
+        digests.append(digest)
+
+
+def main(argv: Sequence[str], host: ComfyInstall) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m lab fingerprints", description=__doc__)
+    parser.add_argument("--anew", action="store_true", help="forget every other ComfyUI")
+    options = parser.parse_args(argv)
+    known = NOTHING if options.anew else known_hosts()
+    FILE.write_text(with_host(known, host.version, Path(host.comfyui)).to_json(), encoding="utf-8")
+    print(f"{FILE.name}: {', '.join(known_hosts.__wrapped__().versions)}")
+    return 0

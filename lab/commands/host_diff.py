@@ -1,0 +1,142 @@
+"""``python3 -m lab host-diff OLD NEW``: what another ComfyUI changes for PipeMesh, by the files of
+both alone. Each is the folder of a ComfyUI, or a tar archive of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ...launcher.comfyui.host_record import ComfyInstall
+from ...launcher.comfyui.unpack import unpack_folder
+from ...launcher.errors import LaunchError
+from ...parallel_runtime.families import FAMILIES, WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.watch.fingerprint import HostFiles
+from .fingerprints import classes
+
+OPTIONS = "transformer_options"
+SEAMS = {  # functions of ComfyUI that the pack stands on, beside models
+    "comfy/samplers.py": ("CFGGuider", "calc_cond_batch", "_calc_cond_batch", "KSampler", "sample"),
+    "comfy/model_base.py": ("BaseModel",),
+    "comfy/model_patcher.py": ("ModelPatcher",),
+    "comfy/patcher_extension.py": ("WrapperExecutor", "WrappersMP", "CallbacksMP"),
+    "comfy/model_management.py": ("LoadedModel", "free_memory", "load_models_gpu"),
+    "comfy/model_prefetch.py": ("prefetch_queue_pop",),
+}
+
+
+def lines(old: Path, new: Path) -> Iterator[str]:
+    """Yields the report of two trees of ComfyUI."""
+    before, after = HostFiles(old), HostFiles(new)
+    yield "Families whose code differs:"
+    shared = Counter[str]()
+    changes: dict[str, tuple[list[str], list[str], list[str]]] = {}
+    for kind in classes():
+        first, now = before.fingerprint(kind).functions, after.fingerprint(kind).functions
+        changed = [name for name in first if name in now and first[name] != now[name]]
+        changes[kind] = (changed, sorted(now.keys() - first), sorted(first.keys() - now))
+        shared.update(name for part in changes[kind] for name in part)
+    of_most = {name for name, count in shared.items() if count > len(changes) // 2}
+    for family in FAMILIES:
+        for kind in [model for plan in family.plans for model in plan.models if model in changes]:
+            parts = [[name for name in part if name not in of_most] for part in changes[kind]]
+            told = [
+                f"    {word} {name}"
+                for word, part in zip(("changed", "new", "gone"), parts, strict=True)
+                for name in part
+            ]
+            if told:
+                yield f"  {kind}"
+                yield from told
+    yield "Code of most families that differs:"
+    yield from (f"  {name}" for name in sorted(of_most))
+    yield "New classes of transformers:"
+    known = {*classes(), *WHOLE.models, *WITHOUT_PLAN}
+    older = transformers(old)
+    yield from (f"  {kind}" for kind in sorted(transformers(new) - known - older))
+    yield "Keys of transformer_options:"
+    first_keys, now_keys = option_keys(old), option_keys(new)
+    yield from (f"  new {key}" for key in sorted(now_keys - first_keys))
+    yield from (f"  gone {key}" for key in sorted(first_keys - now_keys))
+    yield "Seams that differ:"
+    for file, names in SEAMS.items():
+        texts = [definitions(root / file, names) for root in (old, new)]
+        yield from (f"  {file}: {name}" for name in names if texts[0].get(name) != texts[1].get(name))
+
+
+def transformers(root: Path) -> set[str]:
+    """Returns what ``unet_model`` of the models in comfy/model_base.py stands for."""
+    tree = ast.parse((root / "comfy" / "model_base.py").read_bytes())
+    imported = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    named = [
+        ast.unparse(keyword.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "unet_model"
+    ]
+    return {
+        imported[name] if name in imported else ":".join(name.rpartition(".")[::2])
+        for name in named
+        if name in imported or name.startswith("comfy.")
+    }
+
+
+def option_keys(root: Path) -> set[str]:
+    """Returns the keys that ComfyUI's core reads or writes of ``transformer_options``."""
+    found = set()
+    for file in (root / "comfy").rglob("*.py"):
+        text = file.read_bytes()
+        if OPTIONS.encode() not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            holder, key = None, None
+            if isinstance(node, ast.Subscript):
+                holder, key = node.value, node.slice
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                holder, key = (
+                    (node.func.value, node.args[0]) if node.func.attr in ("get", "pop") else (None, None)
+                )
+            if holder is not None and ast.unparse(holder).endswith(OPTIONS) and isinstance(key, ast.Constant):
+                found.add(str(key.value))
+    return found
+
+
+def definitions(file: Path, names: Sequence[str]) -> dict[str, str]:
+    if not file.is_file():
+        return {}
+    body = ast.parse(file.read_bytes()).body
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+    return {node.name: ast.dump(node) for node in body if isinstance(node, kinds) and node.name in names}
+
+
+def tree_of(given: str, undo: ExitStack) -> Path:
+    """Returns the folder of a ComfyUI; of an archive, of what is in it. Raises LaunchError."""
+    path = Path(given)
+    if path.is_file():
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="pipemesh-host-")))
+        unpack_folder(path, "", folder)
+        path = folder
+    if not (path / "comfy" / "model_base.py").is_file():
+        raise LaunchError(f"{given} holds no ComfyUI: name the folder of one, or a tar archive of it.")
+    return path
+
+
+def main(argv: Sequence[str], _host: ComfyInstall) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m lab host-diff", description=__doc__)
+    parser.add_argument("old", metavar="OLD")
+    parser.add_argument("new", metavar="NEW")
+    options = parser.parse_args(argv)
+    with ExitStack() as undo:
+        print("\n".join(lines(tree_of(options.old, undo), tree_of(options.new, undo))))
+    return 0

@@ -1,0 +1,63 @@
+"""What another ComfyUI changes is told by the files of both."""
+
+import tarfile
+
+import pytest
+from pipemesh.lab.commands import host_diff
+from pipemesh.launcher.errors import LaunchError
+
+BASE = """
+import comfy.ldm.flux.model
+from comfy.ldm.new.model import Newcomer
+class Flux:
+    def __init__(self): super().__init__(unet_model=comfy.ldm.flux.model.Flux)
+class New:
+    def __init__(self): super().__init__(unet_model=Newcomer)
+class BaseModel:
+    def apply_model(self, x): return x
+"""
+OLD = {
+    "model_base.py": BASE.replace("unet_model=Newcomer", "unet_model=comfy.ldm.flux.model.Flux"),
+    "ldm/flux/model.py": "class Flux:\n    def forward(self, x, transformer_options): return transformer_options.get('block')\n",
+    "ops.py": "def cast_bias_weight(): pass\n",
+}
+NEW = {
+    "model_base.py": BASE.replace("return x", "return x + 1"),
+    "ldm/flux/model.py": OLD["ldm/flux/model.py"].replace(".get('block')", "['kept']"),
+    "ops.py": OLD["ops.py"],
+}
+
+
+@pytest.fixture
+def trees(tmp_path):
+    for name, files in (("old", OLD), ("new", NEW)):
+        for file, text in files.items():
+            path = tmp_path / name / "comfy" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return tmp_path / "old", tmp_path / "new"
+
+
+def test_changed_functions_new_classes_option_keys_and_seams_are_named(trees, capsys, tmp_path):
+    archive = tmp_path / "new.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(trees[1], "ComfyUI")
+    assert host_diff.main([str(trees[0]), str(archive)], None) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "Families whose code differs:",
+        "  comfy.ldm.flux.model:Flux",
+        "    changed comfy.ldm.flux.model:Flux.forward",
+        "Code of most families that differs:",
+        "New classes of transformers:",
+        "  comfy.ldm.new.model:Newcomer",
+        "Keys of transformer_options:",
+        "  new kept",
+        "  gone block",
+        "Seams that differ:",
+        "  comfy/model_base.py: BaseModel",
+    ]
+
+
+def test_what_is_no_comfyui_is_told(tmp_path):
+    with pytest.raises(LaunchError, match="holds no ComfyUI"):
+        host_diff.main([str(tmp_path), str(tmp_path)], None)

@@ -1,0 +1,224 @@
+"""The host trial itself, in a process of its own: the tiny models of a class, sampled by this
+ComfyUI alone and by two ranks on the CPU. Ranks are a sequence with whole weights, with shared-out
+ones, and with int8 ones, which ComfyUI's helpers read past a layer's own forward; and a pipeline.
+No process that serves imports this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from ...parallel_runtime.families import FAMILIES
+from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.refusals import require_plan
+from ...parallel_runtime.wire.channel import Channel, ChannelClosed
+from ...parallel_runtime.wire.messages import CountLike, TrialStep, Tried, Try
+from ...parallel_runtime.wire.tree import decode_tree
+from ..pool.devices import place
+from ..pool.handle import PoolKeeper
+from ..pool.rank_setup import RankSetup
+from .rounding import bound, relative_error, rms
+from .sampled import sampled
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from ...parallel_runtime.client.patchwise import Patching
+    from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...parallel_runtime.families.sample import Form, Sample, Size
+
+BOUND = 2e-5  # of the output's scale in fp32, and more where stock itself is more sensitive to rounding
+INT8_BOUND = 1.5  # our distance from the fp32 truth over stock's
+STEPS = 2
+SEQUENCE, PIPELINE = Layout(ulysses=2), Layout(pipefusion=2)
+WIDE_HEADS, NARROWEST, GROUP = 8, 128, 64  # of models whose layers are wide enough to be quantised
+INT8 = "int8_tensorwise"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """``error`` of what ranks computed, and how much is rounding. ``what``: of which sample, and
+    how weights were kept.
+    """
+
+    what: str
+    error: float
+    allowed: float
+
+    @property
+    def is_same(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.what}: off by {self.error:.2g}, {self.allowed:.2g} would be rounding"
+
+
+def run(channel: Channel) -> None:
+    """Answer what ComfyUI's process asks until it closes the channel."""
+    torch.set_num_threads(1)
+    try:
+        like, _ = channel.receive()
+        assert isinstance(like, CountLike)
+        from ...parallel_runtime.worker.prepare import make_importable
+
+        args = decode_tree(like.comfy_args, no_tensor)
+        make_importable(like.comfyui, args)
+        asked, _ = channel.receive()
+        assert isinstance(asked, Try)
+        keeper = PoolKeeper(RankSetup(comfyui=like.comfyui, comfy_args=args))
+        try:
+            channel.send(tried(asked.kind, keeper, lambda text: channel.send(TrialStep(text=text))))
+        finally:
+            keeper.close()
+    except ChannelClosed:
+        return
+
+
+def no_tensor(ref: Any) -> torch.Tensor:
+    raise msgspec.DecodeError("arguments of ComfyUI hold no tensor")
+
+
+def tried(kind: str, keeper: PoolKeeper, tell: Callable[[str], None] = lambda text: None) -> Tried:
+    """Compare every tiny model of a class, ``module:Class``. What fails, as code of another ComfyUI
+    may in any way, is a difference too.
+    """
+    compared: list[Compared] = []
+    try:
+        samples = samples_of(kind)
+        for compare, layout in ((as_sequence, SEQUENCE), (as_pipeline, PIPELINE)):
+            pool = pool_of(keeper, layout)
+            for one in (one for sample in samples for one in compare(sample, pool)):
+                tell(one.what)
+                compared.append(one)
+                if not one.is_same:
+                    return Tried(is_same=False, says=str(one))
+    except Exception as error:  # noqa: BLE001 - whatever it is, this class cannot be sampled so
+        where = f" after {compared[-1].what}" if compared else ""
+        says = str(error).strip().partition("\n")[0] or type(error).__name__
+        return Tried(is_same=False, says=f"it fails{where}: {says}")
+    if not compared:
+        return Tried(is_same=False, says="there is no sample of it that this ComfyUI can build")
+    worst = max(compared, key=lambda one: one.error / one.allowed)
+    return Tried(is_same=True, says=f"{len(compared)} comparisons, the worst: {worst}")
+
+
+def samples_of(kind: str) -> list[Sample]:
+    """Returns the samples whose transformer is of this class; where there is none, those of classes
+    that this one derives from, with the same plan.
+    """
+    module, _, name = kind.partition(":")
+    asked = getattr(import_module(module), name)
+    of_classes: dict[type, list[Sample]] = {}
+    for family in FAMILIES:
+        if not any(kind in plan.models for plan in family.plans):
+            continue
+        for sample in family.samples:
+            model = sample.form.base_model(sample.form.config(tiny(sample)), torch.float32)
+            of_classes.setdefault(type(model.diffusion_model), []).append(sample)
+    bases = [sample for made, found in of_classes.items() if issubclass(asked, made) for sample in found]
+    return of_classes.get(asked, bases)
+
+
+def tiny(sample: Sample) -> Size:
+    return sample.tiny.size(sample.heads[-1])
+
+
+def pool_of(keeper: PoolKeeper, layout: Layout) -> RemotePool:
+    from ...parallel_runtime.client.remote_pool import RemotePool
+
+    handle = keeper.handle(place(layout, "cpu", "gloo", ()))
+    return RemotePool(handle, shares_weights=layout.stages == 1)
+
+
+def as_sequence(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
+    stock = sample.form.random_model(tiny(sample))
+    truth = request(sample, stock)
+    for weights in ("whole", "sharded"):
+        yield compared_with(truth, sample, stock, in_ranks(stock, pool, weights), f"{weights} weights")
+    wide = sample.tiny.size(WIDE_HEADS)
+    model = int8_model(sample.form, wide)
+    if model is None:
+        return
+    truth, stock_int8 = request(sample, sample.form.random_model(wide)), request(sample, model)
+    ours = request(sample, in_ranks(model, pool, "sharded"))
+    distance = rms(ours - truth) if torch.isfinite(ours).all() else float("inf")
+    yield Compared(
+        f"{sample.name}, shared-out int8 weights, by stock's own distance from fp32",
+        distance / max(rms(stock_int8 - truth), 1e-12),
+        INT8_BOUND,
+    )
+
+
+def as_pipeline(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
+    """Every evaluation goes through both stages whole, which is exact."""
+    from ...parallel_runtime.client.patchwise import Patching
+
+    stock = sample.form.random_model(tiny(sample))
+    if require_plan(stock.model.diffusion_model).why_no_stages:
+        return
+    ours = in_ranks(stock, pool, "whole", Patching(patches=2, warm_up=STEPS * 2))
+    yield compared_with(request(sample, stock), sample, stock, ours, "two stages")
+
+
+def compared_with(
+    truth: torch.Tensor, sample: Sample, stock: ModelPatcher, ours: ModelPatcher, how: str
+) -> Compared:
+    error = relative_error(request(sample, ours), truth)
+    allowed = BOUND if error <= BOUND else max(BOUND, bound(partial(request, sample), stock, truth))
+    return Compared(f"{sample.name}, {how}", error, allowed)
+
+
+def request(sample: Sample, model: ModelPatcher) -> torch.Tensor:
+    """Tokens that two ranks cannot share evenly, and unequal prompts."""
+    return sampled(model, sample, "odd", 4.0, sample.masks is not None, "euler", seed=7, steps=STEPS)
+
+
+def in_ranks(
+    stock: ModelPatcher, pool: RemotePool, weights: str, patching: Patching | None = None
+) -> ModelPatcher:
+    from ...parallel_runtime.client.remote_patcher import parallelize
+
+    return parallelize(stock, pool, 0.0, patching, weights=weights)
+
+
+@torch.inference_mode()
+def int8_model(form: Form, size: Size) -> ModelPatcher | None:
+    """Build the twin of ``form.random_model(size)`` with its wide layers in int8, by ComfyUI's own
+    quantisation (comfy/quant_ops.py@0.30.0); None where it has no layer as wide.
+    """
+    import comfy.supported_models
+    import comfy.utils
+    from comfy.model_patcher import ModelPatcher
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    transformer = form.random_model(size).model.diffusion_model
+    linear = {
+        f"{name}.weight" for name, one in transformer.named_modules() if isinstance(one, torch.nn.Linear)
+    }
+    state = dict(transformer.state_dict())
+    wide = [
+        name for name in linear if min(state[name].shape) >= NARROWEST and not state[name].shape[1] % GROUP
+    ]
+    said = torch.tensor(list(json.dumps({"format": INT8}).encode()), dtype=torch.uint8)
+    for name in wide:
+        made = QuantizedTensor.from_float(state.pop(name), QUANT_ALGOS[INT8]["comfy_tensor_layout"])
+        state |= {key: tensor.clone() for key, tensor in made.state_dict(name).items()}
+        state[f"{name.removesuffix('.weight')}.comfy_quant"] = said
+    if not wide:
+        return None
+    config = getattr(comfy.supported_models, form.config_class)(form.config(size))
+    config.unet_config.update(form.config(size))
+    config.quant_config = comfy.utils.detect_layer_quantization(state, "")
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model(state, "")
+    model.load_model_weights(state, "")
+    cpu = torch.device("cpu")
+    return ModelPatcher(model, load_device=cpu, offload_device=cpu)

@@ -1,0 +1,224 @@
+"""What a transformer's forward may run of ComfyUI's code, told by ComfyUI's files alone: nothing is
+imported, so that another ComfyUI's can be told as well.
+
+A class name is no identity: ComfyUI releases weekly, and another version of a class may call its
+blocks otherwise than the class's token plan says. A function is told by the syntax tree of its
+source without docstrings, which is the same under every Python that can read it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from .host_code import FOLLOWED
+from .python_file import FUNCTIONS
+
+# What every model runs although its code does not name it: ``operations`` is an argument
+EVERYWHERE = tuple(
+    f"comfy.ops:{name}"
+    for name in ("cast_bias_weight", "disable_weight_init", "manual_cast", "mixed_precision_ops")
+)
+Place = tuple[str, str]  # a module, and a name that it binds
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """``kind``: ``module:Class``. ``functions``: ``module:qualified name`` -> 8 hex digits. What
+    stands in a class beside its methods is under the name of the class.
+    """
+
+    kind: str
+    functions: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.kind.partition(":")[2]
+
+    @cached_property
+    def digest(self) -> str:
+        """Returns 16 hex digits over all functions."""
+        text = "\n".join(f"{name} {digest}" for name, digest in sorted(self.functions.items()))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A module by its file. ``bound``: name -> the statements of the module that bind it.
+    ``imported``: name -> the module that it comes from, and its name there, empty for the module.
+    """
+
+    bound: Mapping[str, Sequence[ast.stmt]]
+    imported: Mapping[str, Place]
+
+
+class HostFiles:
+    """The Python files of a ComfyUI in a folder. Each is read once."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._read: dict[str, SourceFile | None] = {}
+
+    def fingerprint(self, kind: str) -> Fingerprint:
+        """Returns the fingerprint of a class, ``module:Class``; one without functions where the
+        files do not have that class.
+        """
+        module, _, name = kind.partition(":")
+        file = self._file(module)
+        if file is None or name not in file.bound:
+            return Fingerprint(kind, {})
+        starts = [(module, name), *((one, what) for one, _, what in (p.partition(":") for p in EVERYWHERE))]
+        digests: dict[str, list[str]] = {}
+        for (where, bound), statements in self._reached(starts).items():
+            for statement in statements:
+                for part, node in _parts(statement, bound):
+                    digests.setdefault(f"{where}:{part}", []).append(_tree_text(node))
+        return Fingerprint(kind, {name: _short(texts) for name, texts in digests.items()})
+
+    def _reached(self, starts: Sequence[Place]) -> dict[Place, Sequence[ast.stmt]]:
+        """Returns these places and all that their code names, at any depth, in the modules that a
+        forward runs.
+        """
+        found: dict[Place, Sequence[ast.stmt]] = {}
+        waiting = list(starts)
+        while waiting:
+            place = waiting.pop()
+            if place in found or not place[0].startswith(FOLLOWED):
+                continue
+            file = self._file(place[0])
+            if file is None:
+                continue
+            found[place] = file.bound.get(place[1], ())
+            names = {name for one in found[place] for name in _dotted_names(one)} or {(place[1],)}
+            waiting += filter(None, (self._place_of(place[0], file, name) for name in names))
+        return found
+
+    def _place_of(self, module: str, file: SourceFile, dotted: tuple[str, ...]) -> Place | None:
+        """Returns what a name with dots in a module's code stands for; None for no name of a
+        module's.
+        """
+        if dotted[0] in file.bound:
+            return module, dotted[0]
+        if dotted[0] not in file.imported:
+            return None
+        where, name = file.imported[dotted[0]]
+        parts = [*([name] if name else []), *dotted[1:]]
+        while parts and self._path(f"{where}.{parts[0]}") is not None:
+            where = f"{where}.{parts.pop(0)}"
+        return (where, parts[0]) if parts else None
+
+    def _path(self, module: str) -> Path | None:
+        path = self._root.joinpath(*module.split("."))
+        file = path.with_name(f"{path.name}.py")
+        return file if file.is_file() else path / "__init__.py" if path.is_dir() else None
+
+    def _file(self, module: str) -> SourceFile | None:
+        if module not in self._read:
+            path = self._path(module)
+            package = module if path is not None and path.name == "__init__.py" else module.rpartition(".")[0]
+            self._read[module] = _source_file(path, package) if path is not None and path.is_file() else None
+        return self._read[module]
+
+
+def _source_file(path: Path, package: str) -> SourceFile:
+    bound: dict[str, list[ast.stmt]] = {}
+    imported: dict[str, Place] = {}
+    waiting = list(ast.parse(path.read_bytes()).body)
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            bound.setdefault(node.name, []).append(node)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            for one in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for name in (inner.id for inner in ast.walk(one) if isinstance(inner, ast.Name)):
+                    bound.setdefault(name, []).append(node)
+        elif isinstance(node, ast.Import):
+            for one in node.names:
+                imported[one.asname or one.name.partition(".")[0]] = (
+                    one.name if one.asname else one.name.partition(".")[0],
+                    "",
+                )
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            where = ".".join([*above, *([node.module] if node.module else [])])
+            imported |= {one.asname or one.name: (where, one.name) for one in node.names}
+        else:
+            inner = [node, *getattr(node, "handlers", [])]
+            waiting += [
+                one
+                for outer in inner
+                for part in ("body", "orelse", "finalbody")
+                for one in getattr(outer, part, [])
+            ]
+    return SourceFile(bound, imported)
+
+
+def _parts(node: ast.stmt, name: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yields the methods of a class, and what is left of the class; anything else as it is."""
+    if not isinstance(node, ast.ClassDef):
+        yield name, node
+        return
+    inner = [one for one in node.body if isinstance(one, (*FUNCTIONS, ast.ClassDef))]
+    rest = ast.ClassDef(
+        name=node.name,
+        bases=node.bases,
+        keywords=node.keywords,
+        body=[one for one in node.body if one not in inner],
+        decorator_list=node.decorator_list,
+    )
+    yield name, rest
+    for one in inner:
+        yield from _parts(one, f"{name}.{one.name}")
+
+
+def _dotted_names(node: ast.AST) -> Iterator[tuple[str, ...]]:
+    for one in ast.walk(node):
+        parts: list[str] = []
+        while isinstance(one, ast.Attribute):
+            parts.append(one.attr)
+            one = one.value
+        if isinstance(one, ast.Name):
+            yield (one.id, *reversed(parts))
+
+
+def _tree_text(node: ast.AST) -> str:
+    """Returns a syntax tree as text, without what is empty there: later Pythons have more
+    fields.
+    """
+    words: list[str] = []
+
+    def visit(value: object) -> None:
+        if isinstance(value, ast.AST):
+            words.append(type(value).__name__)
+            for name in value._fields:
+                field = getattr(value, name, None)
+                if name == "body" and isinstance(field, list) and _is_docstring(field[:1]):
+                    field = field[1:]
+                if field not in (None, []) and name not in ("ctx", "kind", "type_comment"):
+                    words.append(name)
+                    visit(field)
+            words.append(")")
+        elif isinstance(value, list):
+            for one in value:
+                visit(one)
+            words.append("]")
+        else:
+            words.append(repr(value))
+
+    visit(node)
+    return " ".join(words)
+
+
+def _is_docstring(first: Sequence[ast.AST]) -> bool:
+    return any(
+        isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str)
+        for one in first
+    )
+
+
+def _short(texts: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=4).hexdigest()

@@ -1,0 +1,293 @@
+"""A class of ComfyUI's that no tested ComfyUI has is compared with stock before ranks compute it;
+one that is known is not. Trees of ComfyUI with one file changed are found, and judged as they are.
+"""
+
+import os
+import re
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from comfy.ldm.flux.model import Flux
+from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.launcher.pool.devices import Device
+from pipemesh.launcher.pool.rank_setup import RankSetup
+from pipemesh.launcher.trial import host_trials
+from pipemesh.launcher.trial.host_trials import HostTrials, TrialLost, Trials, VerdictFile
+from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts
+from pipemesh.launcher.trial.process import try_in_process
+from pipemesh.launcher.trial.trying import samples_of
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.errors import Refused, RunCancelled
+from pipemesh.parallel_runtime.families import PLANS
+from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
+
+from .conftest import ALL, COMFYUI
+from .models import load, run
+
+NOTHING = KnownHosts((), {}, {})
+FLUX, WAN = "comfy.ldm.flux.model:Flux", "comfy.ldm.wan.model:WanModel"
+SAME = (True, "9 comparisons")
+
+
+class Trial:
+    """A trial that ends when it is told to, and counts how often it began."""
+
+    def __init__(self):
+        self.begun = 0
+        self.ends = threading.Event()
+        self.answer = SAME
+
+    def __call__(self, kind, tell):
+        self.begun += 1
+        tell("flux, whole weights")
+        self.ends.wait(60)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def trial():
+    made = Trial()
+    yield made
+    made.ends.set()
+
+
+@pytest.fixture
+def trials(trial, tmp_path):
+    """Makes the trials of a ComfyUI that starts."""
+
+    def make(known=NOTHING, tell=print, **options):
+        file = VerdictFile(tmp_path / "kept" / "trials.json")
+        return HostTrials(Path(COMFYUI), Trials("9.9", trial, file, tell), known=lambda: known, **options)
+
+    return make
+
+
+def never():
+    return False
+
+
+@pytest.mark.host
+def test_a_class_of_a_tested_comfyui_is_computed_at_once_and_no_trial_begins(trial, trials):
+    made = trials(known_hosts())
+    made.require(Flux)
+    made.admit(Flux, never)
+    assert trial.begun == 0 and made.pending() == () and made.verdicts() == ()
+
+
+def test_auto_mode_has_one_gpu_until_the_verdict_and_a_pool_by_hand_waits_for_it(trial, trials):
+    told, noticed = [], []
+    made = trials(tell=told.append, notice=noticed.append)
+    with pytest.raises(
+        Refused, match=r"Flux of this ComfyUI \(9.9\) is being compared with stock on the CPU"
+    ):
+        made.require(Flux)
+    assert made.pending() == ("Flux",)
+    with pytest.raises(RunCancelled):
+        made.admit(Flux, lambda: True)
+    waiting = threading.Thread(target=made.admit, args=(Flux, never))
+    waiting.start()
+    trial.ends.set()
+    waiting.join(60)
+    made.require(Flux)
+    assert trial.begun == 1 and made.pending() == ()
+    assert [(one.name, one.is_same) for one in made.verdicts()] == [("Flux", True)]
+    assert told == ["PipeMesh: Flux is compared with stock on the CPU, flux, whole weights"]
+    (notice,) = noticed
+    assert re.match(r"Flux of this ComfyUI \(9.9\) is not the one .* and \d+ more differ\)", notice)
+
+
+def test_a_notice_names_the_functions_that_are_not_known(trials):
+    (found,) = [HostFiles(Path(COMFYUI)).fingerprint(FLUX)]
+    functions = {}
+    for name, digest in found.functions.items():
+        module, _, inner = name.partition(":")
+        functions.setdefault(module, {})[inner] = [digest]
+    functions["comfy.ldm.flux.model"]["Flux.forward_orig"] = ["00000000"]
+    noticed = []
+    trials(KnownHosts((), {}, functions), notice=noticed.append).begin(Flux)
+    assert "(Flux.forward_orig differ)" in noticed[0]
+
+
+def test_a_class_that_ranks_compute_otherwise_is_refused_with_the_figure_after_a_restart_too(trial, trials):
+    trial.answer = False, "flux, whole weights: off by 0.9, 2e-05 would be rounding"
+    trial.ends.set()
+    for _ in range(2):
+        made = trials()
+        with pytest.raises(Refused, match=r"off by 0.9, .* set PIPEMESH_TRIAL=0"):
+            made.admit(Flux, never)
+    assert trial.begun == 1
+
+
+@pytest.mark.parametrize("changed", ["torch", "pack", "host", "the file is cut off"])
+def test_a_verdict_holds_over_restarts_for_this_host_pack_and_torch_alone(
+    trial, trials, monkeypatch, tmp_path, changed
+):
+    trial.ends.set()
+    for _ in range(2):
+        trials().admit(Flux, never)
+    assert trial.begun == 1
+    if changed == "torch":
+        monkeypatch.setattr(host_trials.torch, "__version__", "99.0")
+    elif changed == "pack":
+        monkeypatch.setattr(host_trials, "pack_digest", lambda: "other")
+    elif changed == "host":
+        found = HostFiles(Path(COMFYUI)).fingerprint(FLUX)
+        monkeypatch.setattr(type(found), "digest", "other")
+    else:
+        kept = tmp_path / "kept" / "trials.json"
+        kept.write_bytes(kept.read_bytes()[:40])
+    trials().admit(Flux, never)
+    assert trial.begun == 2
+
+
+def test_a_trial_that_is_lost_is_told_and_tried_again(trial, trials):
+    made, trial.answer = trials(), TrialLost("its process was killed (SIGKILL)")
+    trial.ends.set()
+    with pytest.raises(Refused, match=r"could not be compared with stock \(its process was killed"):
+        made.admit(Flux, never)
+    trial.answer = SAME
+    made.admit(Flux, never)
+    assert trial.begun == 2
+
+
+def test_where_it_is_turned_off_every_class_is_computed(trial, trials):
+    trials(is_on=False).admit(Flux, never)
+    assert trial.begun == 0
+
+
+def test_a_process_that_dies_or_takes_too_long_is_a_lost_trial(tmp_path):
+    setup, script = RankSetup(comfyui=COMFYUI), tmp_path / "script.py"
+    for body, limit_s, says in (
+        ("raise SystemExit(3)", 60, "status 3"),
+        ("import time; time.sleep(60)", 0.2, "longer"),
+    ):
+        script.write_text(body)
+        with pytest.raises(TrialLost, match=says):
+            try_in_process(setup, lambda: Device("cpu"), FLUX, print, (str(script),), limit_s)
+
+
+@pytest.mark.host
+def test_every_class_of_this_comfyui_that_has_a_plan_has_a_sample_to_try_it_by():
+    files = HostFiles(Path(COMFYUI))
+    kinds = {
+        kind for plan in PLANS for kind in plan.models if plan.blocks and files.fingerprint(kind).functions
+    }
+    assert {kind for kind in kinds if not samples_of(kind)} == set()
+
+
+# -- trees of ComfyUI with one file changed
+
+
+CALL = (
+    "x = block(x, e=e0, freqs=freqs, context=context, context_img_len=context_img_len, transformer_options="
+)
+LOOP = '        for i, block in enumerate(self.blocks):\n            transformer_options["block_index"] = i\n'
+PATCHES = '        patches = transformer_options.get("patches", {})\n\n        if e.ndim < 4:'
+WAN_FILE, FLUX_FILES = "comfy/ldm/wan/model.py", ("comfy/ldm/flux/layers.py", "comfy/ldm/flux/model.py")
+PROJECTED = "x = torch.nn.functional.linear(x, block.self_attn.o.weight)"
+HOST_MUTANTS = {  # how a newer ComfyUI may differ -> file, text, what stands instead, whether ranks can
+    "a fused helper": (((WAN_FILE, LOOP, f"{LOOP}            {PROJECTED}\n"),), False),
+    "an extra argument": (
+        (
+            (WAN_FILE, "context_img_len=257,\n        transformer_options={},", "context_img_len=257,\n        transformer_options={}, first=None,"),
+            (WAN_FILE, PATCHES, f"        x = x if first is None else x + first\n{PATCHES}"),
+            (WAN_FILE, LOOP, f"        first = x\n{LOOP}"),
+            (WAN_FILE, CALL, CALL.replace("e=e0", "first=first, e=e0")),
+        ),
+        False,
+    ),
+    "a row per token": (
+        ((WAN_FILE, LOOP, f"        e0 = e0[:, None].expand(-1, x.shape[1], -1, -1) if e0.ndim < 4 else e0\n{LOOP}"),),
+        True,
+    ),
+    "a skipped block": (((WAN_FILE, LOOP, f"{LOOP}            if i == 1:\n                continue\n"),), False),
+    "tokens that look at their neighbours": (
+        ((WAN_FILE, LOOP, f"{LOOP}            x = x + 0.1 * x.roll(1, 1)\n"),),
+        False,
+    ),
+    "a bracket around forward": (
+        ((WAN_FILE, CALL, CALL.replace("block(x", "(lambda *given, **more: block(*given, **more))(x")),),
+        True,
+    ),
+    "a reordered return": (
+        (
+            (FLUX_FILES[0], "        return img, txt\n", "        return txt, img\n"),
+            (FLUX_FILES[1], "                img, txt = block(img=img,", "                txt, img = block(img=img,"),
+        ),
+        True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Makes a tree of ComfyUI that is this one, but for some texts in its files."""
+
+    def make(edits):
+        root = tmp_path / "ComfyUI"
+        linked(Path(COMFYUI), root, {file for file, _, _ in edits})
+        for name, before, after in edits:
+            text = (root / name).read_text()
+            assert before in text, before
+            (root / name).write_text(text.replace(before, after, 1))
+        return root
+
+    return make
+
+
+def linked(source, target, real, inside=""):
+    """Links to all that is in a folder; copies of the files ``real``, in folders of their own."""
+    target.mkdir()
+    for entry in source.iterdir():
+        name = f"{inside}{entry.name}"
+        if name in real:
+            (target / entry.name).write_bytes(entry.read_bytes())
+        elif any(one.startswith(f"{name}/") for one in real):
+            linked(entry, target / entry.name, real, f"{name}/")
+        elif entry.name != "__pycache__":
+            os.symlink(entry, target / entry.name)
+
+
+def kind_of(edits):
+    return WAN if edits[0][0] == WAN_FILE else FLUX
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("way", HOST_MUTANTS)
+def test_a_fingerprint_finds_every_way_in_which_a_host_may_change(tree, way):
+    edits, _ = HOST_MUTANTS[way]
+    assert not known_hosts().has(HostFiles(tree(edits)).fingerprint(kind_of(edits)))
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    "way", HOST_MUTANTS if ALL else ["tokens that look at their neighbours", "a row per token"]
+)
+def test_the_trial_judges_another_comfyui_by_what_ranks_compute_of_it(tree, way):
+    edits, is_same = HOST_MUTANTS[way]
+    setup, told = RankSetup(comfyui=str(tree(edits))), []
+    found, says = try_in_process(setup, partial(Device, "cpu"), kind_of(edits), told.append)
+    assert found == is_same, says
+    assert told or not is_same
+
+
+def test_a_pool_by_hand_is_asked_before_ranks_load_a_model(clients, files, trial, trials):
+    model = load(files["model"])
+    truth = run(model)
+    client, trial.answer = clients(2), (False, "off by 0.9")
+    trial.ends.set()
+    made = trials()
+    loads = client.session.loads if client.session else 0
+    ours = parallelize(model, client, 0.0)
+    ours.remote.pool.admit, before = (lambda one: made.admit(type(one), never)), ours.remote.pool.admit
+    try:
+        with pytest.raises(Refused, match=r"off by 0\.9"):
+            run(ours)
+        assert (client.session.loads if client.session else 0) == loads
+    finally:
+        ours.remote.pool.admit = before
+    assert relative_error(run(ours), truth) <= BOUND
