@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.comm.mesh import SequenceComm, connect
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
@@ -49,11 +49,12 @@ class Rank:
     def patch(self, model, patches_id):
         return self.ask(SetWeightPatches, model, {"patches": {}, "objects": {}}, patches_id=patches_id)
 
-    def evaluate(self, model, patches_id):
+    def evaluate(self, model, patches_id, **fields):
         arena_bytes = self._arena.nbytes
         return self.ask(
             Forward,
             model,
+            **fields,
             patches_id=patches_id,
             arguments=b"",
             arena_bytes=arena_bytes,
@@ -82,6 +83,15 @@ def test_an_evaluation_under_weight_patches_that_the_rank_does_not_have_is_refus
     rank.patch("m", "theirs")
     with pytest.raises(Exception, match=r"^(?!Rank 0 holds)"):  # of the missing arguments
         rank.evaluate("m", "theirs")
+
+
+def test_as_many_groups_share_an_evaluation_as_its_request_says(rank, monkeypatch):
+    widths = []
+    monkeypatch.setattr(SequenceComm, "use", lambda _self, width: widths.append(width))
+    rank.load("m", 2)
+    with pytest.raises(Exception, match="truncated"):  # its arguments are
+        rank.evaluate("m", "", width=3)
+    assert widths[-1] == 3
 
 
 def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):
