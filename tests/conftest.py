@@ -39,12 +39,17 @@ SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks
 ON_A_GPU = ROOT / "tests" / "cuda"
 ALONGSIDE = {  # share nothing; the shorter lane has time for them
     "test_adding_a_model",
-    "test_demo",
-    "test_dry_run",
+    "test_axes",
+    "test_counting",
+    "test_fork_server",
+    "test_fork_server_faults",
     "test_machines",
     "test_parity",
+    "test_pool_answers",
     "test_pool_leaks",
+    "test_pool_lifecycle",
     "test_pool_sequences",
+    "test_relay",
 }
 
 

@@ -268,11 +268,11 @@ ENDS = {
     "killed": (signal.SIGKILL, ["*:Start=deaf"]),
     "terminated": (signal.SIGTERM, ["*:Start=deaf"]),
     "Ctrl-C": (signal.SIGINT, []),
+    "left": (None, []),
 }
-ENDS |= {"left": (None, [])}
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(
     ("forked", "number", "rules"),
     [pytest.param(True, *end, id=f"forked-{name}") for name, end in ENDS.items()]
