@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.lab.bench import mixed as bench
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
@@ -415,34 +414,6 @@ def test_workers_share_by_the_speeds_that_they_are_told_and_the_image_is_stocks_
             handle.close()
 
     assert taken((30, 100)) != taken(())
-
-
-# -- measured
-
-
-def test_the_bench_holds_the_pair_to_one_that_waits_for_nothing():
-    rounds = [{"alone": 3.0, "both": 3.0, "shards": 3.0, "mixed": 2.0, "even": 3.0}] * 3
-    found = {figure.metric: figure for figure in bench.figures(rounds, 1 / 3)}
-    assert found["of_ideal"].estimate.value == pytest.approx(1.0) and found["of_ideal"].is_met
-    assert found["even_of_ideal"].estimate.value == pytest.approx(1.5)
-    slow = {figure.metric: figure for figure in bench.figures([{**rounds[0], "mixed": 2.3}] * 3, 1 / 3)}
-    assert not slow["of_ideal"].is_met
-    shared = bench.of_ideal([{**rounds[0], "both": 4.0, "mixed": 2.4}])
-    assert shared == pytest.approx(1.0), (
-        "cores of which both at once do 1.5 times as much as one: half of the time both compute"
-    )
-
-
-def test_a_slowed_rank_sleeps_as_long_as_a_slower_device_would_go_on(monkeypatch):
-    clock, slept = [0.0], []
-    monkeypatch.setattr(bench.time, "thread_time", lambda: clock[0])
-    monkeypatch.setattr(bench.time, "sleep", slept.append)
-    slowed, whole = bench.DutyCycle(0.25), bench.DutyCycle(1.0)
-    for one in (slowed, whole):
-        one.begin()
-        clock[0] += 2.0
-        one()
-    assert slept == [6.0]
 
 
 # -- room

@@ -350,3 +350,31 @@ def test_where_stock_gains_nothing_nothing_can_be_kept():
     assert [one.metric for one in compile_bench.figures("case", slower) if not one.is_met] == [
         "gain_of_stocks"
     ]
+
+
+# -- unlike devices
+
+
+def test_the_bench_holds_the_pair_to_one_that_waits_for_nothing():
+    rounds = [{"alone": 3.0, "both": 3.0, "shards": 3.0, "mixed": 2.0, "even": 3.0}] * 3
+    found = {figure.metric: figure for figure in mixed.figures(rounds, 1 / 3)}
+    assert found["of_ideal"].estimate.value == pytest.approx(1.0) and found["of_ideal"].is_met
+    assert found["even_of_ideal"].estimate.value == pytest.approx(1.5)
+    slow = {figure.metric: figure for figure in mixed.figures([{**rounds[0], "mixed": 2.3}] * 3, 1 / 3)}
+    assert not slow["of_ideal"].is_met
+    shared = mixed.of_ideal([{**rounds[0], "both": 4.0, "mixed": 2.4}])
+    assert shared == pytest.approx(1.0), (
+        "cores of which both at once do 1.5 times as much as one: half of the time both compute"
+    )
+
+
+def test_a_slowed_rank_sleeps_as_long_as_a_slower_device_would_go_on(monkeypatch):
+    clock, slept = [0.0], []
+    monkeypatch.setattr(mixed.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(mixed.time, "sleep", slept.append)
+    slowed, whole = mixed.DutyCycle(0.25), mixed.DutyCycle(1.0)
+    for one in (slowed, whole):
+        one.begin()
+        clock[0] += 2.0
+        one()
+    assert slept == [6.0]

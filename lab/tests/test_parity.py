@@ -199,15 +199,6 @@ def test_the_command_holds_a_sensitive_model_to_stocks_own_sensitivity_and_says_
     )
 
 
-def test_the_command_samples_with_stock_and_with_a_pool_of_its_own(monkeypatch, capsys):
-    argv = ["--family", OTHER, "--method", "ulysses2", "--cover", "--json"]
-    case = parity.chosen(argv)[1][0]
-    monkeypatch.setattr(parity, "cover", lambda: [case])
-    assert parity.main(argv, ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])) == 0
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert said and all(0 < line["error"] <= BOUND and line["method"] == "ulysses2" for line in said)
-
-
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
