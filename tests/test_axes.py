@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from pipemesh.parallel_runtime.client.run_picture import COLOURS
 
+from .conftest import ALL
+
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("lab", "launcher", "locales", "nodes", "parallel_runtime", "tests", "web")
 
@@ -112,7 +114,7 @@ def test_a_sixth_axis_takes_its_table_its_input_and_its_colour(copy):
     assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.cover(6)
+@pytest.mark.skipif(not ALL, reason="a process of its own for each edit")
 @pytest.mark.parametrize("left_out", range(len(HUNKS)), ids=lambda number: HUNKS[number].file)
 def test_every_edit_for_a_sixth_axis_is_needed(copy, left_out):
     for number, hunk in enumerate(HUNKS):

@@ -1,7 +1,6 @@
 """How ranks keep a model's weights: however, they compute the same; which way fits, and why."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.client import beside
 from pipemesh.parallel_runtime.client.evaluations import Evaluations
-from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
@@ -24,13 +23,11 @@ from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .models import load, run
 from .models import with_lora as with_model_lora
-from .pipelines import ALL_WARM
 from .planned import counts
-from .test_quantised import SAMPLE_OF, loaded, sampled, with_lora, written
+from .test_quantised import loaded, with_lora, written
 
 __all__ = ["written"]  # a fixture
-WITH_FILE = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None]
-DEGREES = {"ulysses": (2,), "ring": (1, 2), "stages": (2, 1, 2), "prompts": (1, 1, 1, 2)}
+DEGREES = {"ulysses": (2,), "prompts": (1, 1, 1, 2)}
 
 
 def aligned(file):
@@ -55,40 +52,17 @@ def aligned(file):
 
 
 def kept(model, clients, degrees, weights):
-    patching = Patching(2, ALL_WARM) if degrees == "stages" else None
-    return parallelize(
-        model, clients(*DEGREES[degrees]), holds_ui_device=0, patching=patching, weights=weights
-    )
+    return parallelize(model, clients(*DEGREES[degrees]), holds_ui_device=0, weights=weights)
 
 
-@pytest.mark.parametrize(
-    ("family", "form", "degrees"), [(WITH_FILE[0], "fp8_scaled", "stages"), (WITH_FILE[1], "", "ring")]
-)
-def test_sharded_weights_compute_what_whole_ones_do_to_the_last_bit(written, clients, family, form, degrees):
-    """With a LoRA and without. Whole weights are the file's pages, and on the CPU another kernel
-    multiplies by one that begins 8 bytes behind a multiple of 16: the file begins them elsewhere.
-    """
-    stock, lora = loaded(aligned(Path(written(family, form)))), written(family, "lora")
-    images = {}
-    for weights in ("whole", "sharded"):
-        model = kept(stock, clients, degrees, weights)
-        images[weights] = [sampled(with_lora(model, lora, True), family), sampled(model, family)]
-        assert clients(*DEGREES[degrees]).session.models[model.remote.model].weights.kept == weights
-    assert not torch.equal(*images["whole"]), "the LoRA does nothing"
-    for whole, sharded in zip(*images.values(), strict=True):
-        assert torch.equal(whole, sharded)
-
-
-@pytest.mark.parametrize("lora", [True, False])
-def test_offloaded_weights_are_stocks(files, clients, lora, monkeypatch):
+def test_offloaded_weights_are_stocks(files, clients, monkeypatch):
     """Half of them, with what a LoRA does to them."""
     pool = clients(2)
     release_all(pool)
     stock = load(files["model"])
     monkeypatch.setattr(WeightsWish, "kept_in", half_of(WeightsWish.kept_in, stock))
     model = kept(load(files["model"]), clients, "ulysses", "offloaded")
-    both = [with_model_lora(one, files, 1.0) if lora else one for one in (stock, model)]
-    truth, ours = map(run, both)
+    truth, ours = (run(with_model_lora(one, files, 1.0)) for one in (stock, model))
     assert relative_error(ours, truth) <= BOUND
     held = pool.session.pool.memory[0].model
     assert 0 < held < 0.6 * sum(p.nbytes for p in stock.model.diffusion_model.parameters())
