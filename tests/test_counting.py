@@ -463,6 +463,7 @@ def test_without_a_fork_server_it_is_a_program_of_its_own_that_sees_no_gpu(faked
     assert str(faked(tells).begin(b"").exception(DEADLINE_S)) == repr(("", os.getpid()))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("device", [Device("cpu"), Device("cuda:0", "GPU-0")], ids=["cpu", "gpu"])
 def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_from(faked, device):
     server = ForkServer(tuple(KEEP_MEMORY), preloaded=())

@@ -15,7 +15,7 @@ from pipemesh.nodes.status.figures import PoolStatus, Status
 from .conftest import ALL
 from .served import LARGE, graph, latent, pids, wait_for_phase
 
-MANY = 10_000 if ALL else 300
+MANY = 10_000 if ALL else 150
 LEAK = 4096  # bytes of one request, as a leak of which all of them would be seen
 SCRIPT = {"Content-Type": "application/json"}
 

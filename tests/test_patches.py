@@ -214,6 +214,7 @@ def is_wrong_by_shards(case, plan, monkeypatch):
         return True
 
 
+@pytest.mark.cover(3)
 def test_after_a_change_stale_rows_are_fresh_again_in_as_many_rounds_as_there_are_layers(model):
     """The first layer's keys and values depend on the input alone, each further layer's on one
     layer before.
@@ -226,6 +227,7 @@ def test_after_a_change_stale_rows_are_fresh_again_in_as_many_rounds_as_there_ar
     assert errors[-1] <= BOUND
 
 
+@pytest.mark.cover(3)
 def test_branches_do_not_see_each_other(model):
     first, second = model.asked[:2]
     truth = model.serial(first)

@@ -109,13 +109,12 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
     # Even: as many lines as the most patches
     of = case(family, cfg=1.0, tokens="odd" if layout[0] == 2 else "even")
     call, truth = inputs_of(pipeline, truths, of, layout)
-    for patches in patches_of(layout):
-        constant = pipeline(family, layout, patches).remote.sampling
-        assert together.always or len(constant._cut(next(iter(call.arguments.values())).shape)[1]) == patches
-        with torch.inference_mode():
-            constant.begin_run()
-            for _ in range(3):
-                assert relative_error(joined(constant.output_of(call)), joined(truth)) <= BOUND
+    constant = pipeline(family, layout, patches).remote.sampling
+    assert together.always or len(constant._cut(next(iter(call.arguments.values())).shape)[1]) == patches
+    with torch.inference_mode():
+        constant.begin_run()
+        for _ in range(2):
+            assert relative_error(joined(constant.output_of(call)), joined(truth)) <= BOUND
 
 
 def joined(output):

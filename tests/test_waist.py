@@ -23,7 +23,7 @@ from .models import load, run, with_lora, write_model
         {"cfg": 3.0, "batch": 3},
         {"latent": torch.ones(1, 16, 8, 10), "noise_mask": torch.eye(8, 10)[None], "sampler": "dpmpp_2m_sde"},
         {"start_step": 1, "last_step": 2, "force_full_denoise": True},
-        {"sampler": "dpm_adaptive"},
+        {"sampler": "dpm_adaptive", "steps": 2},
     ],
     ids=["batch-cfg", "inpaint", "start-end", "adaptive"],
 )
