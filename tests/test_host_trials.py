@@ -2,7 +2,6 @@
 one that is known is not. Trees of ComfyUI with one file changed are found, and judged as they are.
 """
 
-import os
 import re
 import threading
 from functools import partial
@@ -24,6 +23,7 @@ from pipemesh.parallel_runtime.families import PLANS
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 
 from .conftest import ALL, COMFYUI
+from .host_trees import FLUX_FILES, WAN_FILE, linked
 from .models import load, run
 
 NOTHING = KnownHosts((), {}, {})
@@ -187,7 +187,6 @@ CALL = (
 )
 LOOP = '        for i, block in enumerate(self.blocks):\n            transformer_options["block_index"] = i\n'
 PATCHES = '        patches = transformer_options.get("patches", {})\n\n        if e.ndim < 4:'
-WAN_FILE, FLUX_FILES = "comfy/ldm/wan/model.py", ("comfy/ldm/flux/layers.py", "comfy/ldm/flux/model.py")
 PROJECTED = "x = torch.nn.functional.linear(x, block.self_attn.o.weight)"
 HOST_MUTANTS = {  # how a newer ComfyUI may differ -> file, text, what stands instead, whether ranks can
     "a fused helper": (((WAN_FILE, LOOP, f"{LOOP}            {PROJECTED}\n"),), False),
@@ -237,19 +236,6 @@ def tree(tmp_path):
         return root
 
     return make
-
-
-def linked(source, target, real, inside=""):
-    """Links to all that is in a folder; copies of the files ``real``, in folders of their own."""
-    target.mkdir()
-    for entry in source.iterdir():
-        name = f"{inside}{entry.name}"
-        if name in real:
-            (target / entry.name).write_bytes(entry.read_bytes())
-        elif any(one.startswith(f"{name}/") for one in real):
-            linked(entry, target / entry.name, real, f"{name}/")
-        elif entry.name != "__pycache__":
-            os.symlink(entry, target / entry.name)
 
 
 def kind_of(edits):
