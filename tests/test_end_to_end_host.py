@@ -1,5 +1,5 @@
-"""A server whose ComfyUI has changed a model since it was tested: auto mode samples on one GPU while
-the model is compared with stock, its images are stock's, and the next ones come from the pool.
+"""A server whose ComfyUI has changed a model since it was tested: auto mode samples on one GPU
+while the model is compared with stock, the images are stock's, and the next ones come from the pool.
 """
 
 import time
