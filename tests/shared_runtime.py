@@ -12,6 +12,11 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.counts import Counts, nobody
 
 
+def no_trials():
+    """Host trials that are turned off."""
+    return HostTrials(Path(), Trials("", lambda kind, tell: (True, ""), VerdictFile(Path())), is_on=False)
+
+
 class Begun:
     """A wait: whether it was begun, and has not ended."""
 
@@ -35,9 +40,7 @@ class SharedRuntime:
         self._client = client
         self.choices = []
         self.wait = Begun()
-        self.trials = HostTrials(
-            Path(), Trials("", lambda kind, tell: (True, ""), VerdictFile(Path())), is_on=False
-        )
+        self.trials = no_trials()
         self.planning = Planning(StepTimes(first_step=self.wait.came), Counts(nobody))
 
     def plan(self, model, choice, asked):

@@ -53,6 +53,7 @@ from .foreign_pack import unet
 from .in_groups import GroupsHere
 from .models import run
 from .planned import box, counts
+from .shared_runtime import no_trials
 
 NOWHERE = Path("/nowhere")
 FLUX = counts("flux 1024")
@@ -357,7 +358,7 @@ class PoolsHere:
     """A runtime whose pools are all in this process, one for each layout."""
 
     def __init__(self, stock):
-        self.wait = NoWait()
+        self.wait, self.trials = NoWait(), no_trials()
         self.stock, self.pools = stock, {}
         self.planning = planning()
 
