@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import folder_paths
 from aiohttp import web
@@ -17,19 +18,23 @@ from comfy_api.latest import ComfyExtension, io
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ..launcher.pool.devices import Placement
+from ..launcher.pool.devices import Placement, visible_gpus
 from ..parallel_runtime.errors import LayoutError, PipeMeshError
-from .auto.sampling import Auto
+from .auto.mode import Auto
 from .auto.switch import FILE, Switch
+from .here import all_devices, setup_or_fault
 from .ksampler import sampler_nodes
 from .notices import Notice, Notices
+from .once import Once
 from .pool import pool_nodes
 from .report.node import report_node
 from .routes import STATUS, add_routes
-from .runtime import Runtime
 from .screen import NodeScreen, send_event, show_text
-from .status.control import PoolControl
+from .timing import StepTimes
 from .waiting import Waiting
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 log = logging.getLogger("pipemesh")
 PACK = Path(__file__).resolve().parents[1]
@@ -85,11 +90,23 @@ def folder_with_routes(routes: Iterable[web.AbstractRouteDef]) -> Path | None:
 
 
 class PipeMeshExtension(ComfyExtension):
+    """What ComfyUI has of the pack from its start on. The runtime, and with it all that plans,
+    starts and feeds ranks, is made for whoever asks for it first.
+    """
+
     def __init__(self) -> None:
+        setup, fault = setup_or_fault(os.environ)
         waiting = Waiting(NodeScreen())
         notices = Notices(partial(show_after, waiting))
-        self._runtime = Runtime.of(os.environ, show_on_node, notices, waiting)
-        self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices, self._runtime.times)
+        times = StepTimes(lambda run: self._runtime().predicted(run), first_step=waiting.came)
+
+        def runtime() -> Runtime:
+            from .runtime import Runtime
+
+            return Runtime(setup, show_on_node, fault, notices, waiting, times)
+
+        self._runtime = Once(runtime)
+        self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices, times)
 
     async def on_load(self) -> None:
         server = PromptServer.instance
@@ -98,15 +115,15 @@ class PipeMeshExtension(ComfyExtension):
                 f"PipeMesh is among the custom nodes twice, in {other} and in {PACK}: remove one of the two"
                 " folders."
             )
-        control = PoolControl(self._runtime, lambda: bool(server.prompt_queue.currently_running))
-        add_routes(server.routes, self._runtime, self._auto, control)
+        add_routes(
+            server.routes, self._runtime, self._auto, lambda: bool(server.prompt_queue.currently_running)
+        )
         self._auto.install()
         if untested := self._runtime.trials.untested():
             log.info("[PipeMesh] %s", untested)
         with suppress(LayoutError):  # a sampler will say it
-            log.info(
-                "[PipeMesh] %s", first_line(self._runtime.default_choice().placement, self._auto.is_on())
-            )
+            devices = all_devices(visible_gpus(args.cpu)).placement
+            log.info("[PipeMesh] %s", first_line(devices, self._auto.is_on()))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [*pool_nodes(self._runtime), *sampler_nodes(self._runtime), report_node(self._runtime)]

@@ -4,28 +4,31 @@ parallelized MODEL.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 import nodes
 
-from .runtime import Runtime, parallelized
 from .settings import Choice
 from .sockets import Pool, require_links, schema
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 host_nodes: Any = nodes  # ComfyUI's; a type checker takes this folder for it
 
 
-def sampler_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
+def sampler_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
     return [
         sampler_node(runtime, host_nodes.KSampler, "PipeMeshKSampler"),
         sampler_node(runtime, host_nodes.KSamplerAdvanced, "PipeMeshKSamplerAdvanced"),
     ]
 
 
-def sampler_node(runtime: Runtime, stock: type[Any], name: str) -> type[io.ComfyNode]:
+def sampler_node(runtime: Callable[[], Runtime], stock: type[Any], name: str) -> type[io.ComfyNode]:
     class Sampler(io.ComfyNode):
         @classmethod
         def define_schema(cls) -> io.Schema:
@@ -51,7 +54,7 @@ def sampler_node(runtime: Runtime, stock: type[Any], name: str) -> type[io.Comfy
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None, **settings: Any) -> io.NodeOutput:
-            remote = parallelized(runtime, model, pool)
+            remote = runtime().parallelized(model, pool)
             return io.NodeOutput(*stock().sample(remote, **settings))
 
     return Sampler

@@ -24,7 +24,8 @@ from comfy.samplers import CFGGuider
 from ..launcher.cache import cache_folder
 from ..launcher.pool.devices import Device, Placement, on_devices
 from ..launcher.pool.pool import WorkerPool
-from ..parallel_runtime.client.remote_patcher import Patching, Remote
+from ..parallel_runtime.client.patching import Patching
+from ..parallel_runtime.client.remote import Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.crossing.source import file_of
 from ..parallel_runtime.errors import RunCancelled
@@ -34,13 +35,13 @@ from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
-from ..parallel_runtime.planner.keeping import Kept
 from ..parallel_runtime.planner.machine import Known, MachineBox, RankDevice, machine_box
 from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
 from ..parallel_runtime.planner.prediction import Prediction
 from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
 from ..parallel_runtime.planner.warm_up import WarmUp, warm_up_of
 from ..parallel_runtime.planner.warm_up import read as read_warm_ups
+from ..parallel_runtime.planner.ways import Kept
 from .settings import Choice
 from .timing import StepTimes
 

@@ -4,15 +4,18 @@ is first sampled.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..parallel_runtime.layout import OF_A_GROUP
-from .runtime import Runtime, parallelized
 from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
 from .sockets import Pool, require_links, schema
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
 def socket(name: str, takes: Takes) -> io.Input:
@@ -24,7 +27,7 @@ def socket(name: str, takes: Takes) -> io.Input:
     return io.String.Input(name, **shown)
 
 
-def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
+def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
     class PipeMeshPool(io.ComfyNode):
         @classmethod
         def define_schema(cls) -> io.Schema:
@@ -38,11 +41,11 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
         @classmethod
         def validate_inputs(cls, **chosen: Any) -> bool | str:
             """``chosen``: the inputs that the prompt names; None is a linked one."""
-            return runtime.check(**chosen)
+            return runtime().check(**chosen)
 
         @classmethod
         def execute(cls, **chosen: Any) -> io.NodeOutput:
-            return io.NodeOutput(runtime.choose(**chosen))
+            return io.NodeOutput(runtime().choose(**chosen))
 
     class PipeMeshParallelize(io.ComfyNode):
         @classmethod
@@ -60,6 +63,6 @@ def pool_nodes(runtime: Runtime) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def execute(cls, model: ModelPatcher, pool: Choice | None = None) -> io.NodeOutput:
-            return io.NodeOutput(parallelized(runtime, model, pool))
+            return io.NodeOutput(runtime().parallelized(model, pool))
 
     return [PipeMeshPool, PipeMeshParallelize]

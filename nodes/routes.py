@@ -10,23 +10,23 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
 from io import BytesIO
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from ..launcher.pool.handle import PoolHandle
-from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.errors import PipeMeshError
-from .auto.sampling import Auto
-from .report.node import draw_last_run
-from .runtime import Runtime
-from .status.collection import pool_status, status_of
-from .status.control import Busy, PoolControl, Unknown
+from .auto.mode import Auto
+
+if TYPE_CHECKING:
+    from ..launcher.pool.handle import PoolHandle
+    from ..parallel_runtime.client.remote_pool import RemotePool
+    from .runtime import Runtime
+    from .status.control import PoolControl
 
 NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
 STATUS = "/pipemesh/status"
 NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run."
-CODES = {Unknown: 404, Busy: 409}
 JSON = "application/json"  # a page of another origin cannot send it without asking first
 NOT_JSON = f"A POST that is not of ComfyUI's own page needs the header Content-Type: {JSON}."
 NOT_OWN = (
@@ -36,10 +36,24 @@ NOT_OWN = (
 PORTS = {"http": ":80", "https": ":443"}  # that browsers leave out
 
 
-def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control: PoolControl) -> None:
+def add_routes(
+    routes: web.RouteTableDef,
+    runtime: Callable[[], Runtime],
+    auto: Auto,
+    is_executing: Callable[[], bool],
+) -> None:
+    """``is_executing``: ComfyUI runs a prompt now."""
+
+    def control() -> PoolControl:
+        from .status.control import PoolControl
+
+        return PoolControl(runtime(), is_executing)
+
     @routes.get("/pipemesh/timeline.png")
     async def timeline(_request: web.Request) -> web.Response:
-        drawn = draw_last_run(runtime)
+        from .report.last_run import draw_last_run
+
+        drawn = draw_last_run(runtime())
         if drawn is None:
             return web.Response(status=404, text=NO_TIMELINE, headers=NOT_CACHED)
         png = BytesIO()
@@ -48,23 +62,28 @@ def add_routes(routes: web.RouteTableDef, runtime: Runtime, auto: Auto, control:
 
     @routes.get(STATUS)
     async def status(_request: web.Request) -> web.Response:
-        return web.json_response(asdict(status_of(runtime, auto, control.is_busy)), headers=NOT_CACHED)
+        from .status.collection import status_of
+
+        said = status_of(runtime(), auto, control().is_busy)
+        return web.json_response(asdict(said), headers=NOT_CACHED)
 
     @routes.post("/pipemesh/pools/{id}/restart")
     async def restart(request: web.Request) -> web.Response:
-        return await answer(control.restart, request)
+        return await answer(lambda pool: control().restart(pool), request)
 
     @routes.post("/pipemesh/pools/{id}/unload")
     async def unload(request: web.Request) -> web.Response:
-        return await answer(control.unload, request)
+        return await answer(lambda pool: control().unload(pool), request)
 
     @routes.post("/pipemesh/pools/{id}/release")
     async def release(request: web.Request) -> web.Response:
-        return await answer(control.release, request)
+        return await answer(lambda pool: control().release(pool), request)
 
 
 async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: web.Request) -> web.Response:
     """Act on a pool on a thread of its own, so that the server goes on meanwhile."""
+    from .status.collection import pool_status
+
     if "Origin" in request.headers:
         if not is_own_page(request.headers["Origin"], request.headers.get("Host", "")):
             refused = NOT_OWN.format(request.headers["Origin"], request.headers.get("Host", ""))
@@ -75,7 +94,7 @@ async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: w
         handle, pool = await asyncio.to_thread(act, request.match_info["id"])
     except PipeMeshError as error:
         return web.json_response(
-            {"error": str(error)}, status=CODES.get(type(error), 500), headers=NOT_CACHED
+            {"error": str(error)}, status=getattr(error, "code", 500), headers=NOT_CACHED
         )
     return web.json_response(asdict(pool_status(handle, pool)), headers=NOT_CACHED)
 

@@ -1,28 +1,25 @@
-"""The pools of this ComfyUI and the models that run on them: made once per server, handed to every
-node.
+"""The pools of this ComfyUI and the models that run on them: made once per server, when something
+asks for it first.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import comfy
 import comfy.cli_args
-import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 
 from ..launcher.pool.counter import Counter
-from ..launcher.pool.devices import Device, Placement, place, visible_gpus
+from ..launcher.pool.devices import Device, Placement, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.progress import Told
-from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
+from ..launcher.pool.rank_setup import RankSetup
 from ..launcher.pool.rendezvous import check_rendezvous
 from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
@@ -30,14 +27,13 @@ from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.errors import LayoutError
-from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.planner.counts import Counts
-from ..parallel_runtime.wire.tree import is_plain
+from .here import all_devices, own_device
 from .notices import Notices
 from .one_gpu import predicted
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
 from .room import room_on_devices
-from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings, how_many
+from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings
 from .timing import StepTimes
 from .trials import host_trials
 from .waiting import Waiting
@@ -48,23 +44,6 @@ CROWDED = (
 )
 ONE_GPU = "There is one GPU here, and nothing to share an image with."
 log = logging.getLogger("pipemesh")
-
-
-def plain_args(args: dict[str, Any]) -> dict[str, Any]:
-    """Keep those of ComfyUI's parsed arguments that can be sent to a rank. ``fast`` is a set of
-    enum members and goes by value.
-    """
-    plain = {name: value for name, value in args.items() if is_plain(value)}
-    return {**plain, "fast": [feature.value for feature in args.get("fast") or ()]}
-
-
-def rank_setup(environ: Mapping[str, str]) -> RankSetup:
-    """Return the set-up of ranks that compute as this ComfyUI does. Raises LayoutError where a
-    variable cannot be read.
-    """
-    return rank_setup_from(
-        environ, str(Path(comfy.__path__[0]).parent), plain_args(vars(comfy.cli_args.args))
-    )
 
 
 class Teller:
@@ -101,6 +80,7 @@ class Runtime:
         fault: str = "",
         notices: Notices | None = None,
         waiting: Waiting | None = None,
+        times: StepTimes | None = None,
     ):
         self.notices = notices or Notices()
         self.wait: Wait = waiting or NoWait()
@@ -109,33 +89,13 @@ class Runtime:
         self.fault = fault
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
-        times = StepTimes(
-            lambda run: predicted(self._pools, self.planning.of(run), run), first_step=self.wait.came
-        )
-        self.planning = Planning(times, counts)
+        self.planning = Planning(times or StepTimes(self.predicted, first_step=self.wait.came), counts)
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.trials = host_trials(
             setup, partial(device_of_ranks, self.default_choice), self.notices, self._teller.tell
         )
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
-
-    @classmethod
-    def of(
-        cls,
-        environ: Mapping[str, str],
-        show: Callable[[str], None],
-        notices: Notices | None = None,
-        waiting: Waiting | None = None,
-    ) -> Runtime:
-        """Make the runtime of a ComfyUI in this environment. Raises nothing for a variable that
-        cannot be read, or ComfyUI would load no node of the pack.
-        """
-        try:
-            return cls(rank_setup(environ), show, notices=notices, waiting=waiting)
-        except LayoutError as error:
-            log.error("[PipeMesh] %s", error)
-            return cls(rank_setup({}), show, fault=str(error), notices=notices, waiting=waiting)
 
     @property
     def times(self) -> StepTimes:
@@ -156,13 +116,8 @@ class Runtime:
         )
 
     def default_choice(self) -> Choice:
-        """Choose all GPUs, or two ranks on the CPU where ComfyUI computes on that. Raises
-        LayoutError where it computes on anything else.
-        """
-        gpus = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
-        return Choice(
-            place(in_one_sequence(how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True
-        )
+        """Raises LayoutError."""
+        return all_devices(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
@@ -213,6 +168,22 @@ class Runtime:
         self.planning.leave_open(made.remote, left_open)
         return made
 
+    def parallelized(self, model: ModelPatcher, choice: Choice | None) -> ModelPatcher:
+        """Make a clone of ``model`` that the pool of this choice samples, or without one all
+        devices. Without one a model that is parallelized already keeps its pool, and where there is
+        one GPU the model is itself: a worker would only be in its way. Raises what ``parallelize``
+        raises, a fault on one GPU too.
+        """
+        if choice is not None:
+            return self.parallelize(model, choice)
+        if isinstance(model, RemotePatcher):
+            return model
+        choice = self.default_choice()
+        if choice.placement.is_one_gpu and not self.fault:
+            self.notices.tell(f"On one GPU: {ONE_GPU}")
+            return model
+        return self.parallelize(model, choice)
+
     def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Sampling]) -> PlannedLayout:
         """Choose the layout of an open choice for what is about to be sampled. The wait for its
         first step begins, as a model that is counted for the first time takes a moment.
@@ -227,6 +198,12 @@ class Runtime:
         return self.planning.choose(
             model.model, choice, asked, [one.layout for one in same if one in live], room
         )
+
+    def predicted(self, run: Run) -> float | None:
+        """Return how many times as long a run would take on one GPU; None where that is not
+        known.
+        """
+        return predicted(self._pools, self.planning.of(run), run)
 
     def last_run(self, only: Choice | None = None) -> tuple[PoolHandle, RemotePool, Run] | None:
         """Return the run that began last in a live pool, of all or of ``only`` one, with its pool.
@@ -282,11 +259,6 @@ class Runtime:
         self._teller.tell(Told(text, stays=True))
 
 
-def own_device() -> str:
-    """Return the device that ComfyUI itself computes on."""
-    return str(comfy.model_management.get_torch_device())
-
-
 def device_of_ranks(default_choice: Callable[[], Choice]) -> Device:
     """Return a device that ranks run on where nobody says which; the CPU where ComfyUI computes on
     what no rank can.
@@ -295,23 +267,6 @@ def device_of_ranks(default_choice: Callable[[], Choice]) -> Device:
         return default_choice().placement.devices[0]
     except LayoutError:
         return Device("cpu")
-
-
-def parallelized(runtime: Runtime, model: ModelPatcher, choice: Choice | None) -> ModelPatcher:
-    """Make a clone of ``model`` that the pool of this choice samples, or without one all devices.
-    Without one a model that is parallelized already keeps its pool, and where there is one GPU
-    the model is itself: a worker would only be in its way. Raises what ``parallelize`` raises, a
-    fault on one GPU too.
-    """
-    if choice is not None:
-        return runtime.parallelize(model, choice)
-    if isinstance(model, RemotePatcher):
-        return model
-    choice = runtime.default_choice()
-    if choice.placement.is_one_gpu and not runtime.fault:
-        runtime.notices.tell(f"On one GPU: {ONE_GPU}")
-        return model
-    return runtime.parallelize(model, choice)
 
 
 def tell_of_restart(

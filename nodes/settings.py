@@ -12,11 +12,11 @@ from reprlib import repr as short
 from typing import Any
 
 from ..launcher.pool.devices import Device, Placement, place
-from ..parallel_runtime.client.remote_patcher import Patching
+from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.comm.shares import shares_of, stage_speeds
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import AXES, Layout, in_one_sequence
-from ..parallel_runtime.planner.keeping import ASKED
+from ..parallel_runtime.planner.ways import ASKED
 
 MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"

@@ -6,14 +6,17 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parallel_runtime.client.remote_patcher import RemotePatcher
-from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.client.in_pool import InPool
 from ..parallel_runtime.layout import Layout
 from .slower import Slower, StepTime
+
+if TYPE_CHECKING:
+    from ..parallel_runtime.client.remote_pool import RemotePool
+    from ..parallel_runtime.client.run import Run
 
 Key = tuple[Any, ...]
 MOST = 200  # kinds of samplings that are remembered
@@ -173,7 +176,7 @@ class Steps:
         if step == 0:  # a sampling that begins anew
             self.begin()
             patcher = self._guider.model_patcher
-            pool = patcher.remote.pool if isinstance(patcher, RemotePatcher) else None
+            pool = pool_of(patcher)
             self.run, self.layout = (pool.last_run, pool.layout) if pool is not None else (None, None)
             self.is_on_one_gpu = self.run is None and not patcher.get_additional_models_with_key("multigpu")
         self._ends.append(self._clock())
@@ -181,6 +184,10 @@ class Steps:
             total = args[OF_ALL - 1]
             self._stepped[self.run] = Stepped(min(step + 1, total), total, self.step_s)
         return self._callback(step, *args) if self._callback is not None else None
+
+
+def pool_of(patcher: Any) -> RemotePool | None:
+    return patcher.remote.pool if isinstance(patcher, InPool) else None
 
 
 def key_of(guider: Any, noise: Any, sampler: Any) -> Key:

@@ -33,7 +33,8 @@ def test_a_layout_counts_and_numbers_its_ranks():
 @pytest.fixture
 def node():
     """PipeMesh Pool."""
-    return pool_nodes(Runtime(fake_setup()))[0]
+    runtime = Runtime(fake_setup())
+    return pool_nodes(lambda: runtime)[0]
 
 
 def test_the_pool_node_has_it_as_an_input_and_checks_its_range(node):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS, Auto
+from pipemesh.nodes.auto.mode import Auto
+from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS
 from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged, Run
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
 from pipemesh.nodes.notices import Notices
@@ -48,7 +49,7 @@ def notices():
 @pytest.fixture
 def auto(client, settings, notices):
     runtime = SharedRuntime(client)
-    made = Auto(runtime, Switch({}, lambda: settings.file), notices, runtime.planning.times)
+    made = Auto(lambda: runtime, Switch({}, lambda: settings.file), notices, runtime.planning.times)
     made.install()
     yield made
     made.remove()
@@ -187,7 +188,7 @@ def test_both_models_of_a_guider_with_two_run_in_the_pool(auto, settings, reques
 def test_a_parallelized_model_keeps_its_own_pool(auto, settings, client, files):
     settings(True)
     run(remote_patcher.parallelize(load(files["model"]), client, holds_ui_device=True))
-    assert not auto._runtime.choices
+    assert not auto._runtime().choices
 
 
 # -- on one GPU, with a notice
@@ -229,7 +230,7 @@ def test_what_the_pool_cannot_honour_is_stocks_result_to_the_bit_with_one_notice
     (notice,) = said(notices)
     assert notice.startswith("On one GPU: ") and sentence in notice
     assert "PipeMesh Parallelize" not in notice and "remove the node" not in notice
-    assert not auto._runtime.wait.lasts, "the wait that planning began is over"
+    assert not auto._runtime().wait.lasts, "the wait that planning began is over"
     assert not requests["Forward"]
 
 
@@ -541,7 +542,7 @@ def test_a_host_that_auto_mode_does_not_know_is_told_of_where_it_is_switched_on(
 ):
     monkeypatch.delattr(comfy.samplers.CFGGuider, "outer_sample")
     settings(on)
-    made = Auto(None, Switch({}, lambda: settings.file), notices)
+    made = Auto(lambda: None, Switch({}, lambda: settings.file), notices)
     made.install()
     sentence = made.unavailable.english
     assert sentence.startswith("Auto mode does not know this ComfyUI") and not made.is_on()

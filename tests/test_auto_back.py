@@ -139,7 +139,7 @@ def test_the_wait_ends_at_the_first_step_also_without_a_progress_bar(auto, setti
     lasts, model = [], load(files["model"]).clone()
 
     def looks(args):
-        lasts.append(auto._runtime.wait.lasts)
+        lasts.append(auto._runtime().wait.lasts)
         return args["denoised"]
 
     model.set_model_sampler_post_cfg_function(looks)

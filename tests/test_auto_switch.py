@@ -1,9 +1,18 @@
-"""The switch of auto mode: a setting in a file that ComfyUI writes, or a variable."""
+"""The switch of auto mode: a setting in a file that ComfyUI writes, or a variable. While it is off
+nothing of the pool is asked for.
+"""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
+from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
+from pipemesh.nodes.notices import Notices
+from pipemesh.nodes.once import Once
 
 
 @pytest.fixture
@@ -57,3 +66,33 @@ def test_a_setting_without_effect_is_said_to_be(settings):
     assert fixed.english.endswith("PIPEMESH_AUTO=0 is set where ComfyUI was started.")
     assert "--multi-user" in Switch({}, lambda: None).overruled.english
     assert Switch({}, lambda: settings.file).overruled is None
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_what_cannot_be_made_in_this_comfyui_is_missed_only_where_auto_mode_is_on_and_stock_samples(on):
+    asked, notices = [], Notices()
+
+    def runtime():
+        asked.append(True)
+        raise ImportError("comfy has no samplers")
+
+    auto = Auto(runtime, Switch({"PIPEMESH_AUTO": str(int(on))}, lambda: None), notices)
+    assert auto.sample(SimpleNamespace(model_patcher=None), None, None, lambda: "stock") == "stock"
+    assert bool(asked) == on
+    told = ["On one GPU: ImportError: comfy has no samplers"] if on else []
+    assert [notice.text for notice in notices.latest()] == told
+
+
+def test_threads_that_ask_at_once_get_the_same_made_once():
+    both, made = threading.Barrier(2), []
+
+    def make():
+        made.append(object())
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for another thread, if one comes here
+        return made[-1]
+
+    once = Once(make)
+    with ThreadPoolExecutor(2) as threads:
+        got = set(threads.map(lambda _: once(), range(2)))
+    assert got == {*made} and len(made) == 1

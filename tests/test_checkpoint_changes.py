@@ -12,7 +12,7 @@ import comfy.utils
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.nodes.auto.sampling import Auto
+from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.parallel_runtime import lease
@@ -84,7 +84,8 @@ def served(file, client):
 @pytest.fixture
 def auto(client, tmp_path):
     (tmp_path / "switch.json").write_text('{"PipeMesh.Auto": true}')
-    made = Auto(SharedRuntime(client), Switch({}, lambda: tmp_path / "switch.json"), Notices())
+    runtime = SharedRuntime(client)
+    made = Auto(lambda: runtime, Switch({}, lambda: tmp_path / "switch.json"), Notices())
     made.install()
     yield made
     made.remove()

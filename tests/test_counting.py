@@ -404,7 +404,7 @@ def test_where_no_rank_computes_on_comfyuis_device_the_cpu_counts(monkeypatch, m
         started.append(command)
         raise OSError("enough")
 
-    monkeypatch.setattr("pipemesh.nodes.runtime.own_device", lambda: "xpu:0")
+    monkeypatch.setattr("pipemesh.nodes.here.own_device", lambda: "xpu:0")
     made = Runtime(replace(fake_setup(), start=start))
     with pytest.raises(LayoutError):
         made.default_choice()

@@ -13,7 +13,7 @@ import torch
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.layouts import require_several
-from pipemesh.nodes.auto.sampling import Auto
+from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.one_gpu import foretold
@@ -381,7 +381,7 @@ class PoolsHere:
 @pytest.fixture
 def auto(request):
     def made(runtime):
-        auto = Auto(runtime, Switch({"PIPEMESH_AUTO": "0"}, lambda: None), Notices(), StepTimes())
+        auto = Auto(lambda: runtime, Switch({"PIPEMESH_AUTO": "0"}, lambda: None), Notices(), StepTimes())
         auto.install()
         request.addfinalizer(auto.remove)
         return auto

@@ -92,7 +92,7 @@ def made_nodes():
     from pipemesh.nodes.runtime import Runtime
 
     runtime = Runtime(fake_setup())
-    made = (*pool_nodes(runtime), *sampler_nodes(runtime), report_node(runtime))
+    made = (*pool_nodes(lambda: runtime), *sampler_nodes(lambda: runtime), report_node(lambda: runtime))
     return {one.GET_SCHEMA().node_id: one for one in made}
 
 

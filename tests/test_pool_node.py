@@ -20,7 +20,8 @@ def node():
     from pipemesh.nodes.pool import pool_nodes
     from pipemesh.nodes.runtime import Runtime
 
-    return pool_nodes(Runtime(fake_setup()))[0]
+    runtime = Runtime(fake_setup())
+    return pool_nodes(lambda: runtime)[0]
 
 
 def test_a_prompt_that_names_no_input_takes_every_device_in_a_layout_that_is_chosen(node):
@@ -90,8 +91,6 @@ def last_run(runtime, choice=None):
 
 
 def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
-    from pipemesh.nodes.runtime import parallelized
-
     had = sum(pool.session.loads for _, pool in runtime.pools() if pool.session is not None)
     model = load(files["model"])
     three, four = (runtime.choose(**STAGES, patches=patches, stages="2,2") for patches in (3, 4))
@@ -107,18 +106,18 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
     assert last_run(runtime, three).patches == 4
     assert [rank.pid for rank in after.ranks] == [rank.pid for rank in before.ranks]
     assert after.loads == before.loads == had + 1
-    assert parallelized(runtime, again, None) is again
+    assert runtime.parallelized(again, None) is again
 
 
 def test_a_variable_that_cannot_be_read_is_told_where_one_gpu_would_sample_by_itself_too(monkeypatch):
-    from pipemesh.nodes.runtime import Runtime, parallelized
+    from pipemesh.nodes.runtime import Runtime
     from pipemesh.nodes.settings import Choice
 
     broken = Runtime(fake_setup(), fault="PIPEMESH_STALL is x: set it to seconds.")
     one = Choice(Placement(layout=Layout(), devices=(Device("cuda:0", "0"),), backend="nccl"))
     monkeypatch.setattr(broken, "default_choice", lambda: one)
     with pytest.raises(LayoutError, match="PIPEMESH_STALL is x"):
-        parallelized(broken, object(), None)
+        broken.parallelized(object(), None)
     assert not broken.notices.latest()
 
 
@@ -263,7 +262,7 @@ NO_RANKS = (
 def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_and_the_log_have_too(
     elsewhere, node, files, caplog
 ):
-    from pipemesh.nodes.auto.sampling import Auto
+    from pipemesh.nodes.auto.mode import Auto
     from pipemesh.nodes.auto.switch import Switch
     from pipemesh.nodes.pool import pool_nodes
     from pipemesh.nodes.runtime import Runtime
@@ -272,13 +271,13 @@ def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_an
     runtime = Runtime(fake_setup())
     sentence = NO_RANKS.format(elsewhere)
     with pytest.raises(LayoutError) as caught:
-        pool_nodes(runtime)[1].execute(load(files["model"]))
+        pool_nodes(lambda: runtime)[1].execute(load(files["model"]))
     assert str(caught.value) == sentence
     for layout in ("auto", "by hand"):
         assert node.validate_inputs(**STAGES | {"devices": "auto", "layout": layout}) == sentence
         assert node.validate_inputs(**STAGES | {"layout": layout}) is True, "cpu was named"
     caplog.set_level("INFO", "pipemesh")
-    auto = Auto(runtime, Switch({"PIPEMESH_AUTO": "1"}, lambda: None), runtime.notices)
+    auto = Auto(lambda: runtime, Switch({"PIPEMESH_AUTO": "1"}, lambda: None), runtime.notices)
     auto.install()
     auto.remove()
     status = status_of(runtime, auto)
@@ -296,7 +295,7 @@ def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_
     for gpus, is_itself in ((1, True), (2, False)):
         seen = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(gpus))
         monkeypatch.setattr("pipemesh.nodes.runtime.visible_gpus", lambda cpu_only, seen=seen: seen)
-        (made,) = pool_nodes(runtime)[1].execute(model).result
+        (made,) = pool_nodes(lambda: runtime)[1].execute(model).result
         assert (made is model, not runtime.pools()) == (is_itself, is_itself)
     assert [one.text for one in runtime.notices.latest()] == [
         "On one GPU: There is one GPU here, and nothing to share an image with."

@@ -5,7 +5,7 @@ and again while a workflow runs.
 from types import SimpleNamespace
 
 import pytest
-from pipemesh.nodes.report.node import text_of
+from pipemesh.nodes.report.last_run import text_of
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.status.collection import MOST, status_of
 from pipemesh.nodes.timing import Stepped

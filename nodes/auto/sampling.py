@@ -16,19 +16,17 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
 
-from ...launcher.pool.devices import Placement, no_ranks_on
+from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
-from ...parallel_runtime.texts import Text
 from ..notices import Notices
-from ..runtime import ONE_GPU, Runtime, own_device
+from ..runtime import ONE_GPU, Runtime
 from ..timing import StepTimes
 from .late import LateFailures
 from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
-from .seam import GuiderSeam, HostChanged, Run
-from .switch import Switch
+from .seam import Run
 
 GIVEN_UP = "On one GPU: the pool has failed in this prompt already."
 FAILED_LATE = "On one GPU: The last sampling of this kind failed after a step: {}"
@@ -36,56 +34,28 @@ GRADIENTS = "This node wants gradients, which do not come back from the ranks."
 log = logging.getLogger("pipemesh")
 
 
-class Auto:
-    def __init__(self, runtime: Runtime, switch: Switch, notices: Notices, times: StepTimes | None = None):
-        self.switch = switch
-        self._why_not = ""  # this ComfyUI is none that auto mode knows, or computes where no rank does
+class PoolSampling:
+    def __init__(self, runtime: Runtime, notices: Notices, times: StepTimes):
         self._runtime = runtime
         self._notices = notices
-        self._times = times or StepTimes()
-        self._seam = GuiderSeam(self.sample, self.unseen, self._times)
+        self._times = times
         # In ranks for its sake
         self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
         self._given_up = ""  # the prompt in which the pool has failed
         self._late = LateFailures()
 
-    def is_on(self) -> bool:
-        return not self._why_not and self.switch.is_on()
-
-    @property
-    def unavailable(self) -> Text | None:
-        """Returns why the setting has no effect; None where it has."""
-        return Text("unavailable_host", (self._why_not,)) if self._why_not else self.switch.overruled
-
-    def install(self) -> None:
-        """Takes its place in ComfyUI. Pools of the CPU whose layout is open need that on any
-        device.
-        """
-        self._why_not = no_ranks_on(own_device())
-        try:
-            self._seam.install()
-        except HostChanged as error:
-            self._why_not = str(error)
-        if self._why_not and self.switch.is_on():
-            self._notices.tell(self._why_not, one_gpu=False)
-        elif self._why_not:
-            log.info("[PipeMesh] %s", self._why_not)
-
-    def remove(self) -> None:
-        self._seam.remove()
-
     @interrupting
-    def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run) -> Any:
-        """Runs a guider's sampling in the pool where the switch is on. MODELs that a node of
+    def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run, *, is_on: bool) -> Any:
+        """Runs a guider's sampling in the pool where the switch ``is_on``. MODELs that a node of
         PipeMesh has parallelized keep their pool, in the layout that is chosen for this sampling
         where the node left it open.
         """
         models = models_of(guider)
-        if not self.switch.is_on():
+        if not is_on:
             self._give_back(list(self._lent))
         is_parallel = any(isinstance(model, RemotePatcher) for model in models.values())
-        if not is_parallel and not self.switch.is_on():
+        if not is_parallel and not is_on:
             return run()
         try:
             if is_parallel:
@@ -138,14 +108,6 @@ class Auto:
         self._runtime.wait.end()
         self._give_back([model.model for model in models.values()])
         return run()
-
-    def unseen(self, guider: Any) -> None:
-        """Tells of a guider whose class samples without ``CFGGuider.sample``."""
-        if self.switch.is_on() and not isinstance(guider.model_patcher, RemotePatcher):
-            self._notices.tell(
-                f"On one GPU: {type(guider).__name__} has a sample method of its own, which PipeMesh does not"
-                " know."
-            )
 
     def _in_pool(
         self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run

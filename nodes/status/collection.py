@@ -18,7 +18,7 @@ from ...launcher.trial.host_trials import HostTrials
 from ...launcher.trial.known_hosts import known_hosts
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
-from ..auto.sampling import Auto
+from ..auto.mode import Auto
 from ..runtime import Runtime
 from .figures import (
     AutoStatus,

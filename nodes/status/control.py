@@ -18,9 +18,13 @@ WAIT_S = 1.0  # for a run that begins at this moment
 class Unknown(PipeMeshError):
     """No pool has this id."""
 
+    code = 404  # of the answer to a POST
+
 
 class Busy(PipeMeshError):
     """A run goes on; the pools are as they were."""
+
+    code = 409
 
 
 class PoolControl:

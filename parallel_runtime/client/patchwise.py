@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from .branch import SampleCall
 from .calls import Calls
 from .conds import Conds
 from .free_gpu import unload_unused
+from .patching import Patching
 from .separable import (
     WRAPPER_KEY,
     has_foreign_code,
@@ -42,17 +43,6 @@ FREE_RUNNING = "free-running"
 # Where its wrappers hang
 SAMPLING = (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREDICT_NOISE)
 MOVED = "; whole where a latent has little in common with that of the evaluation before"
-
-
-@dataclass(frozen=True)
-class Patching:
-    """Says how a pipeline samples: the number of ``patches``, how many first evaluations of every
-    cond are whole and exact, and the number of blocks of each stage (empty: balanced).
-    """
-
-    patches: int
-    warm_up: int = 1
-    stages: tuple[int, ...] = ()
 
 
 class Patchwise:

@@ -26,7 +26,7 @@ class Remote:
     ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
     become patches, where the pool is a pipeline, or go to its groups; ``stages``: how many blocks
     each stage has, where the user says so. ``weights``: how the ranks are to keep
-    them, one of ``planner.keeping.ASKED``.
+    them, one of ``planner.ways.ASKED``.
     """
 
     def __init__(

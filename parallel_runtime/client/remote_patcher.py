@@ -47,9 +47,11 @@ from ..weights.weight_patches import (
 from .beside import Sampled
 from .branch import Branch, SampleCall
 from .groups import InGroups
+from .in_pool import InPool
 from .interrupt import interrupted, interrupting
 from .patch_backend import PipelineBackend
-from .patchwise import SAMPLING, Patching, Patchwise
+from .patching import Patching
+from .patchwise import SAMPLING, Patchwise
 from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
@@ -59,12 +61,11 @@ from .wait import waited_for
 log = logging.getLogger("pipemesh")
 
 
-class RemotePatcher(ModelPatcher):
+class RemotePatcher(InPool, ModelPatcher):
     """A ModelPatcher that computes in a pool. ``clone()`` keeps the class, so LoRA, ModelSampling
     and the rest chain as usual.
     """
 
-    remote: Remote
     stock_class: type[ModelPatcher] = ModelPatcher  # of the MODEL that was parallelized
     hook_set: tuple[str, dict] = ("", {})
     watch: Watch | None = None

@@ -25,8 +25,8 @@ from ..stages import share_out
 from . import messages
 from .box import TILE, Box, Device
 from .job import Job
-from .keeping import Kept
 from .messages import SharedAttention
+from .ways import Kept
 from .whole import ITEM_BYTES
 
 # Moved for each element of a ring's output at each merge: attention/kernels.py, operation by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..layout import Layout
-from .keeping import Kept
+from .ways import Kept
 from .whole import Whole
 
 

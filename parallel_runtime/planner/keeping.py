@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,10 +18,8 @@ from ..stages import share_out
 from ..weights.main_memory import tables_of
 from ..weights.quantised import stored_bytes
 from ..weights.shared_layers import Sharing, shared_layers
+from .ways import WAYS, Kept
 
-Kept = Literal["whole", "sharded", "offloaded"]
-WAYS: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
-ASKED = ("auto", *WAYS)
 LEFT_FREE = 3 << 29  # bytes on each device, at least, for what an evaluation computes
 
 
@@ -105,8 +103,8 @@ class Keeping:
 
 @dataclass(frozen=True)
 class WeightsWish:
-    """How a model's weights are to be kept, one of ``ASKED``, and their size. ``left_free`` returns
-    the bytes that an evaluation needs beside them on each device.
+    """How a model's weights are to be kept, one of ``ways.ASKED``, and their size. ``left_free``
+    returns the bytes that an evaluation needs beside them on each device.
     """
 
     asked: str

@@ -18,7 +18,7 @@ from . import messages
 from .box import Box
 from .cost import NOWHERE, Blocks, Costs, costs_of, joined
 from .job import Job
-from .keeping import Kept
+from .ways import Kept
 from .whole import Whole
 
 RESERVED = 1 << 30  # bytes of each device: its context, communicators, fragments

@@ -1,0 +1,98 @@
+"""Auto mode: whether it is on, and its place in ComfyUI. It is there from the start of ComfyUI on;
+what samples in the pool is made for the first sampling that may need it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...launcher.pool.devices import no_ranks_on
+from ...parallel_runtime.client.in_pool import InPool
+from ...parallel_runtime.texts import Text
+from ..here import own_device
+from ..notices import Notices
+from ..once import Once
+from ..timing import StepTimes
+from .seam import GuiderSeam, HostChanged, Run
+from .switch import Switch
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+    from .sampling import PoolSampling
+
+log = logging.getLogger("pipemesh")
+
+
+class Auto:
+    def __init__(
+        self,
+        runtime: Callable[[], Runtime],
+        switch: Switch,
+        notices: Notices,
+        times: StepTimes | None = None,
+    ):
+        self.switch = switch
+        self._why_not = ""  # this ComfyUI is none that auto mode knows, or computes where no rank does
+        self._runtime = runtime
+        self._notices = notices
+        self._times = times or StepTimes()
+        self._has_been_on = False
+        self._in_pool = Once(self._sampling)
+        self._seam = GuiderSeam(self.sample, self.unseen, self._times)
+
+    def is_on(self) -> bool:
+        return not self._why_not and self.switch.is_on()
+
+    @property
+    def unavailable(self) -> Text | None:
+        """Returns why the setting has no effect; None where it has."""
+        return Text("unavailable_host", (self._why_not,)) if self._why_not else self.switch.overruled
+
+    def install(self) -> None:
+        """Takes its place in ComfyUI. Pools of the CPU whose layout is open need that on any
+        device.
+        """
+        self._why_not = no_ranks_on(own_device())
+        try:
+            self._seam.install()
+        except HostChanged as error:
+            self._why_not = str(error)
+        if self._why_not and self.switch.is_on():
+            self._notices.tell(self._why_not, one_gpu=False)
+        elif self._why_not:
+            log.info("[PipeMesh] %s", self._why_not)
+
+    def remove(self) -> None:
+        self._seam.remove()
+
+    def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run) -> Any:
+        """Hands a guider's sampling to the pool, unless it is stock ComfyUI's own affair: the
+        switch has been off from the start, and no node of PipeMesh has parallelized a MODEL of it.
+        """
+        is_on = self.switch.is_on()
+        self._has_been_on |= is_on
+        is_parallel = any(isinstance(value, InPool) for value in vars(guider).values())
+        if not self._has_been_on and not is_parallel:
+            return run()
+        try:
+            in_pool = self._in_pool()
+        except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
+            log.warning("[PipeMesh] The pool cannot be used in this ComfyUI:", exc_info=error)
+            self._notices.tell(f"On one GPU: {type(error).__name__}: {error}")
+            return run()
+        return in_pool.sample(guider, noise, sigmas, run, is_on=is_on)
+
+    def unseen(self, guider: Any) -> None:
+        """Tells of a guider whose class samples without ``CFGGuider.sample``."""
+        if self.switch.is_on() and not isinstance(guider.model_patcher, InPool):
+            self._notices.tell(
+                f"On one GPU: {type(guider).__name__} has a sample method of its own, which PipeMesh does not"
+                " know."
+            )
+
+    def _sampling(self) -> PoolSampling:
+        from .sampling import PoolSampling
+
+        return PoolSampling(self._runtime(), self._notices, self._times)

@@ -1,0 +1,63 @@
+"""What this ComfyUI computes on, and the ranks that compute as it does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import comfy
+import comfy.cli_args
+import comfy.model_management
+
+from ..launcher.pool.devices import Device, place
+from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
+from ..parallel_runtime.errors import LayoutError
+from ..parallel_runtime.layout import in_one_sequence
+from ..parallel_runtime.wire.tree import is_plain
+from .settings import Choice, how_many
+
+log = logging.getLogger("pipemesh")
+
+
+def own_device() -> str:
+    """Return the device that ComfyUI itself computes on."""
+    return str(comfy.model_management.get_torch_device())
+
+
+def all_devices(gpus: tuple[Device, ...]) -> Choice:
+    """Choose all of ``gpus``, or two ranks on the CPU where ComfyUI computes on that. Raises
+    LayoutError where it computes on anything else.
+    """
+    return Choice(
+        place(in_one_sequence(how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True
+    )
+
+
+def plain_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Keep those of ComfyUI's parsed arguments that can be sent to a rank. ``fast`` is a set of
+    enum members and goes by value.
+    """
+    plain = {name: value for name, value in args.items() if is_plain(value)}
+    return {**plain, "fast": [feature.value for feature in args.get("fast") or ()]}
+
+
+def rank_setup(environ: Mapping[str, str]) -> RankSetup:
+    """Return the set-up of ranks that compute as this ComfyUI does. Raises LayoutError where a
+    variable cannot be read.
+    """
+    return rank_setup_from(
+        environ, str(Path(comfy.__path__[0]).parent), plain_args(vars(comfy.cli_args.args))
+    )
+
+
+def setup_or_fault(environ: Mapping[str, str]) -> tuple[RankSetup, str]:
+    """Return the set-up too where a variable cannot be read, and the sentence that says so: it is
+    raised when a pool is to start, or ComfyUI would load no node of the pack.
+    """
+    try:
+        return rank_setup(environ), ""
+    except LayoutError as error:
+        log.error("[PipeMesh] %s", error)
+        return rank_setup({}), str(error)
