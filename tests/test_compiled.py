@@ -14,7 +14,8 @@ from pipemesh.nodes.status.sums import run_figures
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.options import hand_over_compilation
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import FAMILIES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families.every import FAMILIES, SAMPLES
 from pipemesh.parallel_runtime.families.plan import COMPILE, LEFT_OUT
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout

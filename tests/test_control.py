@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.crossing.by_name import described
 from pipemesh.parallel_runtime.crossing.in_block import can_serve
 from pipemesh.parallel_runtime.crossing.options import OF_COMFYUI
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import FAMILIES, PLANS
+from pipemesh.parallel_runtime.families.every import FAMILIES, PLANS
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion

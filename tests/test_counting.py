@@ -32,7 +32,7 @@ from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.errors import LayoutError, Refused, RunCancelled
-from pipemesh.parallel_runtime.families import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.every import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import counting
 from pipemesh.parallel_runtime.planner.choose import plan

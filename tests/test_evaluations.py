@@ -9,7 +9,7 @@ from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work, chosen_in, one_thread
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import ModelError
-from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.families.every import PLAIN
 
 from .models import asked_of
 

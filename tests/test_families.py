@@ -14,14 +14,16 @@ from pipemesh.lab.commands.parity import (
     relative_error,
     sample,
 )
-from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families import FILES, family_in, plan_for
+from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.watch.attributes import Attributes
 from pipemesh.parallel_runtime.watch.in_place import require_unchanged
 
 from .bounds import assert_same
-from .conftest import ALL
+from .conftest import ALL, ROOT
 from .models import with_references
 from .pipelines import ALL_WARM
+from .test_architecture import VOCABULARY
 from .test_patches import Model
 
 
@@ -38,6 +40,11 @@ def test_every_plan_is_tried_by_a_sample_of_its_family(bench):
         ]
         assert all(plan in tried for plan in family.plans) and all(plan in family.plans for plan in tried)
     assert len(SAMPLES) == sum(len(family.samples) for family in FAMILIES), "two samples have the same name"
+
+
+def test_the_registry_names_the_file_of_every_class_that_has_a_plan():
+    files = {file.stem for file in (ROOT / "parallel_runtime" / "families").glob("*.py")} - VOCABULARY
+    assert {model: file for file in files for plan in family_in(file).plans for model in plan.models} == FILES
 
 
 @pytest.mark.parametrize("name", SAMPLES)

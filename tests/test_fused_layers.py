@@ -15,7 +15,7 @@ import torch
 from comfy.ldm.lumina.model import FeedForward
 from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
-from pipemesh.parallel_runtime.families import FAMILIES
+from pipemesh.parallel_runtime.families.every import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.watch.host_code import named_by
 from pipemesh.parallel_runtime.weights.quantised import is_quantised

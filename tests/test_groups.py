@@ -12,7 +12,7 @@ from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.client.run import Run
 from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, put_together, take
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 
 import nodes

@@ -3,7 +3,7 @@
 import pytest
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.families import SAMPLES
+from pipemesh.parallel_runtime.families.every import SAMPLES
 
 pytestmark = pytest.mark.host
 NAME = next(

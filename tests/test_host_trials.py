@@ -19,7 +19,7 @@ from pipemesh.launcher.trial.process import try_in_process
 from pipemesh.launcher.trial.trying import samples_of
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused, RunCancelled
-from pipemesh.parallel_runtime.families import PLANS
+from pipemesh.parallel_runtime.families.every import PLANS
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 
 from .conftest import ALL, COMFYUI

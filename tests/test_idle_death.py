@@ -8,7 +8,7 @@ from pipemesh.lab.commands.parity import BOUND, Bench, Case
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 
 CASE = Case(PLAIN, "ulysses2", "odd", 5, 1.0, False, "euler")

@@ -10,7 +10,7 @@ from pipemesh.parallel_runtime.client import beside
 from pipemesh.parallel_runtime.client.evaluations import Evaluations
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import OutOfMemory
-from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.cost import costs_of
 from pipemesh.parallel_runtime.planner.job import Job

@@ -26,7 +26,7 @@ from pipemesh.launcher.pool.rendezvous import NODE_COMMAND, open_store, store_ke
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import PoolFailed
-from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 
 from .models import load, run, with_lora

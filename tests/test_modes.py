@@ -15,7 +15,8 @@ from pipemesh.lab.commands import parity
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client import separable
 from pipemesh.parallel_runtime.errors import ModelError
-from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import random_tensor
 

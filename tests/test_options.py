@@ -5,7 +5,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import SAMPLES
+from pipemesh.parallel_runtime.families.every import SAMPLES
 
 from .models import run
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.errors import ModelError
-from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Insert, TokenPlan
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout

@@ -10,7 +10,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.crossing.by_name import OVERRIDE, SETTINGS, attention_backend, restored
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
-from pipemesh.parallel_runtime.families import FAMILIES
+from pipemesh.parallel_runtime.families.every import FAMILIES
 from pipemesh.parallel_runtime.families.plan import LEFT_OUT
 from pipemesh.parallel_runtime.methods.node_patches import kinds_of
 from pipemesh.parallel_runtime.wire.tree import decode_tree

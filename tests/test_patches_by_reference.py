@@ -23,7 +23,8 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.crossing.by_reference import Assembly, Disassembly
 from pipemesh.parallel_runtime.crossing.in_block import encode_images
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES, plan_for
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import random_tensor
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled

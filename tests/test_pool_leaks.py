@@ -20,7 +20,7 @@ from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_err
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
-from pipemesh.parallel_runtime.families import PLAIN
+from pipemesh.parallel_runtime.families.every import PLAIN
 
 from .conftest import ALL
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside

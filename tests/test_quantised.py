@@ -21,7 +21,7 @@ from pipemesh.lab.random_files import write_lora, write_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
 from pipemesh.parallel_runtime.crossing.source import describe_source
-from pipemesh.parallel_runtime.families import FAMILIES, PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.memory import is_unwritten
 from pipemesh.parallel_runtime.weights.slots import slots

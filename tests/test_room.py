@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.client.free_gpu import unload_unused, used_by
 from pipemesh.parallel_runtime.client.patchwise import Patching, Patchwise
 from pipemesh.parallel_runtime.client.separable import known_guider
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
-from pipemesh.parallel_runtime.families import PLAIN, PLANS
+from pipemesh.parallel_runtime.families.every import PLAIN, PLANS
 
 GPU, OTHER_GPU, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

@@ -10,7 +10,8 @@ import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import Case, relative_error, stock_model
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
-from pipemesh.parallel_runtime.families import FAMILIES, plan_for
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families.every import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.blocks import blocks_of
 from pipemesh.parallel_runtime.methods.pipefusion.rope_cache import KEPT, RopeCache

@@ -10,7 +10,7 @@ from pipemesh.lab.dry_run.device import dry_device
 from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.errors import ModelError, Refused
-from pipemesh.parallel_runtime.families import RELEASED
+from pipemesh.parallel_runtime.families.every import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part

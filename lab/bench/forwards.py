@@ -20,7 +20,8 @@ from ...parallel_runtime.comm.in_step import Expected
 from ...parallel_runtime.comm.mesh import SequenceComm
 from ...parallel_runtime.comm.ring import Ring
 from ...parallel_runtime.comm.shares import shares_of
-from ...parallel_runtime.families import plan_for, sample_with
+from ...parallel_runtime.families import plan_for
+from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceParallel
 from ...parallel_runtime.patches import Part

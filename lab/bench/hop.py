@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...parallel_runtime.families import sample_with
+from ...parallel_runtime.families.every import sample_with
 from .figures import Figure, Goal, Options, estimate, percentile
 from .hop_rank import COSTS_NOTHING
 from .lockstep import timed

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from ...parallel_runtime.errors import PipeMeshError
-from ...parallel_runtime.families import sample_with
+from ...parallel_runtime.families.every import sample_with
 from .figures import Figure, Goal, Options, estimate, exactly
 from .lockstep import timed
 

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from ...parallel_runtime.client.run import submissions
-from ...parallel_runtime.families import sample_with
+from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.families.sample import Sample, Size
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.schedule import CAUSES, held_to_schedule

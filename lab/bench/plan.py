@@ -21,7 +21,8 @@ import torch
 
 from ...launcher.cache import cache_folder
 from ...parallel_runtime.comm.mesh import Mesh
-from ...parallel_runtime.families import SAMPLES, plan_for
+from ...parallel_runtime.families import plan_for
+from ...parallel_runtime.families.every import SAMPLES
 from ...parallel_runtime.families.sample import Released, Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.patches import Part

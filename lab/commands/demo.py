@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
-from ...parallel_runtime.families import sample_with
+from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.families.sample import FileForm, Form, Size
 from ..comfyui.api import Graph
 from ..comfyui.server import ComfyServer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...launcher.trial.rounding import bound, relative_error
-from ...parallel_runtime.families import PLAIN, SAMPLES
+from ...parallel_runtime.families.every import PLAIN, SAMPLES
 from ...parallel_runtime.layout import Layout, layouts_of
 from .parity import conditioning
 

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...parallel_runtime.families import FAMILIES, NOT_YET, PLANS, WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.families import NOT_YET, WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.families.every import FAMILIES, PLANS
 from ...parallel_runtime.families.plan import TokenPlan
 
 HEAD = """\

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.trial.known_hosts import FILE, KnownHosts, known_hosts
-from ...parallel_runtime.families import PLANS
+from ...parallel_runtime.families.every import PLANS
 from ...parallel_runtime.watch.fingerprint import HostFiles
 
 NOTHING = KnownHosts((), {}, {})

@@ -15,7 +15,8 @@ from pathlib import Path
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.comfyui.unpack import unpack_folder
 from ...launcher.errors import LaunchError
-from ...parallel_runtime.families import FAMILIES, WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.families import WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.families.every import FAMILIES
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from .fingerprints import classes
 

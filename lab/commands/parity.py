@@ -22,7 +22,7 @@ import torch
 from ...launcher.trial.rounding import bound, relative_error, rms
 from ...launcher.trial.sampled import conditioning as conditioning
 from ...launcher.trial.sampled import empty_latent_of, sampled
-from ...parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
+from ...parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from ...parallel_runtime.families.sample import Sample
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.launcher.trial.rounding import FACTOR, rounded, wrapped
-from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.tests.bounds import ADAPTIVE, assert_replayed, assert_same, bound
 from pipemesh.tests.models import run
 

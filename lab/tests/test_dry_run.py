@@ -16,7 +16,7 @@ from pipemesh.lab.commands import dry_table, dryrun
 from pipemesh.lab.dry_run import expected
 from pipemesh.lab.dry_run.ranks import RankFigures
 from pipemesh.lab.dry_run.rows import Apart, FrameTokens, Unshared, WholeByRows
-from pipemesh.parallel_runtime.families import FAMILIES, PLANS, RELEASED
+from pipemesh.parallel_runtime.families.every import FAMILIES, PLANS, RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.parallel_runtime.planner.released_model import empty_model

@@ -9,15 +9,8 @@ from pipemesh.lab.commands import families
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import (
-    FAMILIES,
-    NOT_YET,
-    PLAIN,
-    PLANS,
-    SAMPLES,
-    WITHOUT_PLAN,
-    why_no_plan,
-)
+from pipemesh.parallel_runtime.families import NOT_YET, WITHOUT_PLAN, why_no_plan
+from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, PLANS, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Together
 from pipemesh.tests.conftest import COMFYUI
 

@@ -26,7 +26,7 @@ from pipemesh.lab.commands.parity import (
 )
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.families import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.tests.bounds import assert_replayed, assert_same, bound
 from pipemesh.tests.conftest import running_clients
 

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from itertools import groupby
 
 import pytest
-from pipemesh.parallel_runtime.families import RELEASED
+from pipemesh.parallel_runtime.families.every import RELEASED
 from pipemesh.parallel_runtime.planner.released_model import DryModel
 from pipemesh.tests.conftest import ALL
 from pipemesh.tests.planned import LISTS, saved

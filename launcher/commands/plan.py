@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ...parallel_runtime.errors import LayoutError
-from ...parallel_runtime.families import RELEASED
+from ...parallel_runtime.families.every import RELEASED
 
 if TYPE_CHECKING:
     from ...parallel_runtime.planner.choose import Plan, Row

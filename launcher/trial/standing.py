@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...parallel_runtime.families import PLANS
+from ...parallel_runtime.families.every import PLANS
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ..cache import cache_folder
 from ..comfyui.host_record import ComfyInstall

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ...parallel_runtime.families import FAMILIES
+from ...parallel_runtime.families.every import FAMILIES
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.refusals import require_plan
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed

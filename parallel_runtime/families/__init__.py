@@ -1,99 +1,75 @@
-"""The registry of model families: one file per family, and its name in two lines here.
+"""The registry of model families: one file per family, and a line here for each class of ComfyUI's
+that it has a plan for. The file is imported when a MODEL of such a class is looked at.
 
-Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES``, and
-what is tried once for every word of the vocabulary ``REPRESENTATIVES``.
+Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES`` of
+``every.py``, and what is tried once for every word of the vocabulary its ``REPRESENTATIVES``.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
 
-from .aura import AURA
-from .chroma import CHROMA
-from .cogvideo import COGVIDEO
-from .cosmos import COSMOS
-from .ernie import ERNIE
-from .flux import FLUX
-from .hidream import HIDREAM
-from .hidream_o1 import HIDREAM_O1
-from .hunyuan_video import HUNYUAN_VIDEO
-from .ideogram4 import IDEOGRAM4
-from .joyimage import JOYIMAGE
-from .kandinsky import KANDINSKY
-from .krea2 import KREA2
-from .lens import LENS
-from .ltx import LTX
-from .mage_flow import MAGE_FLOW
-from .minimax import MINIMAX
-from .nextdit import NEXTDIT
-from .omnigen2 import OMNIGEN2
-from .pixart import PIXART
-from .pixeldit import PIXELDIT
 from .plan import TokenPlan
-from .qwen_image import QWEN_IMAGE
-from .sample import Family, Released, Sample, Size
-from .sd3 import SD3
-from .wan import WAN
-from .wan_animate import WAN_ANIMATE
-from .wan_camera import WAN_CAMERA
-from .wan_dancer import WAN_DANCER
-from .wan_humo import WAN_HUMO
-from .wan_s2v import WAN_S2V
-from .wan_scail import WAN_SCAIL
-from .wan_vace import WAN_VACE
 from .without_plan import NOT_YET as NOT_YET
 from .without_plan import WHOLE as WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
 from .without_plan import why_no_plan as why_no_plan
 
-FAMILIES: tuple[Family, ...] = (
-    FLUX,
-    SD3,
-    WAN,
-    WAN_CAMERA,
-    WAN_SCAIL,
-    WAN_VACE,
-    WAN_S2V,
-    WAN_HUMO,
-    WAN_DANCER,
-    WAN_ANIMATE,
-    KANDINSKY,
-    QWEN_IMAGE,
-    HUNYUAN_VIDEO,
-    CHROMA,
-    HIDREAM,
-    HIDREAM_O1,
-    JOYIMAGE,
-    NEXTDIT,
-    OMNIGEN2,
-    KREA2,
-    MAGE_FLOW,
-    IDEOGRAM4,
-    ERNIE,
-    LENS,
-    LTX,
-    MINIMAX,
-    COSMOS,
-    COGVIDEO,
-    PIXELDIT,
-    PIXART,
-    AURA,
-)
-PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
-SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
-REPRESENTATIVES: Mapping[str, Sample] = {
-    name: sample for name, sample in SAMPLES.items() if sample.stands_for
+FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its family
+    "comfy.ldm.flux.model:Flux": "flux",
+    "comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper": "sd3",
+    "comfy.ldm.wan.model:WanModel": "wan",
+    "comfy.ldm.wan.model:CameraWanModel": "wan_camera",
+    "comfy.ldm.wan.model:SCAILWanModel": "wan_scail",
+    "comfy.ldm.wan.model:SCAIL2WanModel": "wan_scail",
+    "comfy.ldm.wan.model:VaceWanModel": "wan_vace",
+    "comfy.ldm.wan.model:WanModel_S2V": "wan_s2v",
+    "comfy.ldm.wan.model:HumoWanModel": "wan_humo",
+    "comfy.ldm.wan.model_wandancer:WanDancerModel": "wan_dancer",
+    "comfy.ldm.wan.model_animate:AnimateWanModel": "wan_animate",
+    "comfy.ldm.kandinsky5.model:Kandinsky5": "kandinsky",
+    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel": "qwen_image",
+    "comfy.ldm.hunyuan_video.model:HunyuanVideo": "hunyuan_video",
+    "comfy.ldm.chroma.model:Chroma": "chroma",
+    "comfy.ldm.chroma_radiance.model:ChromaRadiance": "chroma",
+    "comfy.ldm.hidream.model:HiDreamImageTransformer2DModel": "hidream",
+    "comfy.ldm.hidream_o1.model:HiDreamO1Transformer": "hidream_o1",
+    "comfy.ldm.joyimage.model:JoyImageTransformer3DModel": "joyimage",
+    "comfy.ldm.lumina.model:NextDiT": "nextdit",
+    "comfy.ldm.lumina.model:NextDiTPixelSpace": "nextdit",
+    "comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel": "omnigen2",
+    "comfy.ldm.boogu.model:BooguTransformer2DModel": "omnigen2",
+    "comfy.ldm.krea2.model:SingleStreamDiT": "krea2",
+    "comfy.ldm.mage_flow.model:MageFlowTransformer2DModel": "mage_flow",
+    "comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel": "ideogram4",
+    "comfy.ldm.ernie.model:ErnieImageModel": "ernie",
+    "comfy.ldm.lens.model:LensTransformer2DModel": "lens",
+    "comfy.ldm.lightricks.model:LTXVModel": "ltx",
+    "comfy.ldm.lightricks.av_model:LTXAVModel": "ltx",
+    "comfy.ldm.minimax.model:MiniMaxH3Model": "minimax",
+    "comfy.ldm.cosmos.predict2:MiniTrainDIT": "cosmos",
+    "comfy.ldm.anima.model:Anima": "cosmos",
+    "comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel": "cogvideo",
+    "comfy.ldm.pixeldit.model:PixDiT_T2I": "pixeldit",
+    "comfy.ldm.pixeldit.pid:PidNet": "pixeldit",
+    "comfy.ldm.pixart.pixartms:PixArtMS": "pixart",
+    "comfy.ldm.aura.mmdit:MMDiT": "aura",
 }
-RELEASED: Mapping[str, tuple[Sample, Released]] = {
-    one.name: (sample, one) for sample in SAMPLES.values() for one in sample.form.released
-}
-PLAIN = next(iter(SAMPLES))  # for what any family will do
+
+
+def family_in(file: str) -> Any:
+    """The Family of a file, which names it as the file is called."""
+    return getattr(import_module(f".{file}", __name__), file.upper())
 
 
 def plan_for(model_class: type) -> TokenPlan | None:
     """The plan of a ComfyUI model class. A subclass has its own forward and so needs its own
     plan.
     """
-    name = f"{model_class.__module__}:{model_class.__qualname__}"
-    return next((plan for plan in PLANS if name in plan.models), None)
+    name = name_of(model_class)
+    if name not in FILES:
+        return None
+    return next(plan for plan in family_in(FILES[name]).plans if name in plan.models)
 
 
 def plan_or_whole(model_class: type) -> TokenPlan | None:
@@ -104,6 +80,5 @@ def plan_or_whole(model_class: type) -> TokenPlan | None:
     return plan_for(model_class) or (WHOLE if name in WHOLE.models else None)
 
 
-def sample_with(size: str) -> tuple[Sample, Size]:
-    """The first sample that has a larger size of that name, and the size."""
-    return next((sample, sample.larger[size]) for sample in SAMPLES.values() if size in sample.larger)
+def name_of(model_class: type) -> str:
+    return f"{model_class.__module__}:{model_class.__qualname__}"

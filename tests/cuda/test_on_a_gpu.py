@@ -29,7 +29,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.errors import OutOfMemory
-from pipemesh.parallel_runtime.families import PLAIN, sample_with
+from pipemesh.parallel_runtime.families.every import PLAIN, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, WeightsWish

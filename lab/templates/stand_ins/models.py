@@ -13,7 +13,8 @@ import comfy.supported_models
 import comfy.utils
 import torch
 
-from ....parallel_runtime.families import NOT_YET, PLANS, SAMPLES, WITHOUT_PLAN
+from ....parallel_runtime.families import NOT_YET, WITHOUT_PLAN
+from ....parallel_runtime.families.every import PLANS, SAMPLES
 from ....parallel_runtime.families.sample import Form, Sample, Size
 from ...quantised_files import FORMATS, quantised_state
 from ..surgery import EXACT

@@ -1,0 +1,23 @@
+"""All families, in the order of the registry, for what is tried or listed for each of them."""
+
+from collections.abc import Mapping
+
+from . import FILES, family_in
+from .plan import TokenPlan
+from .sample import Family, Released, Sample, Size
+
+FAMILIES: tuple[Family, ...] = tuple(family_in(file) for file in dict.fromkeys(FILES.values()))
+PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
+SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
+REPRESENTATIVES: Mapping[str, Sample] = {
+    name: sample for name, sample in SAMPLES.items() if sample.stands_for
+}
+RELEASED: Mapping[str, tuple[Sample, Released]] = {
+    one.name: (sample, one) for sample in SAMPLES.values() for one in sample.form.released
+}
+PLAIN = next(iter(SAMPLES))  # for what any family will do
+
+
+def sample_with(size: str) -> tuple[Sample, Size]:
+    """The first sample that has a larger size of that name, and the size."""
+    return next((sample, sample.larger[size]) for sample in SAMPLES.values() if size in sample.larger)
