@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
@@ -45,9 +47,6 @@ def report_node(runtime: Callable[[], Runtime]) -> type[io.ComfyNode]:
 
         @classmethod
         def execute(cls, latent: dict[str, Any] | None = None, pool: Choice | None = None) -> io.NodeOutput:
-            import numpy as np
-            import torch
-
             from .last_run import draw_last_run, text_of
 
             text, drawn = text_of(runtime(), pool), draw_last_run(runtime(), pool)
