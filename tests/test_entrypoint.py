@@ -10,10 +10,12 @@ import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+
+from .test_architecture import VOCABULARY
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +28,23 @@ PIP = "PipeMesh needs {}, missing here: run `python -m pip install -r {}` with C
 OLD = "PipeMesh needs ComfyUI 0.30.0 or newer and this is {}: update ComfyUI."
 VERSION, REQUIREMENTS = sys.version.split()[0], str(ROOT / "requirements.txt")
 FOLDERS = ["comfyui-pipemesh-main", "pipe mesh", "pipemesh.v0.2"]
+AT_START = {  # what ComfyUI's start imports of how models are sampled; the rest waits for a MODEL
+    "client",
+    "client.in_pool",
+    "client.patching",
+    "comm",
+    "comm.cores",
+    "comm.shares",
+    "errors",
+    "layout",
+    "planner",
+    "planner.ways",
+    "texts",
+    "wire",
+    "wire.arena",
+    "wire.segment",
+    "wire.tree",
+}
 
 
 def comfyui(monkeypatch, version):
@@ -109,6 +128,49 @@ def loaded(monkeypatch, tmp_path, caplog):
     return load
 
 
+def imported(monkeypatch, name):
+    """The pack by another name, and so with modules of its own."""
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """A function that names the modules in a folder of a pack that a ComfyUI has just started
+    with, and imports one.
+    """
+    import server
+    from aiohttp import web
+
+    name = "pipemesh_once_more"
+    host = SimpleNamespace(routes=web.RouteTableDef(), prompt_queue=SimpleNamespace(currently_running={}))
+    monkeypatch.setattr(server.PromptServer, "instance", host, raising=False)
+
+    async def start():
+        extension = await imported(monkeypatch, name).comfy_entrypoint()
+        await extension.on_load()
+        for node in await extension.get_node_list():
+            node.GET_SCHEMA()
+        return extension
+
+    def within(folder, wanted=None):
+        folder = f"{name}.{folder}."
+        if wanted is not None:
+            return importlib.import_module(folder + wanted)
+        return {one.removeprefix(folder) for one in sys.modules if one.startswith(folder)}
+
+    extension = asyncio.run(start())
+    yield within
+    extension._auto.remove()
+    for one in [one for one in sys.modules if one.startswith(f"{name}.")]:
+        del sys.modules[one]
+
+
 @pytest.mark.parametrize("lacking", LACKING)
 def test_what_is_missing_is_one_sentence_in_the_log_and_nothing_of_comfyui_changes(
     loaded, monkeypatch, caplog, lacking, tmp_path
@@ -140,12 +202,7 @@ def test_a_comfyui_that_knows_no_extensions_is_told_in_its_log_all_the_same(load
 def test_a_newer_comfyui_is_welcome_whatever_the_folder_is_called(monkeypatch, version, folder):
     comfyui(monkeypatch, version)
     name = f"/some where/custom_nodes/{folder}".replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(
-        name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
+    module = imported(monkeypatch, name)
     assert (module.LACK, module.WEB_DIRECTORY) == ("", "./web")
 
 
@@ -207,3 +264,20 @@ def test_importing_the_pack_alone_touches_neither_torch_nor_comfyui(tmp_path):
     )
     command = [sys.executable, "-c", script, str(ROOT.parent), ROOT.name]
     assert subprocess.run(command, cwd=tmp_path).returncode == 0
+
+
+def test_comfyuis_start_imports_nothing_that_only_a_model_needs(modules):
+    """No family, no planner, nothing of ranks and of the status."""
+    assert modules("parallel_runtime") <= AT_START
+    nodes = modules("nodes")
+    assert not nodes & {"runtime", "planning", "auto.sampling", "status", "report.last_run"}
+    assert len(nodes | modules("launcher") | modules("parallel_runtime")) <= 50
+
+
+def test_a_model_that_is_looked_at_imports_the_file_of_its_own_family_alone(modules):
+    class Flux:
+        """Named as ComfyUI's."""
+
+    Flux.__module__, Flux.__qualname__ = "comfy.ldm.flux.model", "Flux"
+    plan = modules("parallel_runtime", "families").plan_for(Flux)
+    assert modules("parallel_runtime.families") - VOCABULARY == {plan.family}
