@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import comfyui_version
 import folder_paths
 from aiohttp import web
 from comfy.cli_args import args
@@ -19,6 +20,7 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ..launcher.pool.devices import Placement, visible_gpus
+from ..launcher.trial.known_hosts import untested
 from ..parallel_runtime.errors import LayoutError, PipeMeshError
 from .auto.mode import Auto
 from .auto.switch import FILE, Switch
@@ -95,7 +97,7 @@ class PipeMeshExtension(ComfyExtension):
     """
 
     def __init__(self) -> None:
-        setup, fault = setup_or_fault(os.environ)
+        self._setup, fault = setup_or_fault(os.environ)
         waiting = Waiting(NodeScreen())
         notices = Notices(partial(show_after, waiting))
         times = StepTimes(lambda run: self._runtime().predicted(run), first_step=waiting.came)
@@ -103,7 +105,7 @@ class PipeMeshExtension(ComfyExtension):
         def runtime() -> Runtime:
             from .runtime import Runtime
 
-            return Runtime(setup, show_on_node, fault, notices, waiting, times)
+            return Runtime(self._setup, show_on_node, fault, notices, waiting, times)
 
         self._runtime = Once(runtime)
         self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices, times)
@@ -119,8 +121,8 @@ class PipeMeshExtension(ComfyExtension):
             server.routes, self._runtime, self._auto, lambda: bool(server.prompt_queue.currently_running)
         )
         self._auto.install()
-        if untested := self._runtime.trials.untested():
-            log.info("[PipeMesh] %s", untested)
+        if said := untested(comfyui_version.__version__, is_tried=self._setup.tries_hosts):
+            log.info("[PipeMesh] %s", said)
         with suppress(LayoutError):  # a sampler will say it
             devices = all_devices(visible_gpus(args.cpu)).placement
             log.info("[PipeMesh] %s", first_line(devices, self._auto.is_on()))

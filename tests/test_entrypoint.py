@@ -274,6 +274,17 @@ def test_comfyuis_start_imports_nothing_that_only_a_model_needs(modules):
     assert len(nodes | modules("launcher") | modules("parallel_runtime")) <= 50
 
 
+def test_a_comfyui_that_pipemesh_was_not_tested_with_is_told_of():
+    from pipemesh.launcher.trial.known_hosts import known_hosts, untested
+
+    tested = known_hosts().versions
+    for is_tried, what in ((True, "are compared with stock"), (False, "PIPEMESH_TRIAL=0")):
+        said = untested("99.0.0", is_tried=is_tried)
+        assert said.startswith(f"ComfyUI 99.0.0 is not one that PipeMesh was tested with ({tested[0]}")
+        assert what in said
+        assert untested(tested[0], is_tried=is_tried) == ""
+
+
 def test_a_model_that_is_looked_at_imports_the_file_of_its_own_family_alone(modules):
     class Flux:
         """Named as ComfyUI's."""

@@ -16,7 +16,6 @@ from pipemesh.lab.commands.parity import (
     BOUND,
     Bench,
     Case,
-    attention_mask,
     conditioning,
     cover,
     cover_of,
@@ -25,6 +24,7 @@ from pipemesh.lab.commands.parity import (
     sample,
 )
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
+from pipemesh.launcher.trial.sampled import attention_mask
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.tests.bounds import assert_replayed, assert_same, bound

@@ -168,22 +168,6 @@ class HostTrials:
     def version(self) -> str:
         return self._trials.version
 
-    def untested(self) -> str:
-        """Returns what to know of a ComfyUI that PipeMesh was not tested with; empty for one that
-        it was.
-        """
-        tested = self._known().versions
-        if self.version in tested:
-            return ""
-        what = (
-            "models whose code differs are compared with stock on the CPU, once, before a pool computes them"
-            if self._is_on
-            else "PIPEMESH_TRIAL=0 has it sample all the same, and nothing compares the images"
-        )
-        return (
-            f"ComfyUI {self.version} is not one that PipeMesh was tested with ({', '.join(tested)}): {what}."
-        )
-
     def verdicts(self) -> tuple[Verdict, ...]:
         """Returns those of classes that were asked for and that no tested ComfyUI has."""
         done = [one for one in list(self._begun.values()) if one is not None and one.done()]

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...parallel_runtime.watch.fingerprint import Fingerprint
+if TYPE_CHECKING:
+    from ...parallel_runtime.watch.fingerprint import Fingerprint
 
 FILE = Path(__file__).with_name("known_hosts.json")
 
@@ -44,3 +46,18 @@ class KnownHosts:
 @cache
 def known_hosts() -> KnownHosts:
     return KnownHosts(**json.loads(FILE.read_text(encoding="utf-8")))
+
+
+def untested(version: str, *, is_tried: bool) -> str:
+    """Returns what to know of a ComfyUI that PipeMesh was not tested with; empty for one that it
+    was. ``is_tried``: what differs in it is compared with stock.
+    """
+    tested = known_hosts().versions
+    if version in tested:
+        return ""
+    what = (
+        "models whose code differs are compared with stock on the CPU, once, before a pool computes them"
+        if is_tried
+        else "PIPEMESH_TRIAL=0 has it sample all the same, and nothing compares the images"
+    )
+    return f"ComfyUI {version} is not one that PipeMesh was tested with ({', '.join(tested)}): {what}."
