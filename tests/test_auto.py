@@ -102,7 +102,7 @@ def test_a_model_that_is_being_compared_with_stock_is_on_one_gpu_and_in_the_pool
         if transformer in trials:
             raise Refused(f"{transformer.__name__} {trials[transformer]}.")
 
-    auto._runtime.trials = SimpleNamespace(require=require)
+    auto._runtime().trials = SimpleNamespace(require=require)
     settings(True)
     truth = run(model)
     assert not requests["Forward"] and said(notices) == ["On one GPU: Flux is being compared."]
