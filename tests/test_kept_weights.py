@@ -294,5 +294,12 @@ def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(
         run(model, cfg=2.0)
 
 
+def test_weights_that_were_asked_to_leave_more_and_do_not_are_loaded_anew_no_further_time():
+    held = SimpleNamespace(weights=SimpleNamespace(leaves=GIB, kept="offloaded", budget=GIB))
+    sessions, released = SimpleNamespace(live=SimpleNamespace(models={"m": held})), []
+    made = beside.Beside(sessions, SimpleNamespace(release=released.append), None)
+    assert [made.leave_more("m") for _ in range(3)] == [True, False, False] and released == ["m"]
+
+
 def fails(*_args, **_more):
     raise OutOfMemory("Rank 1 ran out of memory.")
