@@ -90,12 +90,12 @@ def text(seed, tokens, dim):
     ]
 
 
-def sampled(model, family):
+def sampled(model, family, cfg=1.0):
     if SAMPLE_OF[family].form.file is None:
-        return sample(model, Case(family, "ulysses1", "odd", HEADS, 2.0, False, "euler"), steps=3)
+        return sample(model, Case(family, "ulysses1", "odd", HEADS, cfg, False, "euler"), steps=3)
     latent = torch.zeros(SAMPLE_OF[family].latents["odd"])
     dim = size_of(family).text_dim
-    return run(model, cfg=2.0, latent=latent, positive=text(1, 13, dim), negative=text(2, 7, dim))
+    return run(model, cfg=cfg, latent=latent, positive=text(1, 13, dim), negative=text(2, 7, dim))
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def asked(path, family):
         return own(*args, **kwargs)
 
     setattr(transformer, forward_name(transformer), forward)
-    sampled(model, family)
+    sampled(model, family, cfg=2.0)
     return [{**one, "transformer_options": {"cond_or_uncond": [0]}} for one in calls[:2]]
 
 
