@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,30 @@ import comfy
 import comfy.cli_args
 import comfy.model_management
 
-from ..launcher.pool.devices import Device, place
+from ..launcher.pool.devices import CUDA_VARIABLE, Device, hidden_gpus, place
 from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.wire.tree import is_plain
 from .settings import Choice, how_many
 
+ONE_GPU = "There is one GPU here, and nothing to share an image with."
+ONE_SEEN = (
+    "ComfyUI sees one of the {} GPUs here, as CUDA_VISIBLE_DEVICES is {}. Start it without --cuda-device, or"
+    " name several in that variable."
+)
 log = logging.getLogger("pipemesh")
 
 
 def own_device() -> str:
     """Return the device that ComfyUI itself computes on."""
     return str(comfy.model_management.get_torch_device())
+
+
+def why_one_gpu() -> str:
+    """Say why an image stays on one GPU, where ComfyUI sees no other."""
+    there = hidden_gpus(os.environ)
+    return ONE_SEEN.format(there, os.environ[CUDA_VARIABLE]) if there else ONE_GPU
 
 
 def all_devices(gpus: tuple[Device, ...]) -> Choice:

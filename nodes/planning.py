@@ -216,15 +216,17 @@ class Planning:
         asked: Callable[[], Sampling],
         running: Iterable[Layout],
         room: Mapping[str, int] = MappingProxyType({}),
+        merges: bool = True,
     ) -> PlannedLayout:
         """Choose the layout of ``choice`` for a model; that of its placement where nothing can be
         predicted, and one that is ``running`` where that cannot be said yet. ``asked`` raises
         NotCounted. ``running``: layouts of the live pools on its devices. ``room``: bytes that
-        ranks may take on each, where that is known. Raises RunCancelled.
+        ranks may take on each, where that is known. ``merges``: whether a ring can compute the
+        model's attention. Raises RunCancelled.
         """
         own, running = choice.placement, tuple(running)
         try:
-            return self._chosen(model, choice, asked(), running, room)
+            return self._chosen(model, choice, asked(), running, room, merges)
         except NotYet as error:
             up = self._fitting(model, choice, running)
             planned = PlannedLayout(up or own.layout, str(error), awaits=up is None)
@@ -267,6 +269,7 @@ class Planning:
         asked: Sampling,
         running: Iterable[Layout],
         room: Mapping[str, int],
+        merges: bool,
     ) -> PlannedLayout:
         """Raises NotCounted."""
         placement = choice.placement
@@ -286,6 +289,7 @@ class Planning:
             batch=asked.shape[0],
             warm_up=warm_up.evaluations,
             keeps=KEEPS.get(choice.weights, Job.keeps),
+            merges=merges,
         )
         made = plan(
             job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone

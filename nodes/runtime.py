@@ -26,9 +26,10 @@ from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.wait import NoWait, Wait
+from ..parallel_runtime.crossing.attention import why_no_parts
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
-from .here import all_devices, own_device
+from .here import all_devices, own_device, why_one_gpu
 from .notices import Notices
 from .one_gpu import predicted
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
@@ -42,7 +43,6 @@ CROWDED = (
     "{} on the CPU, which has {} cores here: ranks share cores, and more of them are slower. Lower the"
     " degrees."
 )
-ONE_GPU = "There is one GPU here, and nothing to share an image with."
 log = logging.getLogger("pipemesh")
 
 
@@ -180,7 +180,7 @@ class Runtime:
             return model
         choice = self.default_choice()
         if choice.placement.is_one_gpu and not self.fault:
-            self.notices.tell(f"On one GPU: {ONE_GPU}")
+            self.notices.tell(f"On one GPU: {why_one_gpu()}")
             return model
         return self.parallelize(model, choice)
 
@@ -196,7 +196,12 @@ class Runtime:
         }
         room = room_on_devices([(one, pool.memory) for one, pool in live.items()])
         return self.planning.choose(
-            model.model, choice, asked, [one.layout for one in same if one in live], room
+            model.model,
+            choice,
+            asked,
+            [one.layout for one in same if one in live],
+            room,
+            merges=not why_no_parts(model),
         )
 
     def predicted(self, run: Run) -> float | None:

@@ -46,6 +46,7 @@ AXES = (  # innermost first: ranks that are neighbours on the first are numbered
     Axis("cfg", "pool", row="branch"),
     Axis("data", "pool", parts_batches=True),
 )
+THAT_MERGE = tuple(axis.name for axis in AXES if axis.merges_parts)
 OF_A_SEQUENCE = tuple(axis.name for axis in AXES if axis.within == "sequence")
 OF_A_GROUP = tuple(axis.name for axis in AXES if axis.within != "pool")  # a forward is cut along them
 OF_THE_POOL = tuple(axis.name for axis in AXES if axis.within == "pool")

@@ -14,7 +14,7 @@ PLAN = TokenPlan(
 IMAGE = 13
 
 
-def attention(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False):
+def attention_basic(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False):
     if not skip_reshape:
         q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
@@ -29,7 +29,7 @@ class Block(torch.nn.Module):
     def forward(self, txt, img, mask, options):
         x = torch.cat((txt, img), 1)
         attend = options.get("optimized_attention_override", lambda attention, *args: attention(*args))
-        x = x + attend(attention, *self.qkv(x).chunk(3, -1), HEADS, mask)
+        x = x + attend(attention_basic, *self.qkv(x).chunk(3, -1), HEADS, mask)
         return x.split([txt.shape[1], img.shape[1]], 1)
 
 

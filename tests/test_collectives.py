@@ -4,6 +4,7 @@ same in the same order, and there is one order of everything that no interleavin
 All ranks run in this process, so orderings that only NCCL would hang on are found without a GPU.
 """
 
+from functools import wraps
 from itertools import count
 from random import Random
 
@@ -402,9 +403,9 @@ def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypat
             module.register_forward_pre_hook(lambda *_, here=here: fail_at(here))
 
     def failing_at_attention(real):
-        return lambda *args, **kwargs: (fail_at("attention"), real(*args, **kwargs))[1]
+        return wraps(real)(lambda *args, **kwargs: (fail_at("attention"), real(*args, **kwargs))[1])
 
-    monkeypatch.setattr(joint_model, "attention", failing_at_attention(joint_model.attention))
+    monkeypatch.setattr(joint_model, "attention_basic", failing_at_attention(joint_model.attention_basic))
     monkeypatch.setattr(
         ring_attention, "partial_attention", failing_at_attention(ring_attention.partial_attention)
     )

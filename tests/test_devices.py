@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.launcher.pool.crew import rank_environment
-from pipemesh.launcher.pool.devices import Device, cuda_address, place, visible_gpus
+from pipemesh.launcher.pool.devices import Device, cuda_address, hidden_gpus, place, visible_gpus
 from pipemesh.parallel_runtime.comm.cores import share_of_cores
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
@@ -257,6 +257,14 @@ def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, enviro
     assert [gpu.address for gpu in gpus] == addresses and [gpu.title for gpu in gpus] == ["AMD 0", "AMD 1"]
     env = rank_environment(gpus[0], "nccl", {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "2,5"})
     assert env["HIP_VISIBLE_DEVICES"] == addresses[0] and "CUDA_VISIBLE_DEVICES" not in env
+
+
+def test_gpus_that_a_variable_hides_are_counted_by_what_the_driver_has(tmp_path):
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert hidden_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 2
+    assert hidden_gpus({}, tmp_path) == 0, "a container may have been given one"
+    assert hidden_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path / "none") == 0
 
 
 def test_an_instance_of_a_divided_gpu_has_an_address_of_its_own_kind() -> None:

@@ -80,7 +80,7 @@ def test_flash_kernels_are_tried_only_on_gpus_that_run_them(capability, threes, 
 def test_a_kernel_that_rounds_more_is_used_only_where_the_host_attends_by_it():
     sage = BY_NAME["SageAttention (yunchang)"]
     assert sage.suits(ask(host="attention_sage")) and not sage.suits(ask(host="attention_pytorch"))
-    assert [one.name for one in PACKAGES if one.rounds_more] == [sage.name]
+    assert [one.name for one in PACKAGES if one.stands_for] == [sage.name]
 
 
 def test_gpus_of_amds_are_not_taken_for_nvidias_of_the_same_version(monkeypatch):
@@ -311,7 +311,7 @@ def test_so_is_one_of_torchs_own():
     "what", [what for what in WRONG if what not in ("lse in half precision", "another out")]
 )
 def test_a_kernel_that_rounds_more_is_still_refused_for_all_but_its_rounding(on_hopper, what):
-    wrong = Candidate("theirs", ("torch",), packages.suits_flash, lambda: WRONG[what], rounds_more=True)
+    wrong = Candidate("theirs", ("torch",), packages.suits_flash, lambda: WRONG[what], "attention_sage")
     assert len(tried(CPU, [wrong], [EXPLICIT]).refused) == 1
 
 
@@ -361,7 +361,7 @@ def test_attention_runs_on_the_kernel_that_was_chosen():
         asked.append(one)
         return one.host == "theirs"
 
-    marked = Usable("marked", lambda q, k, v, mask, scale: (q + 7, q[..., 0]), suits)
+    marked = Usable("marked", lambda q, k, v, mask, scale: (q + 7, q[..., 0]), suits, "theirs")
     kernels = TORCHS._replace(order=(marked, *TORCHS.order))
     assert torch.equal(attention_with_lse(q, q, q, None, None, kernels, "theirs")[0], q + 7)
     assert torch.equal(
@@ -379,9 +379,10 @@ def test_a_ring_attends_by_the_ranks_own_kernels_and_tells_them_how_the_host_att
         return False
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    kernels = TORCHS._replace(order=(Usable("marked", explicit, suits), *TORCHS.order))
+    sage = Usable("sage", explicit, lambda one: one.host == "attention_sage", "attention_sage")
+    kernels = TORCHS._replace(order=(Usable("marked", explicit, suits), sage, *TORCHS.order))
     with joined(Layout(ring=2), 1) as mesh, dry_device(mode), DEVICE, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint_model.attention, "__name__", host)
+        patch.setattr(joint_model.attention_basic, "__name__", host)
         model, arguments = joint_model.Model(2), joint_model.inputs(5)
         method = make_method(model, joint_model.PLAN, mesh, IdleRank([Part(1, 0)]), kernels=kernels)
         method.attach()
@@ -391,7 +392,8 @@ def test_a_ring_attends_by_the_ranks_own_kernels_and_tells_them_how_the_host_att
             {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()},
             1,
         )
-    assert set(asked) == {("cuda", host)} and len(asked) >= 4
+    told = "" if host == "attention_pytorch" else host  # exact attention has no name
+    assert set(asked) == {("cuda", told)} and len(asked) >= 4
 
 
 def test_ranks_around_a_ring_tell_which_kernel_they_use_and_others_have_none(clients):

@@ -19,6 +19,10 @@ HOST = {*COMFYUI, "torch"}
 SEAMS = {  # file, function -> why it may
     ("nodes/auto/seam.py", "install"): "auto mode's place in every sampler",
     ("nodes/auto/seam.py", "remove"): "auto mode's place in every sampler",
+    (
+        "parallel_runtime/client/host_compiler.py",
+        "uncompiled",
+    ): "an option of ComfyUI's, put back after a run",
     ("parallel_runtime/crossing/source.py", "resolving_as"): "runs in ranks",
     ("parallel_runtime/crossing/by_name.py", "restored"): "runs in ranks",
 }

@@ -295,6 +295,7 @@ def test_a_layout_with_more_groups_than_branches_images_heads_or_blocks_is_not_t
     def most(axis: str, job: Job) -> int:
         return max(layout.degrees()[axis] for size in (4, 25, 64) for layout in legal_layouts(job, size))
 
+    assert (most("ring", JOB), most("ring", dataclasses.replace(JOB, merges=False))) == (64, 1)
     both = Job(whole=FLUX, branches=2, batch=4)
     assert (most("cfg", JOB), most("data", JOB), most("ulysses", JOB)) == (1, 1, 16)
     assert (most("cfg", both), most("data", both)) == (2, 4)

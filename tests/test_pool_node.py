@@ -288,6 +288,7 @@ def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_an
 
 
 def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_why(monkeypatch, files):
+    from pipemesh.nodes.here import why_one_gpu
     from pipemesh.nodes.pool import pool_nodes
     from pipemesh.nodes.runtime import Runtime
 
@@ -300,6 +301,11 @@ def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_
     assert [one.text for one in runtime.notices.latest()] == [
         "On one GPU: There is one GPU here, and nothing to share an image with."
     ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr("pipemesh.nodes.here.hidden_gpus", lambda environ: 4)
+    assert why_one_gpu().startswith(
+        "ComfyUI sees one of the 4 GPUs here, as CUDA_VISIBLE_DEVICES is 1. Start"
+    )
 
 
 def test_a_linked_layout_is_queued_whatever_the_degrees_are(node):

@@ -13,7 +13,7 @@ from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 
 from .collectives import World
-from .joint_model import HEADS, WIDTH, attention
+from .joint_model import HEADS, WIDTH, attention_basic
 from .models import IdleRank
 
 PROMPT = 5
@@ -47,8 +47,8 @@ class Block(torch.nn.Module):
         if kept:
             k, v, first = torch.cat((kept[0], k), 1), torch.cat((kept[1], v), 1), 0
         attend = options.get("optimized_attention_override", lambda attention, *args: attention(*args))
-        alone = [attention(q[:, :first], k[:, :first], v[:, :first], HEADS)] if first else []
-        return x + torch.cat([*alone, attend(attention, q[:, first:], k, v, HEADS)], 1), (
+        alone = [attention_basic(q[:, :first], k[:, :first], v[:, :first], HEADS)] if first else []
+        return x + torch.cat([*alone, attend(attention_basic, q[:, first:], k, v, HEADS)], 1), (
             k[:, :ahead],
             v[:, :ahead],
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ...parallel_runtime.comm.cores import share_of_cores
@@ -287,6 +288,14 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
         Device(f"cuda:{index}", cuda_address(titles[index], uuids[index]), title=titles[index])
         for index in indices
     )
+
+
+def hidden_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """Returns how many GPUs NVIDIA's driver has, where a variable shows processes one of several;
+    else 0.
+    """
+    there = len(list(driver.iterdir())) if driver.is_dir() else 0
+    return there if there > 1 and environ.get(CUDA_VARIABLE) else 0
 
 
 def cuda_address(title: str, uuid: object) -> str:

@@ -21,8 +21,9 @@ from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ..here import why_one_gpu
 from ..notices import Notices
-from ..runtime import ONE_GPU, Runtime
+from ..runtime import Runtime
 from ..timing import StepTimes
 from .late import LateFailures
 from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
@@ -190,7 +191,7 @@ def check_own_device(model: ModelPatcher) -> None:
 def check_devices(placement: Placement) -> None:
     """Raises LayoutError where more ranks would not be faster than ComfyUI alone."""
     if placement.is_one_gpu:
-        raise LayoutError(ONE_GPU)
+        raise LayoutError(why_one_gpu())
 
 
 def models_of(guider: Any) -> dict[str, ModelPatcher]:

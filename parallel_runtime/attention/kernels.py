@@ -21,6 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import ModelError
+from .hosts import NO_PARTS
+
 ALIGN = 16  # the efficient kernel wants rows of its bias to begin at multiples of 16 elements
 
 AMPERE, HOPPER = 8, 9  # major compute capabilities
@@ -43,7 +46,7 @@ class Partial(NamedTuple):
 
 class Ask(NamedTuple):
     """What an attention asks of a kernel. ``capability``: the CUDA device's. ``host``: the name of
-    the function that the host attends by.
+    the function that it stands for, as ``hosts.inexact`` has it; empty for exact attention.
     """
 
     device: str
@@ -69,23 +72,33 @@ class Ask(NamedTuple):
 
 
 class Usable(NamedTuple):
-    """A kernel under the name that users read, and what it may be asked for."""
+    """A kernel under the name that users read, and what it may be asked for. ``stands_for``: the
+    host's function that it computes as; empty for exact attention.
+    """
 
     name: str
     kernel: Kernel
     suits: Callable[[Ask], bool]
+    stands_for: str = ""
 
 
 class Kernels(NamedTuple):
     """The kernels of a rank: the first of ``order`` that suits is taken, and the last suits
-    everything. ``refused``: a sentence for each one that was found wrong.
+    all that is exact. ``refused``: a sentence for each one that was found wrong.
     """
 
     order: tuple[Usable, ...]
     refused: tuple[str, ...] = ()
 
     def choose(self, ask: Ask) -> Usable:
-        return next(usable for usable in self.order if usable.suits(ask))
+        """Raises ModelError where none computes as the host does."""
+        found = next(usable for usable in self.order if usable.suits(ask))
+        if found.stands_for != ask.host:
+            raise ModelError(
+                f"This MODEL attends by {ask.host}, of which no kernel here returns the log-sum-exp, by which"
+                f" ranks merge parts: {NO_PARTS}."
+            )
+        return found
 
 
 def partial_attention(

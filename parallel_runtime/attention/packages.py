@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .hosts import SAGE
 from .kernels import HOPPER, Ask, Kernel, OutLse
 
 YUNCHANG, FLASH_2, FLASH_3 = "yunchang", "flash_attn", "flash_attn_interface"
-SAGE_HOST = "attention_sage"  # the name of ComfyUI's function that calls it
 NO_WINDOW = (-1, -1)
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,14 +30,14 @@ Call = Callable[[Any, Tensors, float], OutLse]  # a package's function, 3 x (B, 
 
 class Candidate(NamedTuple):
     """A kernel that may be there. ``modules``: of the packages that it needs. ``load`` raises
-    whatever they raise. ``rounds_more``: it computes in less than the query's precision.
+    whatever they raise. ``stands_for``: as ``Usable`` has it.
     """
 
     name: str
     modules: tuple[str, ...]
     suits: Callable[[Ask], bool]
     load: Callable[[], Kernel]
-    rounds_more: bool = False
+    stands_for: str = ""
 
     @property
     def is_installed(self) -> bool:
@@ -117,8 +117,7 @@ def suits_flash(ask: Ask) -> bool:
 
 
 def suits_sage(ask: Ask) -> bool:
-    """Only where the host itself attends by it: other runs are exact."""
-    return ask.suits_flash and ask.host == SAGE_HOST
+    return ask.suits_flash and ask.host == SAGE
 
 
 PACKAGES = (
@@ -127,7 +126,7 @@ PACKAGES = (
         (YUNCHANG, "sageattention"),
         suits_sage,
         selected("sage_auto", by_sage),
-        rounds_more=True,
+        stands_for=SAGE,
     ),
     Candidate("flash-attn 3 (yunchang)", (YUNCHANG, FLASH_3), suits_hopper, selected("fa3")),
     Candidate("flash-attn 3", (FLASH_3,), suits_hopper, of_flash(FLASH_3)),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .kernels import TORCHS, Ask, Kernel, Kernels, Usable, capability_of, explicit
-from .packages import PACKAGES, SAGE_HOST, Candidate
+from .packages import PACKAGES, Candidate
 
 HALVES = (torch.bfloat16, torch.float16)
 RELEASED_DIMS = (64, 72, 96, 120, 128, 256)  # head dims of models that people run
@@ -108,10 +108,9 @@ def tried(
     usable: list[Usable] = []
     refused: list[str] = []
     for candidate in packages:
-        host = SAGE_HOST if candidate.rounds_more else ""
         due = [
             ask
-            for ask in asks(device, RELEASED_DIMS, host)
+            for ask in asks(device, RELEASED_DIMS, candidate.stands_for)
             if candidate.suits(ask) and not any(other.suits(ask) for other in usable)
         ]
         if not due or not candidate.is_installed:
@@ -139,10 +138,14 @@ def taken(candidate: Candidate, device: torch.device, due: Sequence[Ask]) -> Usa
         kernel = candidate.load()
     except Exception as error:  # noqa: BLE001 whatever a package meets when it is imported
         return f"it cannot be loaded ({described(error)})"
-    faults = {ask: fault_of(kernel, device, ask, ROUNDED if candidate.rounds_more else EXACT) for ask in due}
+    faults = {ask: fault_of(kernel, device, ask, ROUNDED if candidate.stands_for else EXACT) for ask in due}
     right = frozenset((ask.dtype, ask.dim) for ask, fault in faults.items() if fault is None)
     fault = next((fault for fault in faults.values() if fault and (fault.differs or not right)), None)
-    return fault.text if fault else Usable(candidate.name, kernel, only_for(candidate.suits, right))
+    return (
+        fault.text
+        if fault
+        else Usable(candidate.name, kernel, only_for(candidate.suits, right), candidate.stands_for)
+    )
 
 
 def only_for(

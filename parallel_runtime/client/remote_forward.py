@@ -16,6 +16,7 @@ from ..forward import forward_binder, forward_name
 from ..refusals import patch_name
 from ..watch.in_place import Watch, refusal
 from ..watch.python_file import LIBRARIES, compiled_elsewhere
+from .host_compiler import paused, uncompiled
 from .separable import WRAPPER_KEY
 
 
@@ -49,7 +50,8 @@ class RemoteForward:
         self.calls += 1
         if patcher.watch is not None:
             patcher.watch.check()
-        return patcher.sample_call(self._bind(args, kwargs))
+        with paused():
+            return patcher.sample_call(self._bind(args, kwargs))
 
     def require_unchanged(self) -> None:
         """Raises Refused for what was changed of the transformer in place since it was loaded."""
@@ -92,10 +94,11 @@ def outer_sample(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """An OUTER_SAMPLE wrapper. Raises Refused after a run that asked the pool for nothing, where a
-    node's code stands between the sampler and the model.
+    """An OUTER_SAMPLE wrapper; ComfyUI's compiler is off inside. Raises Refused after a run that
+    asked the pool for nothing, where a node's code stands between the sampler and the model.
     """
-    output = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+    with uncompiled():
+        output = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     patcher = executor.class_obj.model_patcher
     forward = in_place_of_forward(patcher.model)
     if (

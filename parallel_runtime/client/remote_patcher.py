@@ -20,6 +20,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ..crossing.attention import require_parts
 from ..crossing.in_block import InBlockPatches, encode_images, in_block_patches
 from ..crossing.options import (
     crossing_arguments,
@@ -120,6 +121,7 @@ class RemotePatcher(InPool, ModelPatcher):
         refuse_foreign_levers(self)
         self.remote.pool.admit(self.model.diffusion_model)
         self.in_block = in_block = in_block_patches(self)
+        require_parts(self, self.remote.pool.layout)
         plain = plain_objects(
             {key: value for key, value in self.object_patches.items() if key not in in_block.methods}
         )

@@ -11,8 +11,10 @@ ModelPatcher.set_model_optimized_attention of later ones; KJNodes' Patch Sage At
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter
 from types import CodeType, MappingProxyType
 from typing import Any
@@ -22,9 +24,12 @@ import torch
 from ..errors import Refused
 from ..families.plan import LEFT_OUT
 from ..refusals import patch_name
+from ..watch.python_file import module_of
+from .code import is_of_pack
 
 OVERRIDE = "optimized_attention_override"
-BACKEND, SETTINGS = "attention_backend", "torch_settings"  # options as they cross
+# Options as they cross
+BACKEND, NODES, SETTINGS = "attention_backend", "attention_override", "torch_settings"
 TORCH_SETTINGS = (
     "backends.cuda.matmul.allow_fp16_accumulation",
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
@@ -32,6 +37,7 @@ TORCH_SETTINGS = (
     "backends.cudnn.benchmark",
 )
 Options = Mapping[str, Any]
+log = logging.getLogger("pipemesh")
 
 
 def leave_out(args: Any, extra_args: Any) -> Any:
@@ -45,6 +51,15 @@ def choose(function: Callable) -> Callable:
     def override(_: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    return override
+
+
+def chosen(function: Callable) -> Callable:
+    """In a rank: such an override. ``chosen`` is what it calls."""
+    override: Any = choose(function)
+    override.chosen = function
+    if getattr(function, "container_function", None) is not None:
+        override.container_function = function.container_function  # pyright: ignore
     return override
 
 
@@ -76,13 +91,15 @@ def blocks_left_out(options: Options) -> list[tuple[str, int]]:
 
 def attention_backend(override: Any) -> str | None:
     """Returns the name of the registered attention function that a node's override chooses; None
-    for an override that does anything else.
+    for an override that does anything else, and for a function of a pack that ranks may import.
     """
     if not any(does_as(override, form(override)) for form in (choose, choose_unwrapped)):
         return None
     from comfy.ldm.modules.attention import REGISTERED_ATTENTION_FUNCTIONS as registered
 
     (chosen,) = (cell.cell_contents for cell in override.__closure__)
+    if is_of_pack(module_of(chosen)):
+        return None  # ranks may have the pack's own
     names = (name for name, one in registered.items() if one is chosen or _calls_same(one, chosen))
     return next(names, None)
 
@@ -94,7 +111,18 @@ def _calls_same(registered: Any, chosen: Any) -> bool:
     if not registered.__name__ == chosen.__name__ == "attention_sage":
         return False
     kernel = getattr(registered, "__globals__", {}).get("sageattn")
-    return kernel is not None and any(cell is kernel for cell in _reached(chosen))
+    if kernel is None or not any(cell is kernel for cell in _reached(chosen)):
+        return False
+    _tell_of_sage()
+    return True
+
+
+@cache
+def _tell_of_sage() -> None:
+    log.info(
+        "[PipeMesh] The ranks call SageAttention as ComfyUI does, which leaves keys as they are, and not as"
+        " KJNodes, which smooths them: for its own call, name KJNodes' folder in PIPEMESH_PATCH_PACKS."
+    )
 
 
 def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
@@ -126,9 +154,13 @@ def described(options: Options, numbers: Mapping[int, int] = MappingProxyType({}
         if left_out := blocks_left_out(options):
             found[LEFT_OUT] = left_out
     if OVERRIDE in options:
-        found[BACKEND] = attention_backend(options[OVERRIDE])
-        if found[BACKEND] is None:
-            raise refusal(OVERRIDE, options[OVERRIDE])
+        override = options[OVERRIDE]
+        if id(override) in numbers:
+            found[NODES] = numbers[id(override)]
+        elif name := attention_backend(override):
+            found[BACKEND] = name
+        else:
+            raise refusal(OVERRIDE, override)
     return found
 
 
@@ -153,14 +185,16 @@ def restored(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> 
     where their numbers stood. Raises Refused for an attention function that ComfyUI does not have
     here.
     """
-    made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND)}
+    made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND, NODES)}
     here = torch_settings()
     for name, value in options.get(SETTINGS, {}).items():
         if here.get(name, value) != value:
             path, _, last = name.rpartition(".")
             setattr(attrgetter(path)(torch), last, value)
     if BACKEND in options:
-        made[OVERRIDE] = choose(_registered(options[BACKEND]))
+        made[OVERRIDE] = chosen(_registered(options[BACKEND]))
+    if NODES in options:
+        made[OVERRIDE] = patches[options[NODES]][1]
     if "patches" in options:
         made["patches"] = {
             point: [patches[number] for number in numbers] for point, numbers in options["patches"].items()

@@ -102,6 +102,8 @@ class Disassembly:
         self.code.append(function)
         if "<locals>" not in function.__qualname__:
             return "named", named(function)
+        if vars(function).get("_torchdynamo_disable"):
+            return "uncompiled", self.take(vars(function)["_torchdynamo_orig_callable"], path)
         cells = [self.take(cell.cell_contents, f"{path}.{name}") for name, cell in _filled(function, path)]
         given = [self.take(value, path) for value in (function.__defaults__, function.__kwdefaults__)]
         attributes = {name: self.take(item, path) for name, item in vars(function).items()}
@@ -139,6 +141,7 @@ class Assembly:
             "device": lambda number, _name: self._keep(number, self._device),
             "dict": self._dict,
             "method": self._method,
+            "uncompiled": lambda number, inner: self._keep(number, torch.compiler.disable(self.put(inner))),
             "function": self._function,
             "named": lambda number, reference: self._keep(number, resolved(reference)),
             "of transformer": lambda number, path: self._keep(number, self._modules.get(path)),

@@ -21,6 +21,8 @@ from ..watch.python_file import attribute_of, codes_in, edited_function, file_ha
 PACKS_VARIABLE = "PIPEMESH_PATCH_PACKS"
 HOST, TORCH = "ComfyUI", "torch"  # roots of references; others are folders of node packs
 HOST_FOLDERS = ("comfy", "comfy_extras")
+# Packages whose attention kernels nodes call; also roots
+KERNELS = frozenset({"flash_attn", "flash_attn_interface", "sageattention", "sageattn3", "xformers"})
 CUSTOM_NODES = "custom_nodes"
 PACKAGE = "pipemesh_pack"  # a node pack's name in a rank; its own top level, with its nodes, is not run there
 
@@ -65,7 +67,9 @@ def compiled(function: types.FunctionType) -> Reference:
     """Refers to the code of a function that another function made, which its module need not have
     under a name. Raises NotReferable.
     """
-    module = _module_of(function)
+    module = module_of(sys.modules.get(function.__globals__.get("__name__", "")))
+    if module is None:
+        raise NotReferable("its module has no file")
     place = place_of(module)
     codes = codes_in(str(module.__file__), place[2])
     if function.__code__ not in codes:
@@ -84,9 +88,12 @@ def place_of(module: types.ModuleType) -> Reference:
     """Refers to a module's file. Raises NotReferable, also for a file that was edited since it was
     imported: a rank would import other code than ComfyUI runs.
     """
-    if module.__name__.partition(".")[0] == TORCH:
+    root = module.__name__.partition(".")[0]
+    if root == TORCH:
         return [TORCH, module.__name__, str(torch.__version__)]
     file = Path(str(module.__file__)).resolve()
+    if root in KERNELS:
+        return [root, module.__name__, file_hash(file)]
     host = host_folder()
     of_host = any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS)
     folder = host if of_host else next(filter(file.is_relative_to, packs()), None)
@@ -151,6 +158,8 @@ def imported(place: Reference) -> types.ModuleType:
                 " every machine."
             )
         return importlib.import_module(path)
+    if root in KERNELS and path.partition(".")[0] == root:
+        return _kernels(path, expected)
     folder = host_folder() if root == HOST else Path(root)
     if root != HOST and folder not in packs():
         raise Refused(
@@ -177,3 +186,17 @@ def imported(place: Reference) -> types.ModuleType:
         return importlib.import_module(dotted)
     except ImportError as error:
         raise Refused(f"{file} cannot be imported in a rank ({error}): install what it requires.") from error
+
+
+def _kernels(path: str, expected: str) -> types.ModuleType:
+    """Returns a module of a package of kernels. Raises Refused."""
+    try:
+        module = importlib.import_module(path)
+        found = file_hash(Path(str(module.__file__)))
+    except (ImportError, OSError) as error:
+        raise Refused(
+            f"A rank cannot import {path} ({error}), by which a node attends: install it there."
+        ) from error
+    if found != expected:
+        raise Refused(f"A rank has another version of {path} than ComfyUI: install the same one.")
+    return module

@@ -15,7 +15,7 @@ from ..families.plan import BEFORE_BLOCKS, TokenPlan
 from ..forward import PREFIX
 from ..patches import TokenGrid
 from ..refusals import patch_name, require_plan
-from .by_name import described
+from .by_name import OVERRIDE, attention_backend, described
 from .by_reference import Assembly, Disassembly
 from .code import name_of
 from .pack_state import PackState, PackValue, made_state, put_state
@@ -42,6 +42,7 @@ class InBlockPatches:
         objects: Options = MappingProxyType({}),
     ):
         served = [patch for point, patch in patches_of(options) if can_serve(plan, point, patch)]
+        served += node_override(options)
         self._functions = list({id(patch): patch for patch in served}.values())
         self.numbers = {id(patch): number for number, patch in enumerate(self._functions)}
         self.methods = {
@@ -86,6 +87,14 @@ def patches_of(options: Options) -> Iterator[tuple[str, Any]]:
     yield from ((point, patch) for point, items in options.get("patches", {}).items() for patch in items)
 
 
+def node_override(options: Options) -> list[Any]:
+    """Returns the attention override of a node, where it does more than choose a function that
+    ranks know by its name.
+    """
+    override = options.get(OVERRIDE)
+    return [override] if override is not None and attention_backend(override) is None else []
+
+
 def can_serve(plan: TokenPlan, point: str, patch: Any) -> bool:
     """True if a patch can be called at that point while each rank has some of the tokens."""
     return point in BEFORE_BLOCKS or plan.block_patch(name_of(patch)) is not None or plan.gathers_at(point)
@@ -93,7 +102,8 @@ def can_serve(plan: TokenPlan, point: str, patch: Any) -> bool:
 
 def why_all_rows(plan: TokenPlan, options: Options) -> list[str]:
     """Names the patches that need all tokens of an evaluation at once."""
-    return [
+    overrides = [f"the attention override {patch_name(one)}" for one in node_override(options)]
+    return overrides + [
         f"the patch {patch_name(patch)}, which needs all tokens"
         for point, patch in patches_of(options)
         if point not in BEFORE_BLOCKS and not plan.has_own_rows(name_of(patch))

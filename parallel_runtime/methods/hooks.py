@@ -18,13 +18,23 @@ from ..forward import binder
 from .blocks import as_BLC, as_given, blocks_of, forward_of, put, taken
 from .inserts import Inserted, inserts_of, named
 from .node_patches import OVERRIDE, NodePatches
-from .override import Attention, AttentionOverride, Overridden, by_name
+from .override import (
+    ASKED,
+    NOTHING,
+    Attention,
+    AttentionOverride,
+    Overridden,
+    by_name,
+    in_its_place,
+    told_of,
+    with_override,
+)
 from .sharding import Sharding
 from .shards import Rows
 
 
 class TokenHooks:
-    """Hooks on one model from ``attach`` to ``detach``."""
+    """Hooks on one model from ``attach`` to ``detach``. ``patches``: what nodes attached to it."""
 
     def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding):
         self._model = model
@@ -36,10 +46,11 @@ class TokenHooks:
         # All rows of what the block makes its mask of
         self._key_mask: tuple[torch.Tensor, Along] | None = None
         self._attention = AttentionOverride()
-        self._patches = NodePatches(model, plan, sharding, self._attention)
+        self.patches = NodePatches(model, plan, sharding, self._attention)
         self._handles: list[Any] = []
 
     def attach(self) -> None:
+        self._handles += told_of(self._model, self._attention)
         for stream, path in self._plan.blocks[0].lengths.items():
             self._behind(self._model.get_submodule(path), partial(told_by, self._told, stream))
         blocks = list(blocks_of(self._model, self._plan))
@@ -74,7 +85,8 @@ class TokenHooks:
         if hasattr(block, "stands_for"):
             return
         if group.without_options:
-            self._handles.append(Overridden(block.get_submodule(group.without_options), self._attention))
+            module = block.get_submodule(group.without_options)
+            self._handles.append(Overridden(module, partial(with_override, self._attention)))
         inner = {**dict.fromkeys(group.local, False), **dict.fromkeys(group.whole_queries, "keys")}
         for path, shared in inner.items():
             self._before(block.get_submodule(path), lambda *_, shared=shared: self._attention.share(shared))
@@ -84,7 +96,7 @@ class TokenHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._patches.detach()
+        self.patches.detach()
         self._attention.close()
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +108,7 @@ class TokenHooks:
         self._attention.share(False)
         control = arguments.get("control")
         self._control = dict(control) if control else None
-        options = self._patches.begin(arguments.get("transformer_options", {}))
+        options = self.patches.begin(arguments.get("transformer_options", {}))
         options[OVERRIDE] = self._attention
         self._attention.attend, self._attention.options = self._attend, options
         return {
@@ -109,7 +121,7 @@ class TokenHooks:
         """Free what was made of the last evaluation's arguments."""
         self._rows = self._control = self._key_mask = None
         self._attention.close()
-        self._patches.end()
+        self.patches.end()
         if self._plan.prefix is not None:
             getattr(self._model, self._plan.prefix.forget)()
 
@@ -143,8 +155,7 @@ class TokenHooks:
         """The host's ``optimized_attention_override``. Attention outside the plan's blocks passes
         through: it sees nothing that is cut.
         """
-        if self._patches.override is not None:
-            attention = partial(self._patches.override, attention)
+        attention = in_its_place(attention, self.patches.override, kwargs.pop(ASKED, NOTHING))
         if not self._attention.shared:
             return attention(q, k, v, heads, mask, *args, **kwargs)
         if mask is not None and self._rows is not None and self._key_mask is not None:
@@ -159,6 +170,7 @@ class TokenHooks:
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
+            self.patches.entered.add()
             if first:
                 self._enter(group, arguments)
             elif self._rows is not None and (group.interleaved or group.sliced_between):
@@ -170,7 +182,7 @@ class TokenHooks:
             self._key_mask = given[0] if given else None
             self._localize(arguments, by_tokens)
             self._attention.share(True)
-            self._patches.points.enter(self._rows, group, index)
+            self.patches.points.enter(self._rows, group, index)
             self._sharding.enter_block()
             return (), arguments
 

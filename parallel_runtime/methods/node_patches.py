@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..families.plan import COMPILE, LEFT_OUT, TokenPlan
-from .blocks import blocks_of
+from .blocks import EnteredBlocks, blocks_of
 from .compiled import CompiledBlocks
 from .override import AttentionOverride
 from .patch_points import PatchPoints
@@ -25,7 +25,7 @@ class NodePatches:
     """What nodes attached to one model, from ``begin`` of an evaluation to the next, or to
     ``end``. Compiled blocks stay for the next run, until an evaluation wants them no more.
     ``attention``: the model's, which graphs call. ``override``: the node's, to call in place of an
-    attention. ``points``: where patches are called.
+    attention. ``points``: where patches are called. ``entered``: blocks, with their hooks.
     """
 
     def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding, attention: AttentionOverride):
@@ -33,6 +33,7 @@ class NodePatches:
         self._plan = plan
         self._attention = attention
         self._compiled: CompiledBlocks | None = None
+        self.entered = EnteredBlocks(type(model).__name__)
         self.override: Callable[..., Any] | None = None
         self._left_out: list[tuple[nn.Module, Any]] = []  # blocks, and what stood for their forward before
         self.points = PatchPoints(model, plan, sharding)
@@ -42,6 +43,7 @@ class NodePatches:
         ``patches`` are (name, function) by point.
         """
         options = dict(options)
+        self.entered.begin()
         self.override = options.pop(OVERRIDE, None)
         self._put_back()
         compilation, left_out = options.pop(COMPILE, None), options.pop(LEFT_OUT, ())
@@ -57,6 +59,7 @@ class NodePatches:
 
     def end(self) -> None:
         """Free what the run needed."""
+        self.entered.forget()
         self.override = None
         if self._compiled is not None:
             self._compiled.end()

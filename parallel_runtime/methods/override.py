@@ -1,12 +1,13 @@
-"""Stand in for ComfyUI's attention: as its override, and in calls that pass no
-``transformer_options``.
+"""Stand in for ComfyUI's attention: as its override, in calls that pass no ``transformer_options``,
+and around calls that ask for more than an override is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType, MethodType
-from typing import Any, Literal
+from functools import partial, wraps
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -35,13 +36,28 @@ def by_name(args: tuple) -> dict[str, Any]:
     return dict(zip(BY_POSITION, args, strict=False))
 
 
+class Asked(NamedTuple):
+    """What a call asks of ComfyUI's attention that an override is not told. ``function``: the one
+    that it calls; ``preferred``: the one that its layer prefers; ``container``: the class in which
+    it hands over q, k and v.
+    """
+
+    function: Attention | None = None
+    preferred: Attention | None = None
+    container: Callable[[torch.Tensor], Any] | None = None
+
+
+NOTHING = Asked()
+ASKED = "_pipemesh_asked"  # among a call's arguments, so that a graph keeps it
+
+
 class AttentionOverride:
     """ComfyUI's ``optimized_attention_override`` of one attached model; ``attend`` computes while a
     run is open.
 
     ``shared``: what of an attention is shared with other ranks: all of it, the keys that whole
     queries look at, or nothing. ``options``: the evaluation's ``transformer_options``. ``opaque``:
-    what stands for ``attend`` in graphs of ``torch.compile``.
+    what stands for ``attend`` in graphs of ``torch.compile``. ``asked``: by the call at hand.
     """
 
     def __init__(self) -> None:
@@ -49,11 +65,14 @@ class AttentionOverride:
         self.shared: Shared = False
         self.options: dict[str, Any] = {}
         self.opaque: Attention | None = None
+        self.asked = NOTHING
 
     def share(self, shared: Shared) -> None:
         self.shared = shared
 
     def __call__(self, attention: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.asked is not NOTHING:
+            kwargs[ASKED] = self.asked
         if self.opaque is not None and torch.compiler.is_compiling():
             return self.opaque(attention, *args, **kwargs)
         assert self.attend is not None
@@ -64,23 +83,53 @@ class AttentionOverride:
         self.attend, self.options = None, {}
 
 
+def in_its_place(attention: Attention, override: Any, asked: Asked) -> Attention:
+    """Return what ComfyUI would call in place of ``attention``: what a node's ``override`` chose,
+    the override itself, or what the layer prefers; in containers where the call has them and that
+    takes them.
+    """
+    holder: Any = asked.function or attention
+    if override is not None:
+        chosen = getattr(override, "chosen", None)
+        attention, holder = of_a_node(override, attention) if chosen is None else chosen, chosen or override
+    elif asked.preferred is not None:
+        attention = holder = asked.preferred
+    takes = getattr(holder, "container_function", None)
+    if asked.container is None or takes is None:
+        return attention
+    return in_containers(attention, takes, asked.container)
+
+
+def of_a_node(override: Attention, attention: Attention) -> Attention:
+    """Return a node's override of ``attention``. It may look at tokens by their places, so it has
+    ``needs_order``: that of the host.
+    """
+    made: Any = partial(override, attention)
+    made.needs_order = True
+    return made
+
+
+def in_containers(attention: Attention, takes: Attention, container: Callable) -> Attention:
+    @wraps(attention)
+    def call(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return takes(container(q), container(k), container(v), *args, **kwargs)
+
+    return call
+
+
 class Overridden:
-    """One module whose forward sees the override until ``remove``.
+    """One module whose forward calls attention by way of ``around`` until ``remove``.
 
     The forward is the module's own, with other names for attention around it: nothing changes for
     other modules of its class, nor for its file, which ComfyUI's process may share.
     """
 
-    def __init__(self, module: nn.Module, override: Callable[..., Any]):
+    def __init__(self, module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]):
         own = type(module).forward
-        names = {
-            name: with_override(own.__globals__[name], override)
-            for name in ATTENTION
-            if name in own.__globals__
-        }
-        around = {**own.__globals__, **names}
-        del around["__name__"]  # by which torch.compile would look the names up in the module itself
-        forward = FunctionType(own.__code__, around, own.__name__, own.__defaults__, own.__closure__)
+        names = {name: around(own.__globals__[name]) for name in ATTENTION if name in own.__globals__}
+        known = {**own.__globals__, **names}
+        del known["__name__"]  # by which torch.compile would look the names up in the module itself
+        forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
         forward.__kwdefaults__ = own.__kwdefaults__
         self._module = module
         self._module.forward = MethodType(forward, module)
@@ -89,10 +138,59 @@ class Overridden:
         del self._module.forward
 
 
-def with_override(attention: Callable[..., Any], override: Callable[..., Any]) -> Callable[..., Any]:
+def with_override(override: Callable[..., Any], attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``attention`` for calls that pass no options."""
     options = {"optimized_attention_override": override}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return attention(*args, **{**kwargs, "transformer_options": options})
 
     return call
+
+
+# What ComfyUI's attention reads before it calls an override: the layer's wish, and the class of
+# what q, k and v may come in
+PREFERRED, CONTAINER = "preferred_attention", "AttentionTensorContainer"
+OF_A_LAYER = "ComfyAttention"  # the class of a layer's wish, a child of it
+
+
+def telling(override: AttentionOverride, attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``attention`` for calls that ask for more than it tells an override."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        preferred = getattr(kwargs.get(PREFERRED), "function", None)
+        container = type(args[0]) if args and not isinstance(args[0], torch.Tensor) else None
+        override.asked = Asked(attention, preferred, container)
+        try:
+            return attention(*args, **kwargs)
+        finally:
+            override.asked = NOTHING
+
+    return call
+
+
+def asks_for_more(module: nn.Module) -> bool:
+    """True if the forward of a module's class calls attention so."""
+    code = getattr(type(module).forward, "__code__", None)
+    if not isinstance(code, CodeType):
+        return False
+    keywords = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
+    return PREFERRED in keywords or CONTAINER in code.co_names
+
+
+def told_of(model: nn.Module, override: AttentionOverride) -> list[Overridden]:
+    """Let ``override`` know what layers of a model ask for. Raises ModelError where a layer prefers
+    a function of its own and asks for it elsewhere than in its forward.
+    """
+    for path, module in model.named_modules():
+        prefers = [
+            one for one in module.children() if type(one).__name__ == OF_A_LAYER and one.function is not None
+        ]
+        if prefers and not asks_for_more(module):
+            raise ModelError(
+                f"{path} of {type(model).__name__} attends by its own function, and not as ranks know it:"
+                " leave PipeMesh Parallelize out for this model."
+            )
+    return [
+        Overridden(module, partial(telling, override)) for module in model.modules() if asks_for_more(module)
+    ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, merge, partial_attention
 from ..comm.mesh import SequenceComm
 
@@ -47,7 +48,7 @@ class RingAttention:
 
         Where this rank fails, it passes on what others wait for, then raises.
         """
-        scale, host = call.options.get("scale"), getattr(call.attention, "__name__", "")
+        scale, host = call.options.get("scale"), inexact(call.attention, call.options, call.mask is not None)
         partial: Partial | None = None
         failure: Exception | None = None
         flags = []

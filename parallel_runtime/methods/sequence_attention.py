@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, merge, partial_attention
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
@@ -44,6 +45,14 @@ class Call(NamedTuple):
     before: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
+    def host_order(self) -> torch.Tensor | None:
+        """The places of tokens in the host's order, as ``Joint.rank_major`` has them, where the
+        attention needs that order and they lie in another; else None.
+        """
+        needs_order = getattr(self.attention, "needs_order", False)
+        return self.joint.rank_major() if needs_order and len(self.joint.streams) > 1 else None
+
+    @property
     def own_heads(self) -> int:
         return self.own.stop - self.own.start
 
@@ -54,6 +63,12 @@ class Call(NamedTuple):
         return self.attention(
             *qkv, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
         )
+
+
+def in_order(order: torch.Tensor, *rank_major: torch.Tensor) -> list[torch.Tensor]:
+    """(B, h, g, D) each -> the same in the host's order, of which ``order`` has the places."""
+    back = to_device(torch.argsort(order), rank_major[0].device)
+    return [tensor.index_select(2, back) for tensor in rank_major]
 
 
 def by_heads(q, k, v, heads: int, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,10 +145,15 @@ class SequenceAttention(ABC):
                 "Attention over keys that are cut has a mask, which no plan says how to cut: this model needs"
                 " another plan."
             )
-        q_BHQD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
         joint = rows.joint((self._plan.leave.stream,))
+        q_BHQD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
+        skip_output_reshape = kwargs.pop("skip_output_reshape", False)
+        host = inexact(attention, kwargs, False)
+        if host and self._comm.ring.size == 1:
+            out_BHQD = self._own_heads_over(joint, attention, (q_BHQD, k_BHlD, v_BHlD), kwargs)
+            return out_BHQD if skip_output_reshape else out_BHQD.transpose(1, 2).flatten(2)
         k_BHlD, v_BHlD = joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2)
-        part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels)
+        part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels, host)
         own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
         parts, flag = self._from_all(own, [own.shape] * self._comm.size, self._comm.stop.wish(own))
         self._comm.in_step.decide(flag)
@@ -145,7 +165,26 @@ class SequenceAttention(ABC):
             ),
         )
         out_BHQD = whole.out.to(q.dtype)
-        return out_BHQD if kwargs.get("skip_output_reshape") else out_BHQD.transpose(1, 2).flatten(2)
+        return out_BHQD if skip_output_reshape else out_BHQD.transpose(1, 2).flatten(2)
+
+    def _own_heads_over(
+        self, joint: Joint, attention: Attention, qkv: Sequence[torch.Tensor], options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Likewise (B, H, Q, D), for an attention of which there are no parts to merge: each rank
+        with its own heads to all keys.
+        """
+        q_BHQD, *kv = qkv
+        exchange = self._comm.ulysses
+        heads = Split.by(self._comm.shares.heads, q_BHQD.shape[1], exchange.size)
+        own = q_BHQD.narrow(1, heads.starts[exchange.rank], heads.sizes[exchange.rank])
+        (k_BhLD, v_BhLD), flag = self._heads_for_tokens(kv, heads, joint)
+        self._comm.in_step.decide(flag)
+        if own.shape[1]:
+            options = {**options, "skip_reshape": True, "skip_output_reshape": True}
+            own = attention(own, k_BhLD, v_BhLD, own.shape[1], None, **options)
+        shapes = [(own.shape[0], size, *own.shape[2:]) for size in heads.sizes]
+        parts, _ = self._from_all(own.contiguous(), shapes, own.new_zeros(1))
+        return torch.cat(parts, 1)
 
     def _joint_of(self, rows: Shards, count: int) -> Joint:
         """Return the streams that attend together, told by how many local rows they have."""
@@ -166,7 +205,7 @@ class SequenceAttention(ABC):
         self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint
     ) -> tuple[QKV, torch.Tensor]:
         """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
-        wish to stop.
+        wish to stop. Or 2 x, without q.
         """
         exchange = self._comm.ulysses
         qkv = [joint.drop_anchors(t, 2) for t in qkv]
@@ -183,9 +222,9 @@ class SequenceAttention(ABC):
         ]
         self._on_progress()
         received, flag = exchange.all_to_all(
-            chunks, [(3, batch, own_heads, count, dim) for count in tokens], flag
+            chunks, [(len(qkv), batch, own_heads, count, dim) for count in tokens], flag
         )
-        out = qkv[0].new_empty(3, batch, own_heads, sum(tokens), dim)
+        out = qkv[0].new_empty(len(qkv), batch, own_heads, sum(tokens), dim)
         for index, (offset, count) in enumerate(zip(accumulate(tokens, initial=0), tokens, strict=False)):
             place = out.narrow(3, offset, count)
             if index == exchange.rank:

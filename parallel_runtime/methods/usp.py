@@ -20,6 +20,7 @@ from torch import nn
 
 from ..attention.kernels import TORCHS, Kernels
 from ..comm.in_step import Expected, KnownSteps
+from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError
 from ..families.plan import TokenPlan
@@ -29,7 +30,7 @@ from .blocks import blocks_of
 from .fit import require_fit
 from .hooks import TokenHooks
 from .method import ALONE, Facts, free_frames
-from .sequence_attention import QKV, Call, SequenceAttention
+from .sequence_attention import QKV, Call, SequenceAttention, in_order
 from .shards import Shards, part_of_mask, permute_mask
 
 EVERYTHING = slice(None)
@@ -82,6 +83,7 @@ class SequenceParallel:
         try:
             self._comm.in_step.agree()
             output = forward(**self._hooks.arguments(arguments))
+            self._hooks.patches.entered.require_all(arguments)
             self._comm.in_step.end(number)
             return output
         except Exception as error:
@@ -121,19 +123,24 @@ class SequenceSharding(SequenceAttention):
         return True
 
     def over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
-        host_mask, mask = call.mask, None
-        if host_mask is not None:
+        host_mask, mask, order = call.mask, None, call.host_order
+        if host_mask is not None and (order is None or self._comm.ring.size > 1):
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
         if self._comm.ring.size > 1:
             return self._around_the_ring(call, qkv, mask, flag)
         self._comm.in_step.decide(flag)
         if not call.own_heads:
             return qkv[0]
+        if order is not None:
+            mask = host_mask
         if mask is not None:
             mask = part_of_mask(
                 mask, EVERYTHING, EVERYTHING, call.own, call.joint.active_tokens, call.heads.total
             )
-        return call.compute(qkv, mask)
+        if order is None:
+            return call.compute(qkv, mask)
+        out = call.compute(in_order(order, *qkv), mask)
+        return out.index_select(2, to_device(order, out.device))
 
     def _around_the_ring(
         self, call: Call, qkv: QKV, mask: torch.Tensor | None, flag: torch.Tensor

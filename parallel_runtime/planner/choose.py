@@ -106,7 +106,7 @@ def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
     heads = min((one.heads for one in job.whole.attended), default=1)
     most = {
         "ulysses": heads,
-        "ring": world_size if job.whole.attended else 1,  # else the forward cannot be cut
+        "ring": world_size if job.whole.attended and job.merges else 1,  # else the forward cannot be cut so
         "pipefusion": len(job.whole.block_flops),
         "cfg": job.branches,
         "data": job.batch,

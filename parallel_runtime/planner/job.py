@@ -13,7 +13,8 @@ from .whole import Whole
 class Job:
     """``whole``: one evaluation of one branch at batch 1. ``evaluations`` of a run; ``branches`` in
     each, 2 with CFG. Of a pipeline: ``patches``, 0 for one more than stages, and ``warm_up``
-    evaluations that are whole. ``keeps``: the ways in which ranks may keep weights.
+    evaluations that are whole. ``keeps``: the ways in which ranks may keep weights. ``merges``:
+    whether parts of its attention can be merged, as a ring does.
     """
 
     whole: Whole
@@ -23,6 +24,7 @@ class Job:
     patches: int = 0
     warm_up: int = 1
     keeps: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
+    merges: bool = True
 
     def patches_of(self, stages: int) -> int:
         return 1 if stages == 1 else self.patches or stages + 1

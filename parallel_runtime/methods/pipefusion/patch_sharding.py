@@ -23,7 +23,7 @@ from ...families.plan import TokenPlan
 from ...patches import Patch
 from ...stages import Stage
 from ..method import Rank
-from ..sequence_attention import QKV, Call, SequenceAttention
+from ..sequence_attention import QKV, Call, SequenceAttention, in_order
 from ..shards import Joint, Rows, Shards, other_length, places_of
 from .kept_rows import KeptRows, Range, count
 from .kv_buffer import KVBuffers
@@ -103,7 +103,13 @@ class PatchSharding(SequenceAttention):
         if not call.own_heads:
             return q_BhgD
         buffer = self._kv.update(layer, kv, rows.taken[0], rows.tokens)
-        return call.compute((q_BhgD, *buffer), self._mask_of_own_queries(call))
+        mask, order = self._mask_of_own_queries(call), call.host_order
+        if order is None:
+            return call.compute((q_BhgD, *buffer), mask)
+        if mask is not None and mask.ndim > 1 and mask.shape[-2] == len(order):
+            mask = mask.index_select(-2, to_device(torch.argsort(order), mask.device))
+        out = call.compute((*in_order(order, q_BhgD), *buffer), mask)
+        return out.index_select(2, to_device(order, out.device))
 
     def _around_the_ring(
         self,

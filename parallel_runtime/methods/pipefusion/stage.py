@@ -112,6 +112,7 @@ class PipeFusion:
                 self._messages.check()
             except StageDone:
                 output = None
+            self._hooks.patches.entered.require_all(arguments)
             self._comm.in_step.end(number)
             return output
         except Stopped:

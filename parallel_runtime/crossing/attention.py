@@ -1,0 +1,45 @@
+"""What a MODEL attends by, as its nodes, ComfyUI's command line and its layers choose it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..attention.hosts import NO_PARTS, inexact
+from ..attention.packages import PACKAGES
+from ..errors import Refused
+from ..layout import Layout
+from ..refusals import patch_name
+from .by_name import OVERRIDE, attention_backend
+
+OF_A_LAYER = "ComfyAttention"  # the class of what says which function a layer prefers
+
+
+def require_parts(patcher: Any, layout: Layout) -> None:
+    """Raises Refused where ranks attend to parts of the keys, and cannot merge them for a MODEL."""
+    if layout.merges_parts and (name := why_no_parts(patcher)):
+        raise Refused(f"This MODEL attends by {name}, which ranks cannot compute in parts: {NO_PARTS}.")
+
+
+def why_no_parts(patcher: Any) -> str:
+    """Names what a MODEL attends by, where ranks have no kernel for it whose parts can be merged;
+    empty where they have one.
+    """
+    override = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
+    if override is not None and attention_backend(override) is None:
+        return patch_name(override)
+    merged = {one.stands_for for one in PACKAGES if one.is_installed} | {""}
+    names = (inexact(function, {}, False) for function in _functions(patcher, override))
+    return next((name for name in names if name not in merged), "")
+
+
+def _functions(patcher: Any, override: Any) -> Iterator[Any]:
+    import comfy.ldm.modules.attention as attention
+
+    if override is not None:
+        yield attention.REGISTERED_ATTENTION_FUNCTIONS[attention_backend(override)]
+        return
+    yield attention.optimized_attention
+    for module in patcher.model.diffusion_model.modules():
+        if type(module).__name__ == OF_A_LAYER and module.function is not None:
+            yield module.function
