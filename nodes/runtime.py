@@ -29,6 +29,7 @@ from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.crossing.attention import why_no_parts
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
+from ..parallel_runtime.refusals import require_plan
 from .here import all_devices, own_device, why_one_gpu
 from .notices import Notices
 from .one_gpu import predicted
@@ -42,6 +43,10 @@ from .waiting import Waiting
 CROWDED = (
     "{} on the CPU, which has {} cores here: ranks share cores, and more of them are slower. Lower the"
     " degrees."
+)
+UNTRIED = (
+    "{} has no token plan, and nobody has tried it on several GPUs: each computes whole images of it, which"
+    " are compared with those of one GPU in the first step."
 )
 log = logging.getLogger("pipemesh")
 
@@ -161,6 +166,8 @@ class Runtime:
             choice.computed_on(device),
             choice.weights,
         )
+        if not require_plan(model.model.diffusion_model).is_tried and choice.placement.layout.groups > 1:
+            self.notices.tell(UNTRIED.format(type(model.model.diffusion_model).__name__), one_gpu=False)
         left_open = left_open or (choice if choice.is_open else None)
         if made is model and self.planning.left_open(model.remote) != left_open:
             made = model.clone()  # by another choice: the one that came in keeps its own

@@ -80,7 +80,11 @@ class GroupsHere:
 
     def _computed(self, arguments, part):
         plan, comm = plan_or_whole(type(self.model)), standin(Layout(), 0)
-        method = SequenceParallel(self.model, plan, comm) if plan.blocks else WholeForward(self.model, comm)
+        method = (
+            SequenceParallel(self.model, plan, comm)
+            if plan.blocks
+            else WholeForward(self.model, comm, is_tried=plan.is_tried)
+        )
         method.attach()
         method.begin(part)
         try:

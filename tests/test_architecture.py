@@ -106,10 +106,10 @@ ALSO = {  # file -> what it may import although its room may not
     "families/every.py": ("families",),
     **{
         f"families/wan_{form}.py": ("families/wan",)
-        for form in ("animate", "camera", "dancer", "humo", "s2v", "scail", "vace")
+        for form in ("animate", "animate2", "camera", "dancer", "humo", "s2v", "scail", "vace")
     },  # Wan's derived classes
 }
-LAZILY = {"families": "comfy"}  # room -> what it may import inside functions
+LAZILY = {"families": ("comfy", "comfyui_version")}  # room -> what it may import inside functions
 
 MAX_FILE_LINES = 450  # of at most 110 columns
 MAX_TEST_FILE_LINES = 650
@@ -117,6 +117,7 @@ MAX_FUNCTION_LINES = 110
 MAX_CLASS_LINES, MAX_METHODS, MAX_FIELDS = 235, 15, 10
 BEING_SPLIT = "being split"
 EXCEPTIONS = {  # what breaks a rule all the same -> why
+    "parallel_runtime/methods/hooks.py TokenHooks": BEING_SPLIT,
     "parallel_runtime/families/plan.py Blocks": "its fields are the words of a vocabulary",
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
     "parallel_runtime/wire/messages.py Done": "the fields of a message are its schema",
@@ -286,7 +287,8 @@ def is_bridge(path: PurePosixPath) -> bool:
 
 
 def may_lazily(path: PurePosixPath, imported: Import) -> bool:
-    return imported.lazy and path.parts[0] == "parallel_runtime" and LAZILY.get(path.parts[1]) == imported.top
+    allowed = LAZILY.get(path.parts[1], ()) if path.parts[0] == "parallel_runtime" else ()
+    return imported.lazy and imported.top in allowed
 
 
 def name_violations(path: PurePosixPath, source: str) -> Iterator[Violation]:

@@ -15,7 +15,7 @@ from pipemesh.lab.commands.parity import (
     sample,
 )
 from pipemesh.parallel_runtime.families import FILES, family_in, plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.every import FAMILIES, NOT_HERE, PLAIN, REGISTERED, SAMPLES
 from pipemesh.parallel_runtime.watch.attributes import Attributes
 from pipemesh.parallel_runtime.watch.in_place import require_unchanged
 
@@ -45,6 +45,16 @@ def test_every_plan_is_tried_by_a_sample_of_its_family(bench):
 def test_the_registry_names_the_file_of_every_class_that_has_a_plan():
     files = {file.stem for file in (ROOT / "parallel_runtime" / "families").glob("*.py")} - VOCABULARY
     assert {model: file for file in files for plan in family_in(file).plans for model in plan.models} == FILES
+
+
+def test_a_sample_of_a_newer_comfyui_is_left_out_and_says_so():
+    newer = {one.name for family in REGISTERED for one in family.samples if not one.is_here}
+    assert set(NOT_HERE) == newer and not newer & set(SAMPLES)
+    family = FAMILIES[0]
+    later = replace(family.samples[0], since="999.1.0")
+    assert not later.is_here and replace(later, since="0.9.7").is_here
+    assert replace(family, samples=(later,)).here() is None
+    assert replace(family, samples=(*family.samples, later)).here() == family
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families.every import PLANS
 from pipemesh.parallel_runtime.families.plan import Along, Boundary, Ranges
-from pipemesh.parallel_runtime.methods.shards import Shards, permute_mask
+from pipemesh.parallel_runtime.methods.shards import KeysByFrame, Shards, permute_mask
 
 STREAMS = ("txt", "img")
 
@@ -129,3 +129,17 @@ def test_rows_of_a_stream_that_a_model_slices_between_blocks_stand_in_their_own_
         start, size = rows.local[stream]
         own = part[:, start : start + size] if stream in sliced else part
         assert own.count_nonzero() == part.count_nonzero() == size
+
+
+@given(
+    tokens=st.integers(1, 5), frames=st.integers(1, 5), ends=st.tuples(st.integers(0, 25), st.integers(0, 25))
+)
+def test_each_row_looks_at_the_keys_of_the_frame_before_its_own(tokens, frames, ends):
+    start, end = sorted(min(one, tokens * frames) for one in ends)
+    keys = torch.arange(1, frames).repeat_interleave(tokens)  # the number of each key's frame, plus one
+    seen = torch.full((end - start,), -1)
+    for rows, of_frame in KeysByFrame(keys, keys, "pose", tokens).segments(start, end):
+        found = keys[of_frame] if of_frame is not None else torch.zeros(1)
+        assert (seen[rows] == -1).all() and (of_frame is None or len(found) == tokens)
+        seen[rows] = int(found.unique())
+    assert seen.tolist() == [row // tokens for row in range(start, end)]

@@ -1,5 +1,6 @@
 """``python3 -m lab families``: the model families that run in parallel, how, and those that do
-not and why; all of it from the registry. docs/FAMILIES.md is its ``--markdown``.
+not and why; all of it from the registry. docs/FAMILIES.md is its ``--markdown``, which first notes
+the classes of the ComfyUI that it runs on in ``lab/hosts.json``.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...parallel_runtime.families import NOT_YET, WHOLE, WITHOUT_PLAN
-from ...parallel_runtime.families.every import FAMILIES, PLANS
+from ...parallel_runtime.families import NOT_YET, ON_ONE_GPU, WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.families.every import PLANS, REGISTERED
 from ...parallel_runtime.families.plan import TokenPlan
+
+HOSTS = Path(__file__).parents[1] / "hosts.json"  # ComfyUI's version -> its transformers
+Hosts = Mapping[str, Sequence[str]]
 
 HEAD = """\
 # Model families
@@ -26,6 +30,22 @@ Written by `python3 -m lab families --markdown`; a test fails where it is stale.
 look at keys and values of the step before ([PIPEFUSION.md](PIPEFUSION.md)). *Whole*: the blocks are
 divided among the GPUs, and every evaluation goes through them in one piece: exact, and no faster.
 *Refused*: choose Ulysses or ring. `cfg` and `data` share prompts and images out exactly in all.
+The last columns say which ComfyUI has the classes: each of these versions is tested.
+
+"""
+IN_GROUPS = """\
+With `cfg` and `data` alone, one GPU for each prompt and image at a time: exact. So is every class of
+ComfyUI's that nobody has looked at, from the version on that brings it. Nobody can say of these
+what a token plan would, so three things are looked at instead, and where one is found the model is
+sampled on one GPU: an evaluation whose prompts and images come out otherwise when they are computed
+apart (the first one of each size is computed in both ways), random numbers that the forward draws,
+and what it keeps from one evaluation to the next. *Tried*: compared with stock ComfyUI, so that
+nothing is looked at.
+
+"""
+ONE_GPU = """\
+Of these, GPUs that share prompts and images out would not make the image of one, or there is
+nothing to share out.
 
 """
 
@@ -48,14 +68,13 @@ def rows() -> list[Row]:
     """One for each plan, in the registry's order."""
     return [
         row_of(plan, [sample.name for sample in family.samples])
-        for family in FAMILIES
+        for family in REGISTERED
         for plan in family.plans
     ]
 
 
 def row_of(plan: TokenPlan, samples: Sequence[str]) -> Row:
-    models = tuple(model.partition(":")[2] for model in plan.models)
-    return Row(plan.family, models, tuple(samples), "exact", *under_pipefusion(plan))
+    return Row(plan.family, plan.models, tuple(samples), "exact", *under_pipefusion(plan))
 
 
 def under_pipefusion(plan: TokenPlan) -> tuple[str, str]:
@@ -100,25 +119,35 @@ def transformers(comfyui: Path) -> list[str]:
     return sorted(name for name in dotted if name.startswith("comfy."))
 
 
-def in_groups() -> dict[str, str]:
-    """Returns why each model that groups of one rank compute whole is never cut, by
+def in_groups(classes: Sequence[str]) -> dict[str, str]:
+    """Returns why each of the models that groups of one rank compute whole is never cut, by
     ``module:Class``.
     """
-    return {name: WITHOUT_PLAN[name] for name in WHOLE.models}
+    planned = {model for plan in PLANS for model in plan.models}
+    return {
+        name: WITHOUT_PLAN.get(name, NOT_YET)
+        for name in classes
+        if name not in planned and name not in ON_ONE_GPU
+    }
 
 
-def on_one_gpu(comfyui: Path) -> dict[str, str]:
-    """Returns why each other transformer without a plan has none, by ``module:Class``."""
-    planned = {model for plan in (*PLANS, WHOLE) for model in plan.models}
-    return {name: WITHOUT_PLAN.get(name, NOT_YET) for name in transformers(comfyui) if name not in planned}
+def on_one_gpu(classes: Sequence[str]) -> dict[str, str]:
+    """Returns why each of the others without a plan stays on one GPU, by ``module:Class``."""
+    return {name: ON_ONE_GPU[name] for name in classes if name in ON_ONE_GPU}
 
 
+def tested_hosts() -> Hosts:
+    return json.loads(HOSTS.read_text(encoding="utf-8"))
+
+
+# Made where a file is loaded, by no model type's name
+OF_NO_TYPE = ("comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",)
 # docs/FAMILIES.md is published, the laboratory is not
 DOCUMENTS = "https://github.com/pipemesh/pipemesh/blob/main/lab/docs"
 
 
 def at_published_size() -> list[str]:
-    names = [one.name for family in FAMILIES for sample in family.samples for one in sample.form.released]
+    names = [one.name for family in REGISTERED for sample in family.samples for one in sample.form.released]
     text = "Released models of every family, by the names that `dryrun --family` and `plan --family` take"
     listed = ", ".join(f"`{name}`" for name in names)
     return textwrap.wrap(
@@ -128,25 +157,44 @@ def at_published_size() -> list[str]:
     )
 
 
-def markdown(table: Sequence[Row], others: Mapping[str, str]) -> str:
-    lines = ["| Family | ComfyUI's classes | Ulysses, ring, both | PipeFusion |", "|---|---|---|---|"]
+def markdown(table: Sequence[Row], hosts: Hosts) -> str:
+    classes = sorted({name for of_host in hosts.values() for name in of_host})
+    columns, rule = " | ".join(hosts), "---|" * len(hosts)
+    lines = [
+        f"| Family | ComfyUI's classes | Ulysses, ring, both | PipeFusion | {columns} |",
+        f"|---|---|---|---|{rule}",
+    ]
     for row in table:
         pipefusion = ": ".join(filter(None, (row.pipefusion, row.why)))
+        names = ", ".join(f"`{short(model)}`" for model in row.models)
         lines.append(
-            f"| {row.family} | {', '.join(f'`{model}`' for model in row.models)} | {row.sequence} |"
-            f" {pipefusion} |"
+            f"| {row.family} | {names} | {row.sequence} | {pipefusion} | {there(row.models, hosts)} |"
         )
     lines += ["", "## At published size", "", *at_published_size()]
-    lines += ["", "## A whole image on each GPU", ""]
-    lines += ["With `cfg` and `data` alone, one rank for each prompt and image at a time: exact.", ""]
-    lines += ["| ComfyUI's class | Why one image is not shared |", "|---|---|"]
-    lines += [f"| `{name.partition(':')[2]}` | {why} |" for name, why in in_groups().items()]
-    lines += ["", "## On one GPU", "", "| ComfyUI's class | Why |", "|---|---|"]
+    lines += ["", "## A whole image on each GPU", "", *IN_GROUPS.splitlines()]
     lines += [
-        f"| `{name.partition(':')[2]}` | {why} |"
-        for name, why in sorted(others.items(), key=lambda item: (item[1] == NOT_YET, item[0]))
+        f"| ComfyUI's class | Why one image is not shared | Tried | {columns} |",
+        f"|---|---|---|{rule}",
+    ]
+    lines += [
+        f"| `{short(name)}` | {why} | {'yes' if name in WHOLE.models else 'no'} | {there([name], hosts)} |"
+        for name, why in sorted(in_groups(classes).items(), key=lambda item: (item[1] == NOT_YET, item[0]))
+    ]
+    lines += ["", "## On one GPU", "", *ONE_GPU.splitlines()]
+    lines += [f"| ComfyUI's class | Why | {columns} |", f"|---|---|{rule}"]
+    lines += [
+        f"| `{short(name)}` | {why} | {there([name], hosts)} |" for name, why in on_one_gpu(classes).items()
     ]
     return HEAD + "\n".join(lines) + "\n"
+
+
+def short(model_class: str) -> str:
+    return model_class.partition(":")[2]
+
+
+def there(models: Sequence[str], hosts: Hosts) -> str:
+    """Says of each host whether it has these classes."""
+    return " | ".join("yes" if set(models) <= {*classes, *OF_NO_TYPE} else "no" for classes in hosts.values())
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
@@ -157,21 +205,21 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     form.add_argument("--json", action="store_true", help="one object")
     form.add_argument("--markdown", action="store_true", help="docs/FAMILIES.md")
     options = parser.parse_args(argv)
-    table, others = rows(), on_one_gpu(Path(host.comfyui))
+    table, classes = rows(), transformers(Path(host.comfyui))
     if options.json:
-        print(
-            json.dumps(
-                {"families": [asdict(row) for row in table], "in_groups": in_groups(), "one_gpu": others}
-            )
-        )
+        answer = {"families": [asdict(row) for row in table]}
+        print(json.dumps({**answer, "in_groups": in_groups(classes), "one_gpu": on_one_gpu(classes)}))
     elif options.markdown:
-        print(markdown(table, others), end="")
+        hosts = {**tested_hosts(), host.version: classes}
+        text = json.dumps(hosts, indent=1, sort_keys=True)
+        HOSTS.write_text(f"{text}\n", encoding="utf-8")
+        print(markdown(table, dict(sorted(hosts.items()))), end="")
     else:
         for row in table:
             why = f"; {row.why}" if row.why else ""
-            print(f"{row.family:16}{row.sequence:8}{row.pipefusion:13}{', '.join(row.models)}{why}")
-        for name, why in in_groups().items():
-            print(f"{'-':16}{'cfg and data':21}{name.partition(':')[2]}; {why}")
-        for name, why in others.items():
-            print(f"{'-':16}{'one GPU':21}{name.partition(':')[2]}; {why}")
+            names = ", ".join(map(short, row.models))
+            print(f"{row.family:16}{row.sequence:8}{row.pipefusion:13}{names}{why}")
+        for kind, others in (("cfg and data", in_groups(classes)), ("one GPU", on_one_gpu(classes))):
+            for name, why in others.items():
+                print(f"{'-':16}{kind:21}{short(name)}; {why}")
     return 0

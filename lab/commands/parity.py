@@ -22,7 +22,7 @@ import torch
 from ...launcher.trial.rounding import bound, relative_error, rms
 from ...launcher.trial.sampled import conditioning as conditioning
 from ...launcher.trial.sampled import empty_latent_of, sampled
-from ...parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
+from ...parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
 from ...parallel_runtime.families.sample import Sample
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser = argparse.ArgumentParser(
         prog="python3 -m lab parity", description="Compare stock ComfyUI with the pool at the same seed."
     )
-    parser.add_argument("--family", choices=SAMPLES)
+    parser.add_argument("--family", choices=[*SAMPLES, *NOT_HERE])
     parser.add_argument("--method", choices=METHODS)
     parser.add_argument(
         "--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()})
@@ -230,6 +230,8 @@ def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     )
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
+    if options.family in NOT_HERE:
+        parser.error(f"{NOT_HERE[options.family]}: run it on that one, or choose another --family")
     families = in_bf16 if options.bf16 else list(SAMPLES)
     if options.family and options.family not in families:
         only = " or ".join(families)

@@ -149,6 +149,7 @@ def test_every_family_has_a_released_model_or_is_left_out_by_name():
         family.plans[0].family
         for family in FAMILIES
         if not any(sample.form.released for sample in family.samples)
+        and not {name for plan in family.plans for name in plan.models} <= set(family.unreleased)
     ] == []
     classes = {name for plan in PLANS for name in plan.models}
     left_out = {name for family in FAMILIES for name in family.unreleased}

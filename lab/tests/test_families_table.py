@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import comfyui_version
 import pytest
 from pipemesh.lab.commands import families
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import NOT_YET, WITHOUT_PLAN, why_no_plan
+from pipemesh.parallel_runtime.families import NOT_YET, ON_ONE_GPU, WITHOUT_PLAN, why_no_plan
 from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, PLANS, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Together
 from pipemesh.tests.conftest import COMFYUI
@@ -17,19 +18,31 @@ from pipemesh.tests.conftest import COMFYUI
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.host
 def test_docs_families_is_what_the_registry_says():
-    """`python3 -m lab families --markdown > docs/FAMILIES.md` brings it up to date."""
-    text = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8")
-    assert text == families.markdown(families.rows(), families.on_one_gpu(Path(COMFYUI)))
+    """`python3 -m lab families --markdown > docs/FAMILIES.md` brings it up to date, on each
+    host.
+    """
+    text, hosts = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8"), families.tested_hosts()
+    assert hosts[comfyui_version.__version__] == families.transformers(Path(COMFYUI))
+    assert text == families.markdown(families.rows(), hosts)
 
 
-def test_every_class_of_a_plan_and_every_one_without_is_the_hosts():
-    hosts = set(families.transformers(Path(COMFYUI)))
+@pytest.mark.host
+def test_every_class_of_a_plan_and_every_one_without_is_a_tested_hosts():
+    hosts = {name for classes in families.tested_hosts().values() for name in classes}
     planned = {model for plan in PLANS for model in plan.models}
     assert len(hosts) > 40
-    assert planned <= hosts | {"comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper"}
-    assert set(WITHOUT_PLAN) <= hosts
-    assert not planned & set(WITHOUT_PLAN)
+    assert planned <= hosts | set(families.OF_NO_TYPE)
+    assert not planned & {*WITHOUT_PLAN, *ON_ONE_GPU}
+    assert {*WITHOUT_PLAN, *ON_ONE_GPU} <= hosts and not set(WITHOUT_PLAN) & set(ON_ONE_GPU)
+
+
+def test_a_class_of_a_newer_host_says_which_hosts_have_it():
+    hosts = {"1.0": ["a:Old"], "1.1": ["a:Old", "a:New"]}
+    text = families.markdown([], hosts)
+    assert f"| `Old` | {NOT_YET} | no | yes | yes |" in text
+    assert f"| `New` | {NOT_YET} | no | no | yes |" in text
 
 
 def test_a_plan_that_is_only_whole_says_why():
@@ -65,9 +78,9 @@ def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys,
     if option:
         answer = json.loads(said)
         assert {plan.family for plan in PLANS} == {row["family"] for row in answer["families"]}
-        assert answer["one_gpu"]["comfy.ldm.seedvr.model:NaDiT"].startswith("its attention looks at windows")
+        assert answer["one_gpu"]["comfy.ldm.seedvr.model:NaDiT"].startswith("it exchanges the halves")
     else:
-        assert "NaDiT; its attention looks at windows" in said
+        assert "NaDiT; it exchanges the halves" in said
 
 
 def test_an_unknown_class_has_no_plan_yet():

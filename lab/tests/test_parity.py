@@ -26,7 +26,7 @@ from pipemesh.lab.commands.parity import (
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.trial.sampled import attention_mask
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.tests.bounds import assert_replayed, assert_same, bound
 from pipemesh.tests.conftest import running_clients
 
@@ -56,9 +56,14 @@ def bound_of(bench):
 
 
 def of_cover():
-    """In an order that starts no pool twice. On every host: each sample once, on two ranks."""
+    """In an order that starts no pool twice. On every host: each sample once, on two ranks, and all
+    cases of those that the oldest one lacks.
+    """
     for case in sorted(cover(), key=lambda case: (case.ranks, case.method)):
-        yield pytest.param(case, marks=[pytest.mark.host] if case.method == "ulysses2" else [], id=str(case))
+        faces_host = case.method == "ulysses2" or SAMPLES[case.family].since
+        yield pytest.param(case, marks=[pytest.mark.host] if faces_host else [], id=str(case))
+    for name, why in NOT_HERE.items():
+        yield pytest.param(None, marks=[pytest.mark.host, pytest.mark.skip(reason=why)], id=name)
 
 
 @pytest.mark.parametrize("case", of_cover())

@@ -16,13 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..crossing.rows import latents_of, tensors_in
-from ..errors import ModelError, OutOfMemory, PoolFailed, RunCancelled
+from ..errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from ..patches import Part
 from ..planner.balance import StageBalance
+from ..refusals import patch_name
 from ..wire.arena import Frame, identity
 from ..wire.messages import Done, Fetch, Forward
 from ..wire.segment import TensorRef, aligned, mib
-from ..wire.tree import decode_tree, encode_tree
+from ..wire.tree import NotPlain, decode_tree, encode_tree
 from .branch import Branch
 from .residency import Residency
 from .run import Run, measured
@@ -335,8 +336,14 @@ def write_arguments(
             lambda: all([is_right() for is_right in checks]),
             hash(tuple(kind)),
         )
-    except BaseException:
+    except BaseException as error:
         frame.release()
+        if isinstance(error, NotPlain):
+            raise Refused(
+                f"The argument {error.path} ({patch_name(error.value)}) of this MODEL's transformer is no"
+                " plain data and cannot be sent to the pool: sample it on one GPU, without PipeMesh"
+                " Parallelize."
+            ) from None
         raise
 
 

@@ -12,10 +12,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from comfy.patcher_extension import WrappersMP
 
 from ..branches import plan_branches
-from ..crossing.rows import Constants, put_together, take
+from ..crossing.rows import Constants, latents_of, put_together, take, tensors_in
+from ..errors import Refused
 from .branch import SampleCall
 from .conds import Conds, WithRoom
 from .evaluations import Work
@@ -23,15 +25,23 @@ from .interrupt import interrupted
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 
+ROUNDING = 1e-3  # of the output's scale: what batches of other sizes differ by
+
 
 class InGroups:
     """Samples one MODEL on the groups of a pool. ``model``: its name there; ``with_room``: as in
-    ``Conds``; ``can_join``: groups can share a sequence of its tokens.
+    ``Conds``; ``can_join``: groups can share a sequence of its tokens. ``untried``: the class of a
+    model that nobody has sampled so: the first evaluation of each shape whose rows were computed
+    apart is computed in one piece too, and compared.
     """
 
     can_repeat = True  # ranks keep nothing from one evaluation to the next
 
-    def __init__(self, pool: RemotePool, model: str, with_room: WithRoom, can_join: bool = True):
+    def __init__(
+        self, pool: RemotePool, model: str, with_room: WithRoom, can_join: bool = True, untried: str = ""
+    ):
+        self._untried = untried
+        self._compared: set[tuple[torch.Size, ...]] = set()
         self._pool = pool
         self._model = model
         self._constants = Constants(pool.layout.groups)
@@ -70,4 +80,37 @@ class InGroups:
         pieces: list[list[Any]] = [[] for _ in calls]
         for share, output in zip(plan.shares, outputs, strict=True):
             pieces[share.evaluation].append(output)
-        return [put_together(of_one) for of_one in pieces]
+        made = [put_together(of_one) for of_one in pieces]
+        for call, of_one, output in zip(calls, pieces, made, strict=True):
+            shapes = tuple(latent.shape for latent in latents_of(call.arguments))
+            if self._untried and len(of_one) > 1 and shapes not in self._compared:
+                work = Work(call.arguments, call.branch, pool.layout.members(0, 1))
+                require_rows_alone(
+                    self._untried, output, pool.evaluations.dispatch(run, [work], interrupted)[0]
+                )
+                self._compared.add(shapes)
+        return made
+
+
+def require_rows_alone(model_class: str, apart: Any, together: Any) -> None:
+    """Raises Refused where rows that were computed apart are not what a model makes of all of them:
+    further from it than rounding explains, or nearer to another row.
+    """
+    for rows, whole in zip(tensors_in(apart), tensors_in(together), strict=True):
+        of_each, scale = distances(rows, whole), float(whole.float().square().mean().sqrt())
+        least = scale * max(ROUNDING, 4 * torch.finfo(whole.dtype).eps)
+        others = [
+            float(one) for shift in range(1, len(whole)) for one in distances(whole, whole.roll(shift, 0))
+        ]
+        nearest = min((one for one in others if one > scale * ROUNDING), default=2 * least)
+        if float(of_each.max()) > min(least, nearest / 2):
+            raise Refused(
+                f"{model_class} has no token plan, and its images cannot be shared out: computed apart, its"
+                f" first evaluation is {float(of_each.max()) / scale:.1%} off from that of one GPU. Sample it"
+                " on one GPU, without PipeMesh Parallelize."
+            )
+
+
+def distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Returns how far each row is from another tensor's (root mean square)."""
+    return (rows.float() - others.float()).square().flatten(1).mean(1).sqrt()

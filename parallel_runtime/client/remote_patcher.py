@@ -352,7 +352,8 @@ def parallelize(
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching, notice)
     else:
-        sampling = InGroups(pool, source.model, with_room, can_join=bool(plan.blocks))
+        untried = "" if plan.is_tried else type(patcher.model.diffusion_model).__name__
+        sampling = InGroups(pool, source.model, with_room, can_join=bool(plan.blocks), untried=untried)
     remote = Remote(
         pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
     )

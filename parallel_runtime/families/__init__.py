@@ -11,8 +11,12 @@ from typing import Any
 
 from .plan import TokenPlan
 from .without_plan import NOT_YET as NOT_YET
+from .without_plan import ON_ONE_GPU as ON_ONE_GPU
+from .without_plan import UNTRIED as UNTRIED
 from .without_plan import WHOLE as WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
+from .without_plan import whole_plan
+from .without_plan import why_named_without as why_named_without
 from .without_plan import why_no_plan as why_no_plan
 
 FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its family
@@ -27,6 +31,7 @@ FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its famil
     "comfy.ldm.wan.model:HumoWanModel": "wan_humo",
     "comfy.ldm.wan.model_wandancer:WanDancerModel": "wan_dancer",
     "comfy.ldm.wan.model_animate:AnimateWanModel": "wan_animate",
+    "comfy.ldm.wan.model_animate2:WanAnimate2Model": "wan_animate2",
     "comfy.ldm.kandinsky5.model:Kandinsky5": "kandinsky",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel": "qwen_image",
     "comfy.ldm.hunyuan_video.model:HunyuanVideo": "hunyuan_video",
@@ -76,8 +81,7 @@ def plan_or_whole(model_class: type) -> TokenPlan | None:
     """The plan of a ComfyUI model class; one without blocks for a class whose forward groups of one
     rank each compute whole.
     """
-    name = f"{model_class.__module__}:{model_class.__qualname__}"
-    return plan_for(model_class) or (WHOLE if name in WHOLE.models else None)
+    return plan_for(model_class) or whole_plan(model_class)
 
 
 def name_of(model_class: type) -> str:

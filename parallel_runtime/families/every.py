@@ -6,8 +6,16 @@ from . import FILES, family_in
 from .plan import TokenPlan
 from .sample import Family, Released, Sample, Size
 
-FAMILIES: tuple[Family, ...] = tuple(family_in(file) for file in dict.fromkeys(FILES.values()))
-PLANS: tuple[TokenPlan, ...] = tuple(plan for family in FAMILIES for plan in family.plans)
+REGISTERED: tuple[Family, ...] = tuple(family_in(file) for file in dict.fromkeys(FILES.values()))
+PLANS: tuple[TokenPlan, ...] = tuple(plan for family in REGISTERED for plan in family.plans)
+# Those of the ComfyUI at hand
+FAMILIES: tuple[Family, ...] = tuple(filter(None, map(Family.here, REGISTERED)))
+NOT_HERE: Mapping[str, str] = {
+    sample.name: f"{sample.name} needs ComfyUI {sample.since}"
+    for family in REGISTERED
+    for sample in family.samples
+    if not sample.is_here
+}
 SAMPLES: Mapping[str, Sample] = {sample.name: sample for family in FAMILIES for sample in family.samples}
 REPRESENTATIVES: Mapping[str, Sample] = {
     name: sample for name, sample in SAMPLES.items() if sample.stands_for

@@ -113,6 +113,9 @@ def av_config(size: Size) -> Config:
     return {**config(size), "image_model": "ltxav", **audio}
 
 
+# Of 2.5: no biases in the feed-forward layers, plain text, and a mark on frames that stand alone
+KEYED = {"ff_bias": False, "audio_ff_bias": False, "use_prompt_adaln_single": False}
+KEYED |= {"cross_attention_adaln": False, "use_keyframes_abs_pos_embedding": True}
 # All of the text is of the prompt
 text_mask = random_extras(attention_mask=torch.ones(1, 1, dtype=torch.int64))
 
@@ -182,5 +185,6 @@ LTX = Family(
         sample("ltxv", config, released=(LTXV_13B,), prompt_extras=text_mask),
         sample("ltxv-guided", config, prompt_extras=guides, noise_mask=given_guide),
         sample("ltx2", av_config, "LTXAV", (LTX_2,), latents=AUDIO),
+        sample("ltx2.5", lambda size: {**av_config(size), **KEYED}, "LTXAV", latents=AUDIO, since="0.33.0"),
     ),
 )

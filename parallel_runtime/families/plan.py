@@ -154,6 +154,28 @@ class Prefix:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Tokens of another stream that go through the same blocks. The model calls each block on them,
+    by its method ``entry``, right before it calls the block on its own tokens, and hands what that
+    returns behind these tokens, their keys and values (B, L, H, D), to this second call.
+
+    ``tokens``: the argument with the rows of ``stream``; ``along``: others that run along them.
+    ``keys``: the arguments of the block's own entry with keys and values: tokens of a frame look at
+    those of the frame before in the branch too, and so the first ones at none. ``frame``: the
+    argument that says how many tokens a frame has. ``counted_by``: the module whose first output
+    (B, C, ...) in an evaluation has the rows of the block's own tokens.
+    """
+
+    entry: str
+    stream: str
+    keys: tuple[str, str]
+    frame: str
+    counted_by: str
+    tokens: str = "x"
+    along: tuple[Along, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blocks:
     """A container of consecutive blocks.
 
@@ -180,6 +202,9 @@ class Blocks:
     that the model slices and joins between blocks, by lengths from before them. There they have all
     their rows, those of other ranks zero; each block is given its own.
 
+    ``entry``: the method of a block that the model calls. ``branch``: other tokens that it calls
+    the blocks on as well.
+
     ``patches``: those of nodes that are known. ``points``: where patches get a dict, which of its
     entries together hold which streams along dim 1: there a patch that is not known is called on
     all tokens.
@@ -201,6 +226,8 @@ class Blocks:
     lengths: Mapping[str, str] = field(default_factory=dict)
     sliced_between: tuple[str, ...] = ()
     prefix: Prefix | None = None
+    entry: str = "forward"
+    branch: Branch | None = None
     patches: tuple[BlockPatch, ...] = ()
     points: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
 
@@ -271,7 +298,7 @@ class TokenPlan:
     model makes anew where they are missing: they stay in ComfyUI's process.
 
     A plan without blocks is of a model whose forward is never cut: each group of ranks computes it
-    whole on one of them.
+    whole on one of them. One that names no models is of those that nobody has tried so.
     """
 
     family: str
@@ -286,11 +313,17 @@ class TokenPlan:
     rebuilt: tuple[str, ...] = ()
 
     @property
+    def is_tried(self) -> bool:
+        return bool(self.models)
+
+    @property
     def why_no_stages(self) -> str:
         """Returns why PipeFusion refuses the model, in words for users; empty where it does not."""
         among = next((group.path for group in self.blocks if group.interleaved), "")
         if among:
             return f"its {among} run among its other blocks, so that no stage can hold a part of it"
+        if any(group.branch for group in self.blocks):
+            return "its blocks are called twice, and the second call needs what the first one made"
         return (
             "it keeps the keys and values of the prompt in all its blocks, of which a stage has some"
             if self.prefix

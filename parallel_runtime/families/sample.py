@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,19 @@ def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
         return {argument: draw(value) for argument, value in arguments.items()}
 
     return made
+
+
+def host_version() -> str:
+    """The version of the ComfyUI at hand; where there is none, one that has everything."""
+    try:
+        import comfyui_version
+    except ImportError:
+        return "1000"
+    return comfyui_version.__version__
+
+
+def numbers_in(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def keep_first_frame(latent: torch.Tensor) -> torch.Tensor:
@@ -235,12 +248,14 @@ class Sample:
     tokens, or several that are sampled together, such as video and audio. ``masks`` is None where
     ComfyUI takes no attention mask. ``prompt_extras``: an empty latent -> what the family's nodes
     add to a prompt; of two, what to the positive and what to the negative one. ``noise_mask``: an
-    empty latent -> the mask to sample it under.
+    empty latent -> the mask to sample it under. ``since``: the version of ComfyUI that brought such
+    a model, where older ones are supported too.
     """
 
     name: str
     form: Form
     latents: Mapping[str, Any]
+    since: str = ""
     tiny: Tiny = Tiny()
     larger: Mapping[str, Size] = field(default_factory=dict)
     masks: Masks | None = None
@@ -258,6 +273,10 @@ class Sample:
         return made[side] if isinstance(made, tuple) else made
 
     @property
+    def is_here(self) -> bool:
+        return numbers_in(self.since) <= numbers_in(host_version())
+
+    @property
     def bf16(self) -> bool:
         return "bf16" in self.stands_for
 
@@ -271,3 +290,8 @@ class Family:
     plans: tuple[TokenPlan, ...]
     samples: tuple[Sample, ...]
     unreleased: Mapping[str, str] = field(default_factory=dict)
+
+    def here(self) -> Family | None:
+        """The family with the samples of the ComfyUI at hand; None where that has none of them."""
+        samples = tuple(sample for sample in self.samples if sample.is_here)
+        return replace(self, samples=samples) if samples else None

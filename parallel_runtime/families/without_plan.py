@@ -1,12 +1,16 @@
-"""Transformers of ComfyUI's that have no token plan, and why: they run on one GPU.
+"""Transformers of ComfyUI's that have no token plan, and why. Groups of one rank each compute whole
+images of them, but for those that would not be one GPU's then: these stay on one GPU.
 
-A class that stands neither here nor in a plan is one that nobody has looked at
-(``lab/tests/test_families_table.py`` finds it).
+A class that stands neither here nor in a plan is one that nobody has looked at: its first
+evaluation is compared (``client/groups.py``), and what it keeps or draws is looked for
+(``methods/whole.py``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from .plan import Leave, TokenPlan
 
@@ -18,21 +22,23 @@ WITHOUT_PLAN: Mapping[str, str] = {
     "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel": UNET,
     "comfy.ldm.cascade.stage_b:StageB": UNET,
     "comfy.ldm.cascade.stage_c:StageC": UNET,
-    "comfy.ldm.seedvr.model:NaDiT": (
-        "its attention looks at windows of the video, which lie elsewhere in each block"
-    ),
-    "comfy.ldm.wan.ar_model:CausalWanModel": "its sampler fills a cache of keys and values frame by frame",
     "comfy.ldm.ace.model:ACEStepTransformer2DModel": "linear attention, and convolutions between tokens",
     "comfy.ldm.ace.ace_step15:AceStepConditionGenerationModel": (
         "every other block draws a window of neighbours over the tokens it has"
     ),
     "comfy.ldm.hydit.models:HunYuanDiT": "skips between its first and its last blocks",
-    "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain": "skips between its first and its last blocks",
+}
+HALVES = "it exchanges the halves of a batch, and takes them for its two prompts"
+ON_ONE_GPU: Mapping[str, str] = {
+    "comfy.ldm.wan.ar_model:CausalWanModel": "its sampler fills a cache of keys and values frame by frame",
+    "comfy.ldm.seedvr.model:NaDiT": HALVES,
+    "comfy.ldm.hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain": HALVES,
+    "comfy.ldm.trellis2.model:Trellis2": "it tells the objects of a batch by their place in one list",
+    "comfy.ldm.cosmos.model:GeneralDIT": "it is given an object that is no plain data",
     "comfy.ldm.depth_anything_3.model:DepthAnything3Net": NO_SAMPLER,
     "comfy.ldm.rt_detr.rtdetr_v4:RTv4": NO_SAMPLER,
     "comfy.ldm.sam3.detector:SAM3Model": NO_SAMPLER,
 }
-
 
 # Of models that groups of one rank each compute, with branches and images shared out among them
 WHOLE = TokenPlan(
@@ -43,8 +49,28 @@ WHOLE = TokenPlan(
     leave=Leave(path="", stream=""),
     patch_size=1,
 )
+UNTRIED = replace(WHOLE, family="untried", models=())  # of those that nobody has tried so
+
+
+def whole_plan(model_class: type) -> TokenPlan | None:
+    """The plan without blocks of a class of ComfyUI's own; None where such a model stays on one
+    GPU.
+    """
+    name = f"{model_class.__module__}:{model_class.__qualname__}"
+    if name in WHOLE.models:
+        return WHOLE
+    # Ranks import ComfyUI alone: a class that a pack made is not the one that they build
+    is_comfyuis = model_class.__module__.startswith("comfy.ldm.") and (
+        getattr(sys.modules.get(model_class.__module__), model_class.__qualname__, None) is model_class
+    )
+    return UNTRIED if is_comfyuis and name not in ON_ONE_GPU else None
 
 
 def why_no_plan(model_class: type) -> str:
-    """Returns why a transformer runs on one GPU, in words for users."""
-    return WITHOUT_PLAN.get(f"{model_class.__module__}:{model_class.__qualname__}", NOT_YET)
+    """Returns why a transformer has no token plan, in words for users."""
+    return why_named_without(f"{model_class.__module__}:{model_class.__qualname__}")
+
+
+def why_named_without(name: str) -> str:
+    """As ``why_no_plan``, of a class named ``module:Class``."""
+    return {**WITHOUT_PLAN, **ON_ONE_GPU}.get(name, NOT_YET)

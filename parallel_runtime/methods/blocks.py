@@ -26,6 +26,11 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return getattr(module, "stands_for", type(module)).forward
 
 
+def entry_of(block: nn.Module, group: Blocks) -> Callable[..., Any]:
+    """Return the method of a block's class that the model calls."""
+    return getattr(getattr(block, "stands_for", type(block)), group.entry)
+
+
 def taken(arguments: Mapping[str, Any], name: str) -> torch.Tensor:
     """Return the argument of a plan's ``name``, which may be an element of a tuple."""
     name, _, place = name.partition(".")

@@ -36,7 +36,7 @@ def make_method(
     layout = mesh.layout
     if not plan.blocks:
         WholeForward.check(model, plan, layout)
-        return WholeForward(model, mesh.sequence, rank.tick)
+        return WholeForward(model, mesh.sequence, rank.tick, plan.is_tried)
     if mesh.link is None:
         SequenceParallel.check(model, plan, layout)
         return SequenceParallel(model, plan, mesh.sequence, rank.tick, kernels)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 from torch import nn
 
 from ..errors import Refused
 from ..families.plan import Blocks, Leave, TokenPlan
-from .blocks import blocks_of, forward_of
+from .blocks import blocks_of, entry_of, forward_of
 from .inserts import inserts_of, named
 
 
@@ -33,9 +34,15 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
         for path in (*group.local, *group.whole_queries, *filter(None, (group.without_options,))):
             if path not in dict(container[index].named_modules()):
                 raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
-        _require_arguments(model, plan, group.path, container[index], _named(group) - {*group.positional})
+        branch = group.branch
+        for name in (group.entry, *([branch.entry] if branch is not None else [])):
+            if not hasattr(container[index], name):
+                raise Refused(_misfit(model, plan, f"{group.path}.{index}.{name}"))
+        entry = entry_of(container[index], group)
+        more = {branch.frame, *branch.keys} if branch is not None else set()
+        _require_arguments(model, plan, group.path, entry, (_named(group) | more) - {*group.positional})
     for path in plan.leave.paths:
-        _require_arguments(model, plan, path, modules[path], _named(plan.leave))
+        _require_arguments(model, plan, path, forward_of(modules[path]), _named(plan.leave))
     for insert in inserts_of(plan):
         module = next(named(model, insert.path), None)
         if module is None:
@@ -45,7 +52,9 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
             if insert.frames
             else set()
         )
-        _require_arguments(model, plan, insert.path, module, {one.arg for one in insert.along} | frames)
+        _require_arguments(
+            model, plan, insert.path, forward_of(module), {one.arg for one in insert.along} | frames
+        )
 
 
 def _named(item: Blocks | Leave) -> set[str]:
@@ -55,9 +64,9 @@ def _named(item: Blocks | Leave) -> set[str]:
 
 
 def _require_arguments(
-    model: nn.Module, plan: TokenPlan, path: str, module: nn.Module, wanted: set[str]
+    model: nn.Module, plan: TokenPlan, path: str, entry: Callable, wanted: set[str]
 ) -> None:
-    parameters = inspect.signature(forward_of(module)).parameters
+    parameters = inspect.signature(entry).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in sorted(wanted - set(parameters)) if not takes_any else ():
         raise Refused(_misfit(model, plan, f"{path}({name}=)"))

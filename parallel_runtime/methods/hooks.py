@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from ..comm.late import to_device
-from ..families.plan import Along, Blocks, Boundary, Leave, Ranges, TokenPlan
+from ..families.plan import Along, Blocks, Boundary, Branch, Leave, Ranges, TokenPlan
 from ..forward import binder
-from .blocks import as_BLC, as_given, blocks_of, forward_of, put, taken
+from .blocks import as_BLC, as_given, blocks_of, entry_of, forward_of, put, taken
+from .entries import Entry
 from .inserts import Inserted, inserts_of, named
 from .node_patches import OVERRIDE, NodePatches
 from .override import (
@@ -30,7 +31,7 @@ from .override import (
     with_override,
 )
 from .sharding import Sharding
-from .shards import Rows
+from .shards import KeysByFrame, Rows
 
 
 class TokenHooks:
@@ -43,6 +44,7 @@ class TokenHooks:
         self._rows: Rows | None = None
         self._control: dict[str, list] | None = None
         self._told: dict[str, int] = {}  # rows of ``lengths`` in this evaluation
+        self._has_entered = False  # a block of this evaluation
         # All rows of what the block makes its mask of
         self._key_mask: tuple[torch.Tensor, Along] | None = None
         self._attention = AttentionOverride()
@@ -53,6 +55,11 @@ class TokenHooks:
         self._handles += told_of(self._model, self._attention)
         for stream, path in self._plan.blocks[0].lengths.items():
             self._behind(self._model.get_submodule(path), partial(told_by, self._told, stream))
+        for group in self._plan.blocks:
+            if group.branch is not None:
+                own = next(iter(group.tokens.values()))[0]
+                module = self._model.get_submodule(group.branch.counted_by)
+                self._behind(module, partial(counted_by, self._told, own))
         blocks = list(blocks_of(self._model, self._plan))
         for place, (container, index, group) in enumerate(blocks):
             self._attach_block(container[index], group, index, first=place == 0)
@@ -78,8 +85,18 @@ class TokenHooks:
         self._handles.append(module.register_forward_hook(hook))
 
     def _attach_block(self, block: nn.Module, group: Blocks, index: int, first: bool) -> None:
-        self._before(block, self._entering(block, group, index, first))
-        self._behind(block, lambda *_: self._attention.share(False))
+        entering, leaving = (
+            self._entering(block, group, index, first),
+            lambda *_: self._attention.share(False),
+        )
+        if group.entry == "forward":
+            self._before(block, entering)
+            self._behind(block, leaving)
+        else:
+            self._handles.append(Entry(block, group.entry, entering, leaving))
+        if group.branch is not None:
+            in_branch = self._entering_branch(block, group, group.branch)
+            self._handles.append(Entry(block, group.branch.entry, in_branch, leaving))
         if group.sliced_between:
             self._behind(block, lambda _block, _args, out: spread(self._rows, group, out))
         if hasattr(block, "stands_for"):
@@ -101,7 +118,7 @@ class TokenHooks:
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return the arguments to call the model's forward with."""
-        self._rows = None
+        self._rows, self._has_entered = None, False
         self._told.clear()
         if self._plan.prefix is not None:
             self._told[self._plan.prefix.stream] = arguments.get(self._plan.prefix.counted_by) or 0
@@ -164,22 +181,25 @@ class TokenHooks:
         return attend(self._rows, attention, q, k, v, heads, mask, **by_name(args), **kwargs)
 
     def _entering(self, block: nn.Module, group: Blocks, index: int, first: bool) -> Callable:
-        bind = binder(forward_of(block), group.positional)
+        bind = binder(entry_of(block, group), group.positional)
         by_tokens = (*group.along, *group.ranges)
         masks = [item for item in group.along if item.masks_keys]
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
             self.patches.entered.add()
-            if first:
+            if first and (group.branch is None or not self._has_entered):
                 self._enter(group, arguments)
-            elif self._rows is not None and (group.interleaved or group.sliced_between):
+            elif self._rows is not None and (group.interleaved or group.sliced_between or group.branch):
                 arguments |= {
                     arg: self._rows.localized(arguments[arg], streams, group.sliced_between)
                     for arg, streams in group.tokens.items()
                 }
             given = [(arguments[item.arg], item) for item in masks if item.arg in arguments]
             self._key_mask = given[0] if given else None
+            if self._rows is not None and group.branch is not None:
+                self._rows.attending = next(iter(group.tokens.values()))
+                self._rows.by_frame = keys_by_frame(group.branch, arguments)
             self._localize(arguments, by_tokens)
             self._attention.share(True)
             self.patches.points.enter(self._rows, group, index)
@@ -188,7 +208,27 @@ class TokenHooks:
 
         return hook
 
+    def _entering_branch(self, block: nn.Module, group: Blocks, branch: Branch) -> Callable:
+        bind, streams = binder(getattr(type(block), branch.entry)), (branch.stream,)
+
+        def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            arguments = bind(args, kwargs)
+            tokens = arguments[branch.tokens]
+            if not self._has_entered:
+                self._has_entered = True
+                self._rows = self._sharding.choose_rows({**self._told, branch.stream: tokens.shape[1]})
+            if self._rows is not None:
+                arguments[branch.tokens] = self._rows.localized(tokens, streams)
+                self._rows.attending, self._rows.by_frame = streams, None
+            self._localize(arguments, branch.along)
+            self._attention.share(True)
+            self._sharding.enter_block()
+            return (), arguments
+
+        return hook
+
     def _enter(self, group: Blocks, arguments: dict[str, Any]) -> None:
+        self._has_entered = True
         tokens = {arg: taken(arguments, arg) for arg in group.tokens}
         grid = next(iter(tokens.values())).shape[1:-1]
         tokens = {arg: as_BLC(one) for arg, one in tokens.items()}
@@ -200,7 +240,13 @@ class TokenHooks:
             told = {stream: self._told.get(stream, 0) for stream in streams if stream in group.told}
             (rest,) = set(streams) - set(told)
             lengths |= {**told, rest: tokens[arg].shape[1] - sum(told.values())}
-        self._rows = self._sharding.choose_rows({stream: lengths[stream] for stream in self._plan.streams})
+        self._rows = self._sharding.choose_rows(
+            {
+                stream: lengths[stream]
+                for stream in self._plan.streams
+                if stream in lengths or not group.branch
+            }
+        )
         if prefix is not None and self._rows is not None:
             self._rows.keep_whole(prefix.stream, lengths[prefix.stream])
         if self._control:
@@ -236,6 +282,22 @@ class TokenHooks:
 def told_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, out_BLC: torch.Tensor) -> None:
     """Note the rows of a stream, as a forward hook."""
     told[stream] = out_BLC.shape[1]
+
+
+def counted_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, out: torch.Tensor) -> None:
+    """Note the rows of the first output (B, C, ...) in an evaluation, as a forward hook."""
+    told.setdefault(stream, out.shape[2:].numel())
+
+
+def keys_by_frame(branch: Branch, arguments: dict[str, Any]) -> KeysByFrame | None:
+    """Take a branch's keys and values from the arguments of a block, which attends to its own alone
+    then: ``SequenceAttention`` adds them.
+    """
+    keys, values = (arguments[name] for name in branch.keys)
+    arguments |= dict.fromkeys(branch.keys)
+    if keys is None:
+        return None
+    return KeysByFrame(keys.transpose(1, 2), values.transpose(1, 2), branch.stream, arguments[branch.frame])
 
 
 def bring_control(

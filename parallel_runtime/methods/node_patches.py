@@ -92,8 +92,8 @@ class NodePatches:
         rows enter, travel and leave as ever.
         """
         wanted, kinds = set(blocks), kinds_of(self._model, self._plan)
-        if self._plan.prefix is not None:
-            # The model asks every block for the keys and values that it keeps.
+        if self._plan.prefix is not None or any(group.branch for group in self._plan.blocks):
+            # The model asks every block for the keys and values that it keeps, or hands on.
             raise Refused(
                 f"No block of {type(self._model).__name__} can be left out in the pool: "
                 "take off the node that does so, or leave PipeMesh Parallelize out."

@@ -15,6 +15,7 @@ import torch
 from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, merge, partial_attention
 from ..comm.mesh import SequenceComm
+from .shards import KeysByFrame
 
 if TYPE_CHECKING:
     from .sequence_attention import Call
@@ -60,6 +61,9 @@ class RingAttention:
             try:
                 if partial is None and call.before is not None:
                     partial = partial_attention(q_BhgD, *call.before, None, scale, self._kernels, host)
+                if partial is None and call.by_frame is not None:
+                    start = sum(keys[: self._comm.ring.index])
+                    partial = self._frame_by_frame(call.by_frame, q_BhgD, start, scale, host)
                 kv = block.kv.to(q_BhgD.device)
                 passing(block.source, kv)
                 mask, (k, v) = mask_of(block.source) if mask_of is not None else None, kv
@@ -72,3 +76,27 @@ class RingAttention:
         self._comm.in_step.decide(torch.stack(flags).amax(0))
         assert partial is not None
         return partial.out.to(q_BhgD.dtype)
+
+    def _frame_by_frame(
+        self, more: KeysByFrame, q_BhgD: torch.Tensor, start: int, scale: float | None, host: str
+    ) -> Partial:
+        """Attend to the keys of each query's frame. ``start``: the place of the first query."""
+        out, level = (
+            torch.zeros_like(q_BhgD),
+            q_BhgD.new_full(q_BhgD.shape[:3], -torch.inf, dtype=torch.float32),
+        )
+        for rows, keys in more.segments(start, start + q_BhgD.shape[2]):
+            if keys is not None:
+                k, v = more.keys[:, :, keys], more.values[:, :, keys]
+                part = partial_attention(q_BhgD[:, :, rows], k, v, None, scale, self._kernels, host)
+                out[:, :, rows], level[:, :, rows] = part.out, part.level
+        return Partial(out, level, float(more.tokens))
+
+    def gather(self, kv_2BhKD: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> torch.Tensor:
+        """Return the keys and values of all places of the ring, one after another."""
+        starts, shape = [sum(keys[:place]) for place in range(len(keys))], list(kv_2BhKD.shape)
+        whole = kv_2BhKD.new_empty(*shape[:3], sum(keys), shape[4])
+        for block in self._comm.ring.walk(kv_2BhKD, keys, flag):
+            self._on_progress()
+            whole.narrow(3, starts[block.source], keys[block.source]).copy_(block.kv)
+        return whole

@@ -24,7 +24,7 @@ from ..families.plan import TokenPlan
 from ..layout import Split
 from .hooks import Attention, split_heads
 from .ring_attention import RingAttention
-from .shards import Joint, Rows, Shards
+from .shards import Joint, KeysByFrame, Rows, Shards
 
 QKV = torch.Tensor | Sequence[torch.Tensor]  # 3 x (B, h, g, D)
 
@@ -43,6 +43,7 @@ class Call(NamedTuple):
     joint: Joint
     rows: Shards
     before: tuple[torch.Tensor, torch.Tensor] | None = None
+    by_frame: KeysByFrame | None = None  # own heads, and all tokens of its stream
 
     @property
     def host_order(self) -> torch.Tensor | None:
@@ -58,11 +59,29 @@ class Call(NamedTuple):
 
     def compute(self, qkv: QKV, mask: torch.Tensor | None) -> torch.Tensor:
         """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""
+        q, k, v = qkv
+        if self.by_frame is not None:
+            return self._frame_by_frame(self.by_frame, q, k, v)
         if self.before is not None:
-            qkv = (qkv[0], *(torch.cat(parts, 2) for parts in zip(self.before, qkv[1:], strict=True)))
+            k, v = (torch.cat(parts, 2) for parts in zip(self.before, (k, v), strict=True))
+        return self._attend(q, k, v, mask)
+
+    def _attend(self, q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
         return self.attention(
-            *qkv, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
+            q, k, v, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
         )
+
+    def _frame_by_frame(self, more: KeysByFrame, q, k, v) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for rows, keys in more.segments(0, q.shape[2]):
+            k_here, v_here = k, v
+            if keys is not None:
+                k_here, v_here = (
+                    torch.cat((k, more.keys[:, :, keys]), 2),
+                    torch.cat((v, more.values[:, :, keys]), 2),
+                )
+            out[:, :, rows] = self._attend(q[:, :, rows], k_here, v_here, None)
+        return out
 
 
 def in_order(order: torch.Tensor, *rank_major: torch.Tensor) -> list[torch.Tensor]:
@@ -113,7 +132,7 @@ class SequenceAttention(ABC):
             repeats = q_BHlD.shape[1] // k_BHlD.shape[1]
             k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
             kwargs.pop("enable_gqa", None)
-        joint = self._joint_of(rows, q_BHlD.shape[2])
+        joint = rows.joint(rows.attending) if rows.attending else self._joint_of(rows, q_BHlD.shape[2])
         exchange = self._comm.ulysses
         split, rank = Split.by(self._comm.shares.heads, q_BHlD.shape[1], exchange.size), exchange.rank
         own = slice(split.starts[rank], split.starts[rank] + split.sizes[rank])
@@ -127,10 +146,22 @@ class SequenceAttention(ABC):
             before = k_BHlD[:, own, :more], v_BHlD[:, own, :more]
             k_BHlD, v_BHlD = (t[:, :, more:] for t in (k_BHlD, v_BHlD))
         qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
-        call = Call(attention, kwargs, mask, split, own, joint, rows, before)
+        by_frame = None if rows.by_frame is None else self._whole_keys(rows, rows.by_frame, split)
+        call = Call(attention, kwargs, mask, split, own, joint, rows, before, by_frame)
         out_BhgD = self.over_all_keys(call, qkv_3BhgD, flag)
         out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
         return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)
+
+    def _whole_keys(self, rows: Shards, local: KeysByFrame, split: Split) -> KeysByFrame:
+        """Return the keys and values of all tokens of their stream, of the own heads."""
+        joint, ring = rows.joint((local.stream,)), self._comm.ring
+        kv, flag = self._heads_for_tokens((local.keys, local.values), split, joint)
+        kv_2BhKD = kv if isinstance(kv, torch.Tensor) else torch.stack(tuple(kv))
+        if ring.size > 1:
+            size = self._comm.ulysses.size
+            counts = [sum(joint.counts[place * size : (place + 1) * size]) for place in range(ring.size)]
+            kv_2BhKD = self._ring.gather(kv_2BhKD, counts, flag)
+        return local._replace(keys=kv_2BhKD[0], values=kv_2BhKD[1])
 
     def attend_over(
         self, rows: Rows | None, attention: Attention, q, k, v, heads: int, mask, **kwargs: Any

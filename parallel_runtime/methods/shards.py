@@ -6,9 +6,9 @@ tokens in rank-major order: rank 0's rows of all streams, then rank 1's, and so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,11 +20,30 @@ from ..layout import Split, clip_ranges
 T = TypeVar("T")
 
 
+class KeysByFrame(NamedTuple):
+    """Local keys and values (B, H, l, D) of ``stream``, which tokens of the frame behind look at
+    beside all of their own. A frame has ``tokens``, those of the first one look at none of these.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    stream: str
+    tokens: int
+
+    def segments(self, start: int, end: int) -> Iterator[tuple[slice, slice | None]]:
+        """Yield, of the rows [start, end), those of each frame, and the keys that they look at."""
+        for frame in range(start // self.tokens, -(-end // self.tokens)):
+            first = frame * self.tokens
+            rows = slice(max(first, start) - start, min(first + self.tokens, end) - start)
+            yield rows, slice(first - self.tokens, first) if frame else None
+
+
 class Rows:
     """The rows of each stream that are computed here: ``local`` (start, size) of its
     ``all_tokens`` rows, streams in the plan's order. ``grid``: the shape (L) or (T, H, W) in
     which the first block is given its tokens; empty where they have no batch. ``behind``: called
-    where all rows leave behind the last block.
+    where all rows leave behind the last block. ``attending``: the streams of the attention at hand,
+    where the plan alone does not tell; ``by_frame``: what it looks at besides.
     """
 
     def __init__(self, all_tokens: Mapping[str, int], local: Mapping[str, tuple[int, int]]):
@@ -32,6 +51,8 @@ class Rows:
         self.local = local
         self.grid = torch.Size()
         self.behind: Callable[[], None] | None = None
+        self.attending: tuple[str, ...] = ()
+        self.by_frame: KeysByFrame | None = None
         self._memoised: dict[tuple, tuple[Any, Any]] = {}
 
     def keep_whole(self, stream: str, count: int) -> None:

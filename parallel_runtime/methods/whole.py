@@ -1,8 +1,10 @@
-"""Compute a whole forward on one rank, of a model that cannot be cut along its tokens: a UNet."""
+"""Compute a whole forward on one rank, of a model that cannot be cut along its tokens, or that
+nobody has written a plan for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from ..comm.in_step import Expected
 from ..comm.mesh import SequenceComm
-from ..errors import LayoutError
+from ..errors import LayoutError, Refused
 from ..families.plan import TokenPlan
 from ..layout import OF_A_GROUP, Layout, listed
 from ..patches import Part
@@ -19,11 +21,19 @@ from .method import ALONE, Facts
 
 class WholeForward:
     """Runs the model as it is. ``on_progress`` is called at every module of its lists, where the
-    rank may also leave the forward.
+    rank may also leave the forward. ``is_tried``: else an evaluation is refused that another rank
+    would have computed otherwise.
     """
 
-    def __init__(self, model: nn.Module, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: SequenceComm,
+        on_progress: Callable[[], None] = lambda: None,
+        is_tried: bool = True,
+    ):
         self._model = model
+        self._is_tried = is_tried
         self._comm = comm
         self._on_progress = on_progress
         self._handles: list[Any] = []
@@ -61,7 +71,15 @@ class WholeForward:
                 for key, residuals in control.items()
             }
             arguments = {**arguments, "control": moved}
-        return forward(**arguments)
+        if self._is_tried:
+            return forward(**arguments)
+        random, kept = random_state(device), kept_by(self._model)
+        output = forward(**arguments)
+        if not all(map(torch.equal, random_state(device), random)):
+            raise on_one_gpu(self._model, "draws random numbers, which are others on each GPU")
+        if name := changed_since(self._model, kept):
+            raise on_one_gpu(self._model, f"keeps {name} from one evaluation to the next")
+        return output
 
     def fail(self, number: int) -> None:
         """No rank waits for another."""
@@ -72,3 +90,60 @@ class WholeForward:
     @property
     def facts(self) -> Facts:
         return Facts()
+
+
+OF_TORCH = frozenset(vars(nn.Module()))
+Kept = Mapping[str, Mapping[str, tuple[Any, ...]]]  # path of a module -> attribute -> it, and what it holds
+
+
+def on_one_gpu(model: nn.Module, does: str) -> Refused:
+    return Refused(
+        f"{type(model).__name__} {does}, so that GPUs that share its prompts and images out would not make"
+        " the image of one: sample it on one GPU, without PipeMesh Parallelize."
+    )
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators that a forward draws from where it names none."""
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
+
+
+def kept_by(model: nn.Module) -> Kept:
+    """Return what the modules of ComfyUI's models have as attributes and buffers. Layers are left
+    out: what keeps weights changes them.
+    """
+    return {
+        path: {
+            name: (value, *held_in(value))
+            for name, value in {**vars(module), **module._buffers}.items()
+            if name not in OF_TORCH
+        }
+        for path, module in model.named_modules()
+        if type(module).__module__.startswith("comfy.ldm.")
+    }
+
+
+def held_in(value: Any) -> tuple[Any, ...]:
+    """Return what tells that a value's content is another than before."""
+    if isinstance(value, torch.Tensor):
+        return () if value.is_inference() else (value._version,)
+    if type(value).__module__.startswith("comfy.") and not isinstance(value, nn.Module):
+        value = getattr(value, "__dict__", {})
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, list) else ()
+
+
+def changed_since(model: nn.Module, before: Kept) -> str:
+    """Return the path of an attribute that is not what it was; empty where all are."""
+    for path, now in kept_by(model).items():
+        for name in {**before[path], **now}:
+            own, other = now.get(name, ()), before[path].get(name, ())
+            if len(own) != len(other) or any(map(is_other, own, other)):
+                return f"{path}.{name}".lstrip(".")
+    return ""
+
+
+def is_other(value: Any, before: Any) -> bool:
+    return value is not before and not (isinstance(value, (bool, int, float, str)) and value == before)

@@ -88,8 +88,11 @@ class Counts:
         is that could sample it without the count. Weights are as large as they are stored, which
         for quantised ones is smaller than the twin's. Raises NotCounted, RunCancelled.
         """
-        if plan_or_whole(type(model.diffusion_model)) is None:
+        plan = plan_or_whole(type(model.diffusion_model))
+        if plan is None:
             raise NotCounted(f"{type(model.diffusion_model).__name__} has no token plan")
+        if any(group.branch for group in plan.blocks):
+            raise NotCounted(f"the blocks of {type(model.diffusion_model).__name__} are called twice")
         try:
             asked = described(model, rounded(longest(conds)), (1, *shape[1:]))
         except NotPlain as error:

@@ -13,8 +13,8 @@ import comfy.supported_models
 import comfy.utils
 import torch
 
-from ....parallel_runtime.families import NOT_YET, WITHOUT_PLAN
-from ....parallel_runtime.families.every import PLANS, SAMPLES
+from ....parallel_runtime.families import why_named_without
+from ....parallel_runtime.families.every import NOT_HERE, PLANS, SAMPLES
 from ....parallel_runtime.families.sample import Form, Sample, Size
 from ...quantised_files import FORMATS, quantised_state
 from ..surgery import EXACT
@@ -30,11 +30,13 @@ def require_sample(shape: ModelShape) -> Sample:
     """Raises NotStoodFor where the registry has no such sample because it has no such plan."""
     if shape.sample in SAMPLES:
         return SAMPLES[shape.sample]
+    if shape.sample in NOT_HERE:
+        raise NotStoodFor(NOT_HERE[shape.sample])
     model_class = UNPLANNED.get(shape.sample, "")
     if not model_class or any(model_class in plan.models for plan in PLANS):
         raise UnknownName(f"the registry has no sample {shape.sample}")
     raise NotStoodFor(
-        f"{model_class.rpartition(':')[2]} has no token plan ({WITHOUT_PLAN.get(model_class, NOT_YET)})"
+        f"{model_class.rpartition(':')[2]} has no token plan ({why_named_without(model_class)})"
     )
 
 

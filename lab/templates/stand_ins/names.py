@@ -269,7 +269,6 @@ MODELS: Table[ModelShape] = (  # by whole names, in small letters and without wh
 )
 UNPLANNED = {  # what no sample stands for: the transformer, which says why
     "seedvr2": "comfy.ldm.seedvr.model:NaDiT",
-    "wan-animate2": "comfy.ldm.wan.model_animate2:WanAnimate2Model",
 }
 FORMATS: Table[str] = (
     (r"int8_convrot", "int8_convrot"),

@@ -1,0 +1,65 @@
+"""Wan Animate 2 (comfy/ldm/wan/model_animate2.py@0.33.0): a pose's tokens go through the same
+blocks, and tokens of the video look at the pose of their own frame. The first frame is a reference.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import wan
+from .plan import Along, Boundary, Branch
+from .sample import Family, Form, Sample
+
+POSE = Branch(
+    entry="forward_pose",
+    stream="pose",
+    keys=("k_pose", "v_pose"),
+    frame="hw",
+    counted_by="patch_embedding",
+    along=(Along(arg="freqs", dim=1, streams=("pose",)),),
+)
+(BLOCKS,) = wan.PLAN.blocks
+PLAN = replace(
+    wan.PLAN,
+    family="wan_animate2",
+    models=("comfy.ldm.wan.model_animate2:WanAnimate2Model",),
+    streams=(*wan.IMG, "pose"),
+    blocks=(
+        replace(
+            BLOCKS,
+            entry="forward_gen",
+            branch=POSE,
+            ranges=(Boundary(arg="hw", streams=wan.IMG),),
+            patches=(),
+            points={},
+        ),
+    ),
+    positions=(),
+)
+
+
+def driven(latent: torch.Tensor) -> dict[str, Any]:
+    """The extras of the Animate 2 node: a pose for each frame behind the reference's."""
+    generator = torch.Generator().manual_seed(14)
+    extras = {"pose_video_latent": torch.randn(latent[:, :, 1:].shape, generator=generator)}
+    return {**wan.first_frame(latent), **extras, "pose_strength": 0.7, "reference_strength": 1.3}
+
+
+WAN_ANIMATE2 = Family(
+    plans=(PLAN,),
+    samples=(
+        Sample(
+            name="wan-animate2",
+            form=Form(
+                config_class="WAN_Animate2",
+                config=partial(wan.config, extra_channels=20, model_type="animate2"),
+            ),
+            latents=wan.latents(16),
+            prompt_extras=driven,
+            since="0.33.0",
+        ),
+    ),
+    unreleased={PLAN.models[0]: "its blocks are called twice, which a dry run does not count"},
+)
