@@ -119,4 +119,5 @@ def line_of(outcome: Outcome) -> str:
     return (
         f"{outcome.result:9} {outcome.name}{figure}  {outcome.seconds:.0f}"
         f" s{'  ' * bool(outcome.reason)}{outcome.reason}"
+        f"{'  known by its name alone: ' * bool(outcome.by_name)}{', '.join(outcome.by_name)}"
     )

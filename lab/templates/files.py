@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from ...launcher.comfyui.host_record import ComfyInstall
+from ...launcher.errors import LaunchError
 from ..comfyui.page import ComfyPage
 from ..comfyui.server import ComfyServer
 from .cut import Graph
 from .surgery import Info, declared, links
 
-PACKAGES = "comfyui_workflow_templates*"
-PURELIB = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+# As ComfyUI itself finds them (app/frontend_management.py@0.30.0), in whatever folders they lie
+ASKED = """
+from comfyui_workflow_templates import get_asset_path, iter_templates
+for template in iter_templates():
+    for asset in template.assets:
+        if asset.filename.endswith(".json"):
+            print(get_asset_path(template.template_id, asset.filename))
+"""
 # Names of files, up to Stable Diffusion 2 and XL
 UNETS = re.compile(r"(?i)(v1-5|v2-1|dreamshaper|sd_?xl|svd|lotus)")
 OF_ANY_TYPE = ("*", "COMFY_MATCHTYPE_V3")  # inputs and outputs of switches and the like
@@ -41,9 +48,15 @@ class Template:
 
 
 def installed(host: ComfyInstall) -> list[Template]:
-    """Every file of the template packages of ComfyUI's python, by name; indexes among them."""
-    asked = subprocess.run([host.python, "-c", PURELIB], capture_output=True, text=True, check=True)
-    paths = Path(asked.stdout.strip()).glob(f"{PACKAGES}/templates/*.json")
+    """Every template of the packages that ComfyUI's python has, by name. Raises LaunchError."""
+    asked = subprocess.run([host.python, "-c", ASKED], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        why = asked.stderr.strip().rpartition("\n")[2]
+        raise LaunchError(
+            f"{host.python} gives no workflow templates ({why}): run {host.python} -m pip install -r"
+            f" {host.comfyui}/requirements.txt"
+        )
+    paths = map(Path, asked.stdout.splitlines())
     return sorted((Template(path.stem, path) for path in paths), key=lambda template: template.name)
 
 

@@ -18,9 +18,11 @@ from ..comfyui.api import RunError
 from ..comfyui.server import ComfyServer
 from .cut import Graph
 from .surgery import (
+    HELD,
     Link,
     exact,
     file_name,
+    held,
     key_before,
     made_small,
     model_files,
@@ -41,13 +43,22 @@ Latents = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Figures:
+    evaluations: int = 0
+    error: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Figures):
     """What a template gave. ``result``: "same", "one GPU", "refused", "different" or "error".
 
     ``error``: the largest difference of a latent, in units of its scale, held to BOUND, or to what
     one rounding of every evaluation does to stock (``launcher/trial/rounding.py``). ``ratio``: of
     the distance from the fp32 truth over stock's, where the weights are quantised and the latents
     not equal.
+    ``by_name``: classes of models that only their files' names speak for, since other classes read
+    all that the graph's nodes give them too; of the others the graph itself says which they are.
     ``evaluations``: of the pool's last run. ``one_gpu``: models that were left to stock, and why.
     """
 
@@ -55,12 +66,18 @@ class Outcome:
     result: str
     reason: str = ""
     models: list[str] = field(default_factory=list)
+    by_name: list[str] = field(default_factory=list)
     samplers: int = 0
-    evaluations: int = 0
-    error: float | None = None
-    ratio: float | None = None
     one_gpu: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """``shown``: what nodes show in the UI."""
+
+    latents: Latents
+    shown: Mapping[str, Mapping[str, Any]]
 
 
 class Failed(Exception):
@@ -96,7 +113,8 @@ class Tries:
         return Outcome(**facts, seconds=round(time.perf_counter() - begun, 1))
 
     def _compared(self, graph: Graph) -> dict[str, Any]:
-        stock = self._stock(graph)
+        first = self._stock(held(graph, self.info))
+        stock, by_name = first.latents, named_alone(first.shown)
         left_out: dict[Link, str] = {}
         wanted = {link for _key, _name, link in sampled_models(graph, self.info)}
         while wanted - set(left_out):
@@ -107,11 +125,12 @@ class Tries:
                     run["evaluations"] for run in self._last_runs() if run["began"] not in before
                 )
                 judged = (
-                    self._judged(graph, ours, stock)
+                    self._judged(graph, ours.latents, stock)
                     if evaluations
                     else {"result": "error", "reason": "the pool did nothing"}
                 )
-                return {**judged, "one_gpu": list(left_out.values()), "evaluations": evaluations}
+                left = list(left_out.values())
+                return {**judged, "by_name": by_name, "one_gpu": left, "evaluations": evaluations}
             link = next((link for link in wanted if ours.node == key_before(link)), None)
             if link is None or NO_PLAN not in ours.message:
                 return {
@@ -119,7 +138,8 @@ class Tries:
                     "reason": str(ours),
                 }
             left_out[link] = ours.message
-        return {"result": "one GPU", "reason": "; ".join(dict.fromkeys(left_out.values()))}
+        reason = "; ".join(dict.fromkeys(left_out.values()))
+        return {"result": "one GPU", "by_name": by_name, "reason": reason}
 
     def _judged(self, graph: Graph, ours: Latents, stock: Latents) -> dict[str, Any]:
         errors = {name: relative_error(ours[name], latent) for name, latent in stock.items()}
@@ -127,7 +147,7 @@ class Tries:
         facts: dict[str, Any] = {"result": "same", "error": worst}
         if worst <= BOUND:
             return facts
-        truth = self._stock(exact(graph))
+        truth = self._stock(exact(graph)).latents
         ours_off, stock_off = (
             {name: distance(run[name], truth[name]) for name in errors} for run in (ours, stock)
         )
@@ -138,7 +158,7 @@ class Tries:
             reason += f", {facts['ratio']:.2f} x stock's distance"
             is_same = facts["ratio"] <= FARTHEST
         else:
-            off = self._stock(rounded(graph, self.info))
+            off = self._stock(rounded(graph, self.info)).latents
             allowed = {name: FACTOR * relative_error(off[name], latent) for name, latent in stock.items()}
             reason += f", stock's own sensitivity to rounding allows {max(allowed.values()):.1e}"
             is_same = all(error <= max(BOUND, allowed[name]) for name, error in errors.items())
@@ -152,16 +172,16 @@ class Tries:
         runs = self.server.get("/pipemesh/status")["last_runs"]
         return [run["figures"] for run in runs if run["figures"] is not None]
 
-    def _stock(self, graph: Graph) -> Latents:
+    def _stock(self, graph: Graph) -> Ran:
         """Raises Failed."""
         found = self._run(graph)
         if isinstance(found, RunError):
             raise Failed(f"stock: {found}")
-        if not all(torch.isfinite(latent).all() for latent in found.values()):
+        if not all(torch.isfinite(latent).all() for latent in found.latents.values()):
             raise Failed("stock: a latent is not finite")
         return found
 
-    def _run(self, graph: Graph) -> Latents | RunError:
+    def _run(self, graph: Graph) -> Ran | RunError:
         """Raises Failed where a part of the graph was not run."""
         run = f"run{next(self._runs)}"
         graph = recorded(graph, self.info, run)
@@ -177,7 +197,17 @@ class Tries:
                 )
             latents |= {f"{key}/{part}": latent for part, latent in load_file(file).items()}
             file.unlink()
-        return latents
+        return Ran(latents, result.outputs)
+
+
+def named_alone(shown: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The classes of models that no conditioning tells from others."""
+    told: dict[str, bool] = {}
+    for key, ui in shown.items():
+        if key.startswith(HELD):
+            name, *readers = ui["text"]
+            told[name] = told.get(name, False) or readers == [name]
+    return sorted(name for name, is_told in told.items() if not is_told)
 
 
 def distance(ours: torch.Tensor, truth: torch.Tensor) -> float:

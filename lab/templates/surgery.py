@@ -10,10 +10,10 @@ from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from .cut import RECORD_NODE, ROUNDED_NODE, Graph, cut, is_link
+from .cut import HELD_NODE, RECORD_NODE, ROUNDED_NODE, Graph, cut, is_link
 
 Link = tuple[str, int]
-POOL, PARALLEL, RECORD = "pipemesh pool", "pipemesh parallelize", "pipemesh record"
+POOL, PARALLEL, RECORD, HELD = "pipemesh pool", "pipemesh parallelize", "pipemesh record", "pipemesh held"
 EXACT = "?exact"  # behind a model file's name: its weights before they were quantised
 MODEL_FILES = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name"}
 
@@ -94,6 +94,30 @@ def needed(graph: Graph, ends: list[str]) -> Graph:
 def made_small(graph: Graph, info: Info) -> Graph:
     """What the samplers need, with small sizes and few steps."""
     return cut(needed(graph, list(samplers(graph, info))), partial(takes_number, info), partial(least, info))
+
+
+def held(graph: Graph, info: Info) -> Graph:
+    """With a node before every conditioning that a MODEL is sampled with, which holds the MODEL's
+    class to what nodes put in there. Of several MODELs the one is meant whose input has the
+    conditioning's name in its own (``model_negative``), or the first.
+    """
+    made = {key: {**one, "inputs": dict(one["inputs"])} for key, one in graph.items()}
+    models: dict[str, dict[str, Link]] = {}
+    for key, name, link in sampled_models(graph, info):
+        models.setdefault(key, {})[name] = link
+    for key, sampled in models.items():
+        for name, link in links(graph[key]):
+            if declared(info, graph[key]["class_type"], name) == "CONDITIONING":
+                model = next(
+                    (one for taken, one in sampled.items() if name in taken), next(iter(sampled.values()))
+                )
+                between = f"{HELD} {key} {name}"
+                made[between] = {
+                    "class_type": HELD_NODE,
+                    "inputs": {"model": list(model), "conditioning": list(link)},
+                }
+                made[key]["inputs"][name] = [between, 0]
+    return made
 
 
 def recorded(graph: Graph, info: Info, run: str) -> Graph:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.comfyui.api import RunError
-from pipemesh.lab.templates.cut import RECORD_NODE, ROUNDED_NODE
+from pipemesh.lab.templates.cut import HELD_NODE, RECORD_NODE, ROUNDED_NODE
 from pipemesh.lab.templates.run import Tries
-from pipemesh.lab.templates.surgery import EXACT, PARALLEL
+from pipemesh.lab.templates.surgery import EXACT, HELD, PARALLEL
 from safetensors.torch import save_file
 
 from .test_template_stand_ins import GRAPH, INFO
@@ -25,6 +25,7 @@ class Server:
 
     def __init__(self, output, answer):
         self.output, self.answer, self.graphs, self.clock = output, answer, [], 1.0
+        self.readers = ["Net", "Other"]  # which classes read all that the graph gives
 
     def run(self, graph, timeout_s):
         self.graphs.append(graph)
@@ -34,7 +35,12 @@ class Server:
         for node in graph.values():
             if node["class_type"] == RECORD_NODE:
                 save_file({"0": given.contiguous()}, self.output / node["inputs"]["name"])
-        return SimpleNamespace(error=None)
+        shown = {
+            key: {"text": ["Net", *self.readers]}
+            for key, node in graph.items()
+            if node["class_type"] == HELD_NODE
+        }
+        return SimpleNamespace(error=None, outputs=shown)
 
     def get(self, path):
         runs = sum(map(is_parallel, self.graphs))
@@ -78,6 +84,26 @@ def test_equal_latents_are_the_same_and_the_pool_was_asked(outcome_of):
     outcome, graphs = outcome_of(lambda graph: TRUTH)
     assert (outcome.result, outcome.samplers, outcome.error, outcome.evaluations) == ("same", 2, 0.0, 7)
     assert [is_parallel(graph) for graph in graphs] == [False, True]
+
+
+@pytest.mark.parametrize(("readers", "by_name"), [(["Net"], []), (["Net", "Other"], ["Net"])])
+def test_an_outcome_says_which_models_have_the_word_of_a_files_name_alone(tmp_path, readers, by_name):
+    server = Server(tmp_path, lambda graph: TRUTH)
+    server.readers = readers
+    with_text = {
+        **graph(),
+        "second": {**GRAPH["second"], "inputs": {**GRAPH["second"]["inputs"], "positive": ["t", 0]}},
+    }
+    info = {
+        **INFO,
+        "KSampler": {
+            **INFO["KSampler"],
+            "input": {"required": {"model": ["MODEL", {}], "positive": ["CONDITIONING", {}]}},
+        },
+    }
+    outcome = Tries(server, info, {"ulysses": 2}).outcome("a", with_text)
+    assert (outcome.result, outcome.by_name) == ("same", by_name)
+    assert [any(key.startswith(HELD) for key in one) for one in server.graphs] == [True, False]
 
 
 def test_a_template_of_which_nothing_ran_in_the_pool_is_an_error(tmp_path):

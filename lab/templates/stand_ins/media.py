@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..cut import FRAMES, SIDES
+from ..cut import FPS, FRAMES, LASTS, SIDES, seconds
 
-SECONDS, RATE, FPS = 1, 44100, 16
+RATE = 44100
 SEEN_TOKENS, SEEN_LAYERS = 9, 27
 
 
@@ -39,9 +39,15 @@ def picture(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return pictures(name), mask
 
 
+def frames_of(name: str) -> int:
+    """How many frames a file is to stand for."""
+    return int(name.rpartition(LASTS)[2]) if LASTS in name else FRAMES
+
+
 def sound(name: str) -> dict[str, Any]:
+    samples = round(seconds(frames_of(name)) * RATE)
     return {
-        "waveform": 0.1 * torch.randn(1, 2, SECONDS * RATE, generator=generator_of(name)),
+        "waveform": 0.1 * torch.randn(1, 2, samples, generator=generator_of(name)),
         "sample_rate": RATE,
     }
 
@@ -50,7 +56,7 @@ def video(name: str) -> Any:
     from comfy_api.latest import InputImpl, Types
 
     components = Types.VideoComponents(
-        images=pictures(name, FRAMES), audio=sound(name), frame_rate=Fraction(FPS)
+        images=pictures(name, frames_of(name)), audio=sound(name), frame_rate=Fraction(FPS)
     )
     return InputImpl.VideoFromComponents(components)
 

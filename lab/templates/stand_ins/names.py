@@ -170,6 +170,13 @@ DEPTH_UNET = Form(  # estimates the depth of a picture for what samples after it
 LONGCAT = {"vec_in_dim": None, "txt_ids_dims": [1, 2]}
 OVIS = {"vec_in_dim": None, "txt_ids_dims": [1, 2], "yak_mlp": True, "txt_norm": True}
 LTX_2 = r"ltx_2_(19b|3_22b)_(dev|distilled)"
+LTX_2_5 = {  # ComfyUI before 0.33 takes no notice of the last four
+    "cross_attention_adaln": False,
+    "ff_bias": False,
+    "audio_ff_bias": False,
+    "use_prompt_adaln_single": False,
+    "use_keyframes_abs_pos_embedding": True,
+}
 NOISE = r"(high|low)_noise"
 MODELS: Table[ModelShape] = (  # by whole names, in small letters and without what FORM says
     (r"z_image(_turbo)?", ModelShape(sample="z-image")),
@@ -240,6 +247,7 @@ MODELS: Table[ModelShape] = (  # by whole names, in small letters and without wh
     (r"hunyuanvideo1_5_720p_(i2v|t2v)|capybara_v0_1", ModelShape(sample="hunyuan-video-1.5")),
     (r"hunyuan_video_t2v_720p", ModelShape(sample="hunyuan-video")),
     (LTX_2, ModelShape(sample="ltx2")),
+    (r"ltx_2_5_22b_(dev|distilled)(_comfy)?", ModelShape(sample="ltx2", changes=LTX_2_5)),
     (r"ltx_video_2b_v0_9(_5)?", ModelShape(sample="ltxv")),
     (
         r"anima_base_v1_0|anima_preview3_base",
@@ -271,7 +279,7 @@ UNPLANNED = {  # what no sample stands for: the transformer, which says why
     "seedvr2": "comfy.ldm.seedvr.model:NaDiT",
 }
 FORMATS: Table[str] = (
-    (r"int8_convrot", "int8_convrot"),
+    (r"int8[_-]convrot", "int8_convrot"),
     (r"int8", "int8"),
     (r"nvfp4", "nvfp4"),
     (r"mxfp8", "mxfp8"),
@@ -302,14 +310,17 @@ VAES: Table[VaeShape] = (  # by whole names, as MODELS
     ),
     (r"hunyuanvideo15_vae", VaeShape(channels=32, side=16, frames=4, is_video=True)),
     (r"flux2_vae|full_encoder_small_decoder|mage_flow_vae", PICTURE_2),
-    (rf"{LTX_2}|ltx_video_2b_v0_9(_5)?", VaeShape(channels=128, side=32, frames=8, is_video=True)),
+    (
+        rf"{LTX_2}|ltx_2_5_video_vae|ltx_video_2b_v0_9(_5)?",
+        VaeShape(channels=128, side=32, frames=8, is_video=True),
+    ),
     (r"minimax_h3_video_vae", ChunkedShape(channels=24, side=16, frames=4, is_video=True)),
     (r"vae_ft_mse_840000_ema", VaeShape(channels=4)),
     (r"pixel_space|hidream_o1_image(_dev)?", VaeShape(channels=3, side=1)),
     (r"ae|flux1_(dev|schnell)|sd3_5_large|netayumev35_pretrained_all_in_one", PICTURE),
 )
 SOUNDS: Table[SoundShape] = (
-    (LTX_2, SoundShape(channels=8, rate=16000, per_second=25, bins=16)),
+    (rf"{LTX_2}|ltx_2_5_audio_vae", SoundShape(channels=8, rate=16000, per_second=25, bins=16)),
     (r"minimax_h3_audio_vae", SoundShape(channels=32, rate=32000, per_second=40)),
 )
 
@@ -351,7 +362,7 @@ def unprocessed(count: int, draw: Callable[..., torch.Tensor]) -> dict[str, Any]
 
 
 TEXTS: Table[TextShape] = (  # by a CLIP loader's type and file names
-    (r"ltxav|gemma_3_12B", TextShape(extras=unprocessed)),
+    (r"ltxav|gemma_3_12B|gemma4-12b-with-proj-ltx", TextShape(extras=unprocessed)),
     (r"hunyuan_video_15|hunyuan_image", TextShape(extras=glyphs)),
     (r"hidream_o1", TextShape(width=1, extras=numbers)),
     (r"minimax", TextShape(extras=tags)),

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 import nodes
 
 from ....launcher.trial.rounding import rounded
-from ..cut import CUT_NODE, KINDS, RECORD_NODE, ROUNDED_NODE
+from ..cut import CUT_NODE, FRAMES, HELD_NODE, KINDS, RECORD_NODE, ROUNDED_NODE
 from .attached import make_control_net, make_latent_upscaler, make_model_patch, make_style_model
+from .classes import alike, require_reader
 from .foreign import FOREIGN, add_schedulers
 from .looked import LOOKED, OF_SERVICES, answer, nothing
 from .loras import with_lora
@@ -145,10 +146,34 @@ class Cut:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"value": ("*",), "kind": ("STRING", {"default": "side"})}}
+        return {
+            "required": {"value": ("*",), "kind": ("STRING", {"default": "side"})},
+            "optional": {"frames": ("INT", {"default": FRAMES})},
+        }
 
-    def run(self, value: float, kind: str) -> Outputs:
-        return (KINDS[kind](value),)
+    def run(self, value: float, kind: str, frames: int = FRAMES) -> Outputs:
+        return (KINDS[kind](value, frames),)
+
+
+class Held:
+    """Hands conditioning on that the class of a stand-in reads, and says which classes of ComfyUI's
+    would read all that nodes gave: where there are several, the class is the file's name's word
+    alone. Raises WrongClass.
+    """
+
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = ("CONDITIONING",), "run", "PipeMesh/templates", True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"model": ("MODEL",), "conditioning": ("CONDITIONING",)}}
+
+    def run(self, model: Any, conditioning: Any) -> dict[str, Any]:
+        given, stand_in = {key for _tokens, extras in conditioning for key in extras}, type(model.model)
+        require_reader(stand_in, given)
+        return {
+            "ui": {"text": [stand_in.__name__, *sorted(one.__name__ for one in alike(given))]},
+            "result": (conditioning,),
+        }
 
 
 class Rounded:
@@ -181,4 +206,4 @@ class Record:
         return {"ui": {"text": [name]}}
 
 
-OWN_NODES = {CUT_NODE: Cut, RECORD_NODE: Record, ROUNDED_NODE: Rounded, **FOREIGN}
+OWN_NODES = {CUT_NODE: Cut, HELD_NODE: Held, RECORD_NODE: Record, ROUNDED_NODE: Rounded, **FOREIGN}

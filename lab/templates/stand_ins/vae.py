@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import comfy.ldm.lightricks.vae.audio_vae
 import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
@@ -72,12 +73,15 @@ class SoundCodec(torch.nn.Module):
         self.shape = shape
         self.output_sample_rate = shape.rate
         self.latent_frequency_bins = shape.bins
+        self.latents_per_second = shape.per_second
         self.mix = torch.nn.Parameter(
             random_tensor("mix", (shape.channels, 1), 0, torch.float32), requires_grad=False
         )
 
     def num_of_latents_from_frames(self, frames_number: int, frame_rate: float) -> int:
-        return math.ceil(frames_number / frame_rate * self.shape.per_second)
+        """As this ComfyUI counts them: one rounds up, another to the nearest."""
+        real: Any = comfy.ldm.lightricks.vae.audio_vae.AudioVAE
+        return real.num_of_latents_from_frames(self, frames_number, frame_rate)
 
     def encode(self, waveform: torch.Tensor, **_: Any) -> torch.Tensor:
         count = math.ceil(waveform.shape[-1] / self.shape.rate * self.shape.per_second)
