@@ -37,7 +37,7 @@ from .planning import PlannedLayout, Planning, Sampling, placement_of, provision
 from .room import room_on_devices
 from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings
 from .timing import StepTimes
-from .trials import host_trials
+from .trials import host_trials, told
 from .waiting import Waiting
 
 CROWDED = (
@@ -97,9 +97,7 @@ class Runtime:
         self.planning = Planning(times or StepTimes(self.predicted, first_step=self.wait.came), counts)
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
-        self.trials = host_trials(
-            setup, partial(device_of_ranks, self.default_choice), self.notices, self._teller.tell
-        )
+        self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
     @property
@@ -248,7 +246,9 @@ class Runtime:
                 turn=self.turn,
                 wait=self.wait,
                 counts=counts,
-                admit=lambda transformer: self.trials.admit(type(transformer), interrupted),
+                admit=lambda transformer: self.trials.admit(
+                    type(transformer), interrupted, lambda now: self._teller.tell(told(now))
+                ),
             )
         return self._pools[placement]
 

@@ -16,14 +16,18 @@ STEPS = 3
 TITLE = 30  # height of a node's title, above its position
 
 
-def start(host, models, *, pack=True, packs=None, base=None):
+def start(host, models, *, pack=True, packs=None, base=None, tries_hosts=False):
     """``pack``: PipeMesh is among its packs. ``packs``: these instead, beside what lies in the
     custom_nodes of the folder ``base``. No speeds of this machine are known there.
     """
     server = ComfyServer(
         host,
         base=base,
-        env={"OMP_NUM_THREADS": "1", "PIPEMESH_CACHE": str(models / "cache")},
+        env={
+            "OMP_NUM_THREADS": "1",
+            "PIPEMESH_CACHE": str(models / "cache"),
+            "PIPEMESH_TRIAL": str(int(tries_hosts)),
+        },
         # As on GPUs: by itself ComfyUI has a slower attention on CPUs than ranks have
         args=["--use-pytorch-cross-attention"],
         custom_nodes=packs_for_tests(pack) if packs is None else packs,

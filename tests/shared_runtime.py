@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.trial.host_trials import HostTrials, Trials, VerdictFile
+from pipemesh.launcher.trial.host_trials import HostTrials, Trials, Verdicts
 from pipemesh.nodes.planning import PlannedLayout, Planning
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.planner.counts import Counts, nobody
 
 def no_trials():
     """Host trials that are turned off."""
-    return HostTrials(Path(), Trials("", lambda kind, tell: (True, ""), VerdictFile(Path())), is_on=False)
+    return HostTrials(Path(), Trials("", lambda kind, tell: (True, ""), Verdicts(Path())), is_on=False)
 
 
 class Begun:

@@ -27,7 +27,7 @@ def test_the_image_is_stocks_while_a_model_is_compared_and_the_next_one_is_the_p
     text = (tree / name).read_text()
     assert BRACKET[0] in text
     (tree / name).write_text(text.replace(*BRACKET))
-    with start(replace(host, comfyui=str(tree)), models) as server:
+    with start(replace(host, comfyui=str(tree)), models, tries_hosts=True) as server:
         stock, _ = latent(server, graph("stock", parallel=False, seed=5))
         switch(server, True)
         ours, _ = latent(server, graph("compared", parallel=False, seed=6))

@@ -2,11 +2,14 @@
 and every change of what a forward may run is seen.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
 from pipemesh.lab.commands.fingerprints import classes, with_host
 from pipemesh.launcher.trial.known_hosts import FILE, KnownHosts, known_hosts
+from pipemesh.launcher.trial.sampled import sampled
+from pipemesh.parallel_runtime.families.every import SAMPLES
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 
 from .conftest import COMFYUI
@@ -17,17 +20,27 @@ from comfy.ldm.toy import layers
 from comfy.ldm.toy.layers import Block as Layer
 from .parts import scaled
 import comfy.ops
+import comfy.utils
+from comfy.ldm.toy.star import *
+from einops import rearrange
 
 class Model(torch.nn.Module):
     """A model."""
     SIZE = 2
     def forward(self, x):
         """Runs."""
-        return scaled(Layer()(x)) + layers.shift(x, self.SIZE)
+        from comfy.ldm.toy.late import inside
+        return inside(scaled(Layer()(x)) + layers.shift(starred(x), self.SIZE) + comfy.utils.helper(rearrange(x)))
+
+for name in ("forward",):
+    setattr(Model, name, getattr(Model, name))
 '''
 FILES = {
     "ops.py": "class manual_cast:\n    def cast(self): return 1\n",
     "ldm/toy/__init__.py": "",
+    "ldm/toy/late.py": "def inside(x): return x\n",
+    "ldm/toy/star.py": "def starred(x): return x\n",
+    "utils.py": "def helper(x): return deeper(x)\n\n\ndef deeper(x): return x\n",
     "ldm/toy/model.py": MODEL,
     "ldm/toy/layers.py": (
         "from comfy.ldm.toy.parts import unused\n\n"
@@ -63,6 +76,10 @@ def test_all_that_a_forward_names_at_any_depth_is_in_it(host):
         "comfy.ldm.toy.parts:FACTOR",
         "comfy.ops:manual_cast",
         "comfy.ops:manual_cast.cast",
+        "comfy.ldm.toy.late:inside",
+        "comfy.ldm.toy.star:starred",
+        "comfy.utils:helper",
+        "comfy.ldm.toy.model:",
     }
 
 
@@ -77,6 +94,11 @@ def test_all_that_a_forward_names_at_any_depth_is_in_it(host):
         ("ldm/toy/layers.py", "def shift(x, by)", "def shift(x, by, more=None)", True),
         ("ldm/toy/parts.py", "FACTOR = 3", "FACTOR = 4", True),
         ("ops.py", "return 1", "return 2", True),
+        ("ldm/toy/late.py", "return x", "return -x", True),
+        ("ldm/toy/star.py", "return x", "return -x", True),
+        ("utils.py", "return deeper(x)", "return x", True),
+        ("ldm/toy/model.py", "from einops import", "from other import", True),
+        ("ldm/toy/model.py", 'in ("forward",)', 'in ("forward", "extra")', True),
     ],
 )
 def test_it_is_another_where_another_code_runs_and_only_there(host, file, before, after, changes):
@@ -89,6 +111,38 @@ def test_it_is_another_where_another_code_runs_and_only_there(host, file, before
 def test_a_class_that_the_files_do_not_have_has_no_functions(host):
     assert not HostFiles(host).fingerprint("comfy.ldm.toy.model:Other").functions
     assert not HostFiles(host).fingerprint("comfy.ldm.other:Model").functions
+
+
+TRACED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.text_encoders.", "comfy.patcher_extension")
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", ["flux", "wan2.1-t2v", "hidream-o1", "hunyuan-video"])
+def test_each_function_that_a_forward_runs_is_in_it(name):
+    facts = SAMPLES[name]
+    stock, ran = facts.form.random_model(facts.tiny.size(facts.heads[-1])), set()
+    transformer = stock.model.diffusion_model
+
+    def saw(frame, event, _arg):
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
+        if event == "call" and module.startswith(TRACED) and "<" not in function:
+            ran.add(f"{module}:{function}")
+
+    own = transformer.forward
+
+    def forward(*args, **kwargs):
+        sys.setprofile(saw)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    transformer.forward = forward
+    sampled(stock, facts, "odd", 1.0, facts.masks is not None, "euler", seed=1, steps=1)
+    kind = f"{type(transformer).__module__}:{type(transformer).__qualname__}"
+    found = HostFiles(Path(COMFYUI)).fingerprint(kind).functions
+    assert len(ran) > 10
+    assert {one for one in ran if one not in found and one.split(".")[0] not in found} == set()
 
 
 @pytest.mark.host

@@ -4,21 +4,26 @@ one that is known is not. Trees of ComfyUI with one file changed are found, and 
 
 import re
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from comfy.ldm.flux.model import Flux
+from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.launcher.commands.doctor import about_host
 from pipemesh.launcher.pool.devices import Device
-from pipemesh.launcher.pool.rank_setup import RankSetup
+from pipemesh.launcher.pool.rank_setup import RankSetup, rank_setup_from
 from pipemesh.launcher.trial import host_trials
-from pipemesh.launcher.trial.host_trials import HostTrials, TrialLost, Trials, VerdictFile
-from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts
+from pipemesh.launcher.trial.host_trials import FOLDER, HostTrials, Progress, TrialLost, Trials, Verdicts
+from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts, untested
 from pipemesh.launcher.trial.process import try_in_process
-from pipemesh.launcher.trial.trying import samples_of
+from pipemesh.launcher.trial.standing import HostCode
+from pipemesh.launcher.trial.trying import samples_of, tried
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.errors import Refused, RunCancelled
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.families.every import PLANS
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 
@@ -41,7 +46,7 @@ class Trial:
 
     def __call__(self, kind, tell):
         self.begun += 1
-        tell("flux, whole weights")
+        tell(Progress("flux as a sequence", 1, 4))
         self.ends.wait(60)
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -59,9 +64,9 @@ def trial():
 def trials(trial, tmp_path):
     """Makes the trials of a ComfyUI that starts."""
 
-    def make(known=NOTHING, tell=print, **options):
-        file = VerdictFile(tmp_path / "kept" / "trials.json")
-        return HostTrials(Path(COMFYUI), Trials("9.9", trial, file, tell), known=lambda: known, **options)
+    def make(known=NOTHING, **options):
+        kept = Verdicts(tmp_path / FOLDER)
+        return HostTrials(Path(COMFYUI), Trials("9.9", trial, kept), known=lambda: known, **options)
 
     return make
 
@@ -72,15 +77,15 @@ def never():
 
 @pytest.mark.host
 def test_a_class_of_a_tested_comfyui_is_computed_at_once_and_no_trial_begins(trial, trials):
-    made = trials(known_hosts())
+    made = trials(with_host(NOTHING, "9.9", Path(COMFYUI)))
     made.require(Flux)
     made.admit(Flux, never)
     assert trial.begun == 0 and made.pending() == () and made.verdicts() == ()
 
 
 def test_auto_mode_has_one_gpu_until_the_verdict_and_a_pool_by_hand_waits_for_it(trial, trials):
-    told, noticed = [], []
-    made = trials(tell=told.append, notice=noticed.append)
+    noticed, told = [], []
+    made = trials(notice=noticed.append)
     with pytest.raises(
         Refused, match=r"Flux of this ComfyUI \(9.9\) is being compared with stock on the CPU"
     ):
@@ -88,14 +93,17 @@ def test_auto_mode_has_one_gpu_until_the_verdict_and_a_pool_by_hand_waits_for_it
     assert made.pending() == ("Flux",)
     with pytest.raises(RunCancelled):
         made.admit(Flux, lambda: True)
-    waiting = threading.Thread(target=made.admit, args=(Flux, never))
-    waiting.start()
-    trial.ends.set()
-    waiting.join(60)
+
+    def tell(now):
+        told.append(now)
+        if now.done:
+            trial.ends.set()
+
+    made.admit(Flux, never, tell)
+    assert told[-1] == Progress("flux as a sequence", 1, 4), "it waited, and told for what"
     made.require(Flux)
     assert trial.begun == 1 and made.pending() == ()
     assert [(one.name, one.is_same) for one in made.verdicts()] == [("Flux", True)]
-    assert told == ["PipeMesh: Flux is compared with stock on the CPU, flux, whole weights"]
     (notice,) = noticed
     assert re.match(r"Flux of this ComfyUI \(9.9\) is not the one .* and \d+ more differ\)", notice)
 
@@ -117,12 +125,12 @@ def test_a_class_that_ranks_compute_otherwise_is_refused_with_the_figure_after_a
     trial.ends.set()
     for _ in range(2):
         made = trials()
-        with pytest.raises(Refused, match=r"off by 0.9, .* set PIPEMESH_TRIAL=0"):
+        with pytest.raises(Refused, match=r"off by 0.9, .*; its code is \w{16}\).* set PIPEMESH_TRIAL=0"):
             made.admit(Flux, never)
     assert trial.begun == 1
 
 
-@pytest.mark.parametrize("changed", ["torch", "pack", "host", "the file is cut off"])
+@pytest.mark.parametrize("changed", ["torch", "pack", "host", "the file is another"])
 def test_a_verdict_holds_over_restarts_for_this_host_pack_and_torch_alone(
     trial, trials, monkeypatch, tmp_path, changed
 ):
@@ -138,8 +146,8 @@ def test_a_verdict_holds_over_restarts_for_this_host_pack_and_torch_alone(
         found = HostFiles(Path(COMFYUI)).fingerprint(FLUX)
         monkeypatch.setattr(type(found), "digest", "other")
     else:
-        kept = tmp_path / "kept" / "trials.json"
-        kept.write_bytes(kept.read_bytes()[:40])
+        (kept,) = (tmp_path / FOLDER).iterdir()
+        kept.write_bytes(b"[]")
     trials().admit(Flux, never)
     assert trial.begun == 2
 
@@ -149,6 +157,9 @@ def test_a_trial_that_is_lost_is_told_and_tried_again(trial, trials):
     trial.ends.set()
     with pytest.raises(Refused, match=r"could not be compared with stock \(its process was killed"):
         made.admit(Flux, never)
+    with pytest.raises(Refused, match="could not be compared"):
+        made.require(Flux)
+    assert trial.begun == 1, "auto mode does not try again and again"
     trial.answer = SAME
     made.admit(Flux, never)
     assert trial.begun == 2
@@ -157,6 +168,43 @@ def test_a_trial_that_is_lost_is_told_and_tried_again(trial, trials):
 def test_where_it_is_turned_off_every_class_is_computed(trial, trials):
     trials(is_on=False).admit(Flux, never)
     assert trial.begun == 0
+    for value, is_on in {"0": False, "1": True}.items():
+        assert rank_setup_from({"PIPEMESH_TRIAL": value}, COMFYUI).tries_hosts == is_on
+        assert untested("9.9", is_tried=is_on).endswith(
+            "compares the images." if not is_on else "computes them."
+        )
+
+
+def test_comfyui_files_that_cannot_be_read_are_told_and_no_class_of_them_is_computed(tmp_path, trial):
+    file = tmp_path / "comfy" / "ldm" / "flux" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("class Flux:\n  def")
+    made = HostTrials(tmp_path, Trials("9.9", trial, Verdicts(tmp_path)))
+    with pytest.raises(Refused, match=r"flux/model.py cannot be read .*: mend it, and restart ComfyUI"):
+        made.require(Flux)
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), PoolFailed("rank 1 was killed"), MemoryError()])
+def test_what_the_machine_is_to_blame_for_is_no_verdict_on_a_class(error):
+    def fails(placement):
+        raise error
+
+    with pytest.raises(type(error)):
+        tried(FLUX, SimpleNamespace(handle=fails))
+
+
+def test_doctor_says_which_models_differ_and_what_was_verified_here():
+    facts = SimpleNamespace(
+        comfyui=SimpleNamespace(version="9.9"),
+        host=HostCode(
+            tested=("0.30.0",), classes=3, unknown=("Flux", "Wan"), verified=("Flux",), refused=("Wan",)
+        ),
+    )
+    (said,) = about_host(facts)
+    assert said.level == "limited" and said.text.startswith("ComfyUI 9.9: 2 of 3 models differ")
+    assert said.text.endswith("Verified here: Flux. Not computed by a pool: Wan.")
+    facts.host = replace(facts.host, unknown=())
+    assert [one.level for one in about_host(facts)] == ["works"]
 
 
 def test_a_process_that_dies_or_takes_too_long_is_a_lost_trial(tmp_path):

@@ -241,14 +241,14 @@ def about_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def about_host(facts: Facts) -> Iterator[Finding]:
-    if facts.host is None or facts.comfyui is None:
+    if facts.host is None or facts.comfyui is None or not facts.host.classes:
         return
     host, version, tested = facts.host, facts.comfyui.version, ", ".join(facts.host.tested)
     if not host.unknown:
         yield Finding("works", f"The models of ComfyUI {version} are those of a tested one ({tested}).")
         return
     text = (
-        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models are in no tested one ({tested});"
+        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models differ from every tested one ({tested});"
         " each is compared with stock on the CPU, once, before a pool computes it."
     )
     for says, names in (("Verified here", host.verified), ("Not computed by a pool", host.refused)):

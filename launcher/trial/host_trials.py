@@ -5,13 +5,13 @@ was tested with, else when it has been compared with stock on the CPU, once.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,17 +28,19 @@ from .known_hosts import KnownHosts, known_hosts
 PACK = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 NAMED = 2  # functions that a notice names
-TURN_OFF = "set PIPEMESH_TRIAL=0 to sample it all the same, or update PipeMesh"
+TURN_OFF = "update PipeMesh, or set PIPEMESH_TRIAL=0, with which images may be wrong"
+FOLDER = "trials"  # of the cache folder
 log = logging.getLogger("pipemesh")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether ranks compute a class, ``module:Class``, of a ComfyUI as stock does. ``says``: the
-    comparison that it rests on.
+    """Whether ranks compute a class, ``module:Class``, of a ComfyUI as stock does. ``digest``: of its
+    code. ``says``: the comparison that it rests on.
     """
 
     kind: str
+    digest: str
     comfyui: str
     is_same: bool
     says: str
@@ -53,67 +55,79 @@ class TrialLost(Exception):
     """A class could not be tried, for the reason given: another time it may be."""
 
 
-# Tries a class, and is told what to call with each thing that was compared. Raises TrialLost
-TryClass = Callable[[str, Callable[[str], None]], tuple[bool, str]]
+@dataclass(frozen=True)
+class Progress:
+    """Of a trial: what is compared, and how many comparisons of how many are done."""
+
+    text: str = "its workers start"
+    done: int = 0
+    total: int = 1
 
 
-class VerdictFile:
-    """The verdicts that a machine keeps, by what they depend on."""
+# Tries a class, and is told what to call when something is compared. Raises TrialLost
+TryClass = Callable[[str, Callable[[Progress], None]], tuple[bool, str]]
 
-    def __init__(self, path: Path):
-        self._path = path
 
-    def read(self) -> dict[str, Verdict]:
-        """Returns what is there; nothing where it cannot be read."""
+class Verdicts:
+    """The verdicts that a machine keeps: a file each in a folder, so that two ComfyUIs write none
+    at once.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def of(self, found: Fingerprint) -> Verdict | None:
+        """Returns the one on a class; None where there is none that can be read."""
         try:
-            return {key: Verdict(**one) for key, one in json.loads(self._path.read_bytes()).items()}
+            return Verdict(**json.loads(self._file(found).read_bytes()))
         except (OSError, ValueError, TypeError):
-            return {}
+            return None
 
-    def keep(self, key: str, verdict: Verdict) -> None:
-        """Adds one. It is known until ComfyUI ends where it cannot be written."""
-        every = {name: asdict(one) for name, one in {**self.read(), key: verdict}.items()}
+    def keep(self, found: Fingerprint, verdict: Verdict) -> None:
+        """Where it cannot be written, it is known until ComfyUI ends."""
+        file = self._file(found)
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-                json.dump(every, file, indent=1)
-            os.replace(file.name, self._path)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            new = file.with_suffix(f".{os.getpid()}")
+            try:
+                new.write_text(json.dumps(asdict(verdict), indent=1), encoding="utf-8")
+                new.replace(file)
+            finally:
+                new.unlink(missing_ok=True)
 
-
-VERDICTS = "trials.json"  # in the cache folder
-
-
-def kept_verdicts(cache: Path, found: Iterable[Fingerprint]) -> list[Verdict]:
-    """Returns the verdicts on these classes that this machine keeps, for this pack and torch."""
-    kept = VerdictFile(cache / VERDICTS).read()
-    return [kept[key] for key in map(key_of, found) if key in kept]
+    def _file(self, found: Fingerprint) -> Path:
+        return self._folder / f"{hashlib.blake2b(key_of(found).encode(), digest_size=16).hexdigest()}.json"
 
 
 def key_of(found: Fingerprint) -> str:
     """Returns what a verdict on a class depends on."""
-    return f"{found.kind} {found.digest} pack {pack_digest()} torch {torch.__version__}"
+    return f"{found.kind} {found.digest} pack {pack_digest()} torch {torch.__version__} kitchen {kitchen_version()}"
+
+
+def kitchen_version() -> str:
+    """Returns the version of comfy-kitchen, which has ComfyUI's kernels; empty where it is not
+    installed.
+    """
+    try:
+        return importlib.metadata.version("comfy-kitchen")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 class Trials:
     """Tries classes of a ComfyUI of this ``version``, one after the other, each in a thread that
-    ends with it. ``tell`` is told what is compared.
+    ends with it.
     """
 
-    def __init__(
-        self,
-        version: str,
-        try_class: TryClass,
-        file: VerdictFile,
-        tell: Callable[[str], None] = lambda text: None,
-    ):
+    def __init__(self, version: str, try_class: TryClass, kept: Verdicts):
         self.version = version
+        self.now = Progress()
         self._try = try_class
-        self._file = file
-        self._tell = tell
+        self._kept = kept
         self._turn = threading.Lock()
 
     def kept(self, found: Fingerprint) -> Verdict | None:
-        return self._file.read().get(key_of(found))
+        return self._kept.of(found)
 
     def begin(self, found: Fingerprint) -> Future[Verdict]:
         future: Future[Verdict] = Future()
@@ -122,24 +136,28 @@ class Trials:
 
     def _run(self, found: Fingerprint, future: Future[Verdict]) -> None:
         with self._turn:
-            began = time.monotonic()
             try:
-                is_same, says = self._try(
-                    found.kind,
-                    lambda what: self._tell(
-                        f"PipeMesh: {found.name} is compared with stock on the CPU, {what}"
-                    ),
-                )
+                future.set_result(self._verdict(found))
             except Exception as error:  # noqa: BLE001 - whatever it is, a sampling waits for this future
                 log.warning("[PipeMesh] %s could not be compared with stock: %s", found.name, error)
                 future.set_exception(error)
-                return
-            seconds = round(time.monotonic() - began, 1)
-        verdict = Verdict(kind=found.kind, comfyui=self.version, is_same=is_same, says=says, seconds=seconds)
-        self._file.keep(key_of(found), verdict)
+
+    def _verdict(self, found: Fingerprint) -> Verdict:
+        began, self.now = time.monotonic(), Progress()
+        is_same, says = self._try(found.kind, lambda now: setattr(self, "now", now))
+        seconds = round(time.monotonic() - began, 1)
+        verdict = Verdict(
+            kind=found.kind,
+            digest=found.digest,
+            comfyui=self.version,
+            is_same=is_same,
+            says=says,
+            seconds=seconds,
+        )
+        self._kept.keep(found, verdict)
         said = "verified on the CPU" if is_same else "NOT the same"
         log.info("[PipeMesh] %s of ComfyUI %s: %s, %.0f s. %s", found.name, self.version, said, seconds, says)
-        future.set_result(verdict)
+        return verdict
 
 
 class HostTrials:
@@ -181,9 +199,10 @@ class HostTrials:
             if one is not None and not one.done()
         )
 
-    def begin(self, transformer: type) -> Future[Verdict] | None:
+    def begin(self, transformer: type, again: bool = False) -> Future[Verdict] | None:
         """Begins the trial of a class that is not known, unless it has begun; None where nothing
-        has to be tried: a class without blocks that are cut is computed as it is.
+        has to be tried: a class without blocks that are cut is computed as it is. ``again``: also
+        where one was lost. Raises Refused where ComfyUI's files cannot be read.
         """
         plan = plan_for(transformer)
         if not self._is_on or plan is None or not plan.blocks:
@@ -191,9 +210,8 @@ class HostTrials:
         kind = f"{transformer.__module__}:{transformer.__qualname__}"
         with self._lock:
             begun = self._begun.get(kind)
-            if kind not in self._begun or (
-                begun is not None and begun.done() and begun.exception() is not None
-            ):
+            is_lost = begun is not None and begun.done() and begun.exception() is not None
+            if kind not in self._begun or (again and is_lost):
                 begun = self._begun[kind] = self._judged(self._files.fingerprint(kind))
             return begun
 
@@ -208,15 +226,21 @@ class HostTrials:
             )
         self._require_same(transformer, judged)
 
-    def admit(self, transformer: type, interrupted: Callable[[], bool]) -> None:
-        """Waits until a class may be computed by ranks. Raises Refused where it may not,
-        RunCancelled.
+    def admit(
+        self,
+        transformer: type,
+        interrupted: Callable[[], bool],
+        tell: Callable[[Progress], None] = lambda now: None,
+    ) -> None:
+        """Waits until a class may be computed by ranks, and tells how far its comparison is. Raises
+        Refused where it may not, RunCancelled.
         """
-        if (judged := self.begin(transformer)) is None:
+        if (judged := self.begin(transformer, again=True)) is None:
             return
         while not judged.done():
             if interrupted():
                 raise RunCancelled("The run was cancelled.")
+            tell(self._trials.now)
             wait([judged], POLL_S)
         self._require_same(transformer, judged)
 
@@ -224,9 +248,11 @@ class HostTrials:
         name = f"{transformer.__name__} of this ComfyUI ({self.version})"
         if (lost := judged.exception()) is not None:
             raise Refused(f"{name} could not be compared with stock ({lost}): {TURN_OFF}.")
-        if not judged.result().is_same:
+        verdict = judged.result()
+        if not verdict.is_same:
             raise Refused(
-                f"{name} is not computed in workers as by ComfyUI alone ({judged.result().says}): {TURN_OFF}."
+                f"{name} is not computed in workers as by ComfyUI alone ({verdict.says}; its code is"
+                f" {verdict.digest}): {TURN_OFF}."
             )
 
     def _judged(self, found: Fingerprint) -> Future[Verdict] | None:

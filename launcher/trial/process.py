@@ -10,7 +10,7 @@ from ...parallel_runtime.wire.messages import FromTrial, Tried, Try
 from ..pool.devices import Device
 from ..pool.rank_setup import RankSetup
 from ..pool.side_process import SCRIPT, SideProcess
-from .host_trials import TrialLost
+from .host_trials import Progress, TrialLost
 
 LIMIT_S = 600.0  # of one class, with the start of its ranks
 
@@ -19,7 +19,7 @@ def try_in_process(
     setup: RankSetup,
     device: Callable[[], Device],
     kind: str,
-    tell: Callable[[str], None],
+    tell: Callable[[Progress], None],
     argv: Sequence[str] = (SCRIPT, "{fd}", "{parent}", "trial"),
     limit_s: float = LIMIT_S,
 ) -> tuple[bool, str]:
@@ -34,7 +34,7 @@ def try_in_process(
     try:
         process.channel.send(Try(kind=kind))
         while not isinstance(message := process.receive(until), Tried):
-            tell(message.text)
+            tell(Progress(message.text, message.done, message.total))
         return message.is_same, message.says
     except ChannelClosed:
         raise TrialLost(f"its process {process.end()}") from None

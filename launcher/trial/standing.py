@@ -10,7 +10,7 @@ from ...parallel_runtime.families.every import PLANS
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ..cache import cache_folder
 from ..comfyui.host_record import ComfyInstall
-from .host_trials import kept_verdicts
+from .host_trials import FOLDER, Verdicts
 from .known_hosts import known_hosts
 
 
@@ -32,7 +32,8 @@ def host_code(host: ComfyInstall) -> HostCode:
     kinds = [kind for plan in PLANS for kind in plan.models if plan.blocks]
     found = [one for one in map(files.fingerprint, kinds) if one.functions]
     unknown = [one for one in found if not known.has(one)]
-    judged = kept_verdicts(cache_folder(os.environ), unknown)
+    kept = Verdicts(cache_folder(os.environ) / FOLDER)
+    judged = [one for one in map(kept.of, unknown) if one is not None]
     return HostCode(
         tested=tuple(known.versions),
         classes=len(found),

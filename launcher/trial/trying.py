@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from ...parallel_runtime.errors import OutOfMemory, PoolFailed, SharedMemoryFull
 from ...parallel_runtime.families.every import FAMILIES
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.refusals import require_plan
@@ -52,13 +53,14 @@ class Compared:
     what: str
     error: float
     allowed: float
+    unit: str = " of the image's scale"
 
     @property
     def is_same(self) -> bool:
         return self.error <= self.allowed  # False for NaN
 
     def __str__(self) -> str:
-        return f"{self.what}: off by {self.error:.2g}, {self.allowed:.2g} would be rounding"
+        return f"{self.what}: off by {self.error:.2g}{self.unit}, up to {self.allowed:.2g} is rounding"
 
 
 def run(channel: Channel) -> None:
@@ -75,7 +77,7 @@ def run(channel: Channel) -> None:
         assert isinstance(asked, Try)
         keeper = PoolKeeper(RankSetup(comfyui=like.comfyui, comfy_args=args))
         try:
-            channel.send(tried(asked.kind, keeper, lambda text: channel.send(TrialStep(text=text))))
+            channel.send(tried(asked.kind, keeper, channel.send))
         finally:
             keeper.close()
     except ChannelClosed:
@@ -86,20 +88,23 @@ def no_tensor(ref: Any) -> torch.Tensor:
     raise msgspec.DecodeError("arguments of ComfyUI hold no tensor")
 
 
-def tried(kind: str, keeper: PoolKeeper, tell: Callable[[str], None] = lambda text: None) -> Tried:
+def tried(kind: str, keeper: PoolKeeper, tell: Callable[[TrialStep], None] = lambda step: None) -> Tried:
     """Compare every tiny model of a class, ``module:Class``. What fails, as code of another ComfyUI
-    may in any way, is a difference too.
+    may in any way, is a difference too. Raises what this machine is to blame for: that is no
+    verdict on the class.
     """
     compared: list[Compared] = []
     try:
         samples = samples_of(kind)
-        for compare, layout in ((as_sequence, SEQUENCE), (as_pipeline, PIPELINE)):
-            pool = pool_of(keeper, layout)
-            for one in (one for sample in samples for one in compare(sample, pool)):
-                tell(one.what)
+        turns = [(*way, sample) for way in WAYS for sample in samples]
+        for number, (name, layout, compare, sample) in enumerate(turns):
+            tell(TrialStep(text=f"{sample.name} {name}", done=number, total=len(turns)))
+            for one in compare(sample, pool_of(keeper, layout)):
                 compared.append(one)
                 if not one.is_same:
                     return Tried(is_same=False, says=str(one))
+    except (PoolFailed, SharedMemoryFull, OutOfMemory, OSError, MemoryError):
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, this class cannot be sampled so
         where = f" after {compared[-1].what}" if compared else ""
         says = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -151,9 +156,10 @@ def as_sequence(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
     ours = request(sample, in_ranks(model, pool, "sharded"))
     distance = rms(ours - truth) if torch.isfinite(ours).all() else float("inf")
     yield Compared(
-        f"{sample.name}, shared-out int8 weights, by stock's own distance from fp32",
+        f"{sample.name}, shared-out int8 weights",
         distance / max(rms(stock_int8 - truth), 1e-12),
         INT8_BOUND,
+        " times stock's own error",
     )
 
 
@@ -166,6 +172,9 @@ def as_pipeline(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
         return
     ours = in_ranks(stock, pool, "whole", Patching(patches=2, warm_up=STEPS * 2))
     yield compared_with(request(sample, stock), sample, stock, ours, "two stages")
+
+
+WAYS = (("as a sequence", SEQUENCE, as_sequence), ("in two stages", PIPELINE, as_pipeline))
 
 
 def compared_with(

@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ..errors import Refused
 from .host_code import FOLLOWED
 from .python_file import FUNCTIONS
 
+# Modules whose code is followed; of ComfyUI's others, what that code names is looked at and no more
+DEEP = (*FOLLOWED, "comfy.patcher_extension", "comfy.model_prefetch", "comfy.text_encoders.")
 # What every model runs although its code does not name it: ``operations`` is an argument
-EVERYWHERE = tuple(
-    f"comfy.ops:{name}"
-    for name in ("cast_bias_weight", "disable_weight_init", "manual_cast", "mixed_precision_ops")
+EVERYWHERE = (
+    *(
+        ("comfy.ops", name)
+        for name in (
+            *("cast_bias_weight", "disable_weight_init", "fp8_ops", "manual_cast"),
+            *("mixed_precision_ops", "pick_operations"),
+        )
+    ),
+    ("comfy.model_management", "cast_to"),
+    ("comfy.patcher_extension", "WrapperExecutor"),
 )
 Place = tuple[str, str]  # a module, and a name that it binds
 
@@ -49,11 +59,15 @@ class Fingerprint:
 @dataclass(frozen=True)
 class SourceFile:
     """A module by its file. ``bound``: name -> the statements of the module that bind it.
-    ``imported``: name -> the module that it comes from, and its name there, empty for the module.
+    ``imported``: name -> the module that it comes from, and its name there, empty for the module;
+    those of functions too. ``all_of``: modules of which all names are imported. ``rest``: what the
+    module runs beside, such as a loop that sets methods.
     """
 
     bound: Mapping[str, Sequence[ast.stmt]]
     imported: Mapping[str, Place]
+    all_of: Sequence[str]
+    rest: Sequence[ast.AST]
 
 
 class HostFiles:
@@ -65,34 +79,38 @@ class HostFiles:
 
     def fingerprint(self, kind: str) -> Fingerprint:
         """Returns the fingerprint of a class, ``module:Class``; one without functions where the
-        files do not have that class.
+        files do not have that class. Raises Refused where a file cannot be read.
         """
         module, _, name = kind.partition(":")
         file = self._file(module)
         if file is None or name not in file.bound:
             return Fingerprint(kind, {})
-        starts = [(module, name), *((one, what) for one, _, what in (p.partition(":") for p in EVERYWHERE))]
         digests: dict[str, list[str]] = {}
-        for (where, bound), statements in self._reached(starts).items():
+        reached = self._reached([(module, name), *EVERYWHERE])
+        for (where, bound), statements in reached.items():
             for statement in statements:
                 for part, node in _parts(statement, bound):
-                    digests.setdefault(f"{where}:{part}", []).append(_tree_text(node))
+                    texts = digests.setdefault(f"{where}:{part}", [])
+                    texts += [_tree_text(node), *self._libraries(where, node)]
+        for where in {where for where, _ in reached if where.startswith(DEEP)}:
+            if (rest := self._file(where)) is not None and rest.rest:
+                digests[f"{where}:"] = [_tree_text(node) for node in rest.rest]
         return Fingerprint(kind, {name: _short(texts) for name, texts in digests.items()})
 
     def _reached(self, starts: Sequence[Place]) -> dict[Place, Sequence[ast.stmt]]:
-        """Returns these places and all that their code names, at any depth, in the modules that a
-        forward runs.
-        """
+        """Returns these places and all of ComfyUI that their code names, at any depth."""
         found: dict[Place, Sequence[ast.stmt]] = {}
         waiting = list(starts)
         while waiting:
             place = waiting.pop()
-            if place in found or not place[0].startswith(FOLLOWED):
+            if place in found or not place[0].startswith("comfy."):
                 continue
             file = self._file(place[0])
             if file is None:
                 continue
             found[place] = file.bound.get(place[1], ())
+            if found[place] and not place[0].startswith(DEEP):
+                continue
             names = {name for one in found[place] for name in _dotted_names(one)} or {(place[1],)}
             waiting += filter(None, (self._place_of(place[0], file, name) for name in names))
         return found
@@ -104,12 +122,28 @@ class HostFiles:
         if dotted[0] in file.bound:
             return module, dotted[0]
         if dotted[0] not in file.imported:
-            return None
+            others = ((where, self._file(where)) for where in file.all_of)
+            return next(
+                ((where, dotted[0]) for where, other in others if other and dotted[0] in other.bound), None
+            )
         where, name = file.imported[dotted[0]]
         parts = [*([name] if name else []), *dotted[1:]]
         while parts and self._path(f"{where}.{parts[0]}") is not None:
             where = f"{where}.{parts.pop(0)}"
         return (where, parts[0]) if parts else None
+
+    def _libraries(self, module: str, node: ast.AST) -> list[str]:
+        """Returns which names of a node are those of other libraries than ComfyUI, and what they
+        stand for.
+        """
+        file = self._file(module)
+        imported = {} if file is None else file.imported
+        heads = {dotted[0] for dotted in _dotted_names(node)} & imported.keys()
+        return sorted(
+            f"{head} is {':'.join(imported[head])}"
+            for head in heads
+            if not imported[head][0].startswith("comfy")
+        )
 
     def _path(self, module: str) -> Path | None:
         path = self._root.joinpath(*module.split("."))
@@ -120,14 +154,21 @@ class HostFiles:
         if module not in self._read:
             path = self._path(module)
             package = module if path is not None and path.name == "__init__.py" else module.rpartition(".")[0]
-            self._read[module] = _source_file(path, package) if path is not None and path.is_file() else None
+            try:
+                found = _source_file(path, package) if path is not None and path.is_file() else None
+            except (OSError, SyntaxError, ValueError) as error:
+                raise Refused(
+                    f"ComfyUI's file {path} cannot be read ({error}): mend it, and restart ComfyUI."
+                ) from error
+            self._read[module] = found
         return self._read[module]
 
 
 def _source_file(path: Path, package: str) -> SourceFile:
+    tree = ast.parse(path.read_bytes())
     bound: dict[str, list[ast.stmt]] = {}
-    imported: dict[str, Place] = {}
-    waiting = list(ast.parse(path.read_bytes()).body)
+    rest: list[ast.AST] = []
+    waiting = list(tree.body)
     while waiting:
         node = waiting.pop(0)
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -136,17 +177,8 @@ def _source_file(path: Path, package: str) -> SourceFile:
             for one in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 for name in (inner.id for inner in ast.walk(one) if isinstance(inner, ast.Name)):
                     bound.setdefault(name, []).append(node)
-        elif isinstance(node, ast.Import):
-            for one in node.names:
-                imported[one.asname or one.name.partition(".")[0]] = (
-                    one.name if one.asname else one.name.partition(".")[0],
-                    "",
-                )
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            where = ".".join([*above, *([node.module] if node.module else [])])
-            imported |= {one.asname or one.name: (where, one.name) for one in node.names}
-        else:
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            rest += [node.test] if isinstance(node, ast.If) else []
             inner = [node, *getattr(node, "handlers", [])]
             waiting += [
                 one
@@ -154,7 +186,25 @@ def _source_file(path: Path, package: str) -> SourceFile:
                 for part in ("body", "orelse", "finalbody")
                 for one in getattr(outer, part, [])
             ]
-    return SourceFile(bound, imported)
+        elif not isinstance(node, (ast.Import, ast.ImportFrom)) and not _is_docstring([node]):
+            rest.append(node)
+    # Of the same name, the one that stands further out
+    imports = [one for node in ast.walk(tree) for one in _imports(node, package)][::-1]
+    imported = {name: place for name, place in imports if name != "*"}
+    return SourceFile(bound, imported, [place[0] for name, place in imports if name == "*"], rest)
+
+
+def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, Place]]:
+    """Yields each name that an import binds, and what it stands for."""
+    if isinstance(node, ast.Import):
+        for one in node.names:
+            first = one.name.partition(".")[0]
+            yield one.asname or first, (one.name if one.asname else first, "")
+    elif isinstance(node, ast.ImportFrom):
+        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        where = ".".join([*above, *([node.module] if node.module else [])])
+        for one in node.names:
+            yield one.asname or one.name, (where, one.name)
 
 
 def _parts(node: ast.stmt, name: str) -> Iterator[tuple[str, ast.AST]]:

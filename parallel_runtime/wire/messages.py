@@ -293,9 +293,11 @@ class Try(msgspec.Struct, frozen=True, tag=True):
 
 
 class TrialStep(msgspec.Struct, frozen=True, tag=True):
-    """Tells what was compared."""
+    """Tells what is compared next, and how many samples of how many have been."""
 
     text: str
+    done: int
+    total: int
 
 
 class Tried(msgspec.Struct, frozen=True, tag=True):
