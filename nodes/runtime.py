@@ -37,7 +37,7 @@ from .planning import PlannedLayout, Planning, Sampling, placement_of, provision
 from .room import room_on_devices
 from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings
 from .timing import StepTimes
-from .trials import host_trials, told
+from .trials import compared, host_trials
 from .waiting import Waiting
 
 CROWDED = (
@@ -247,7 +247,7 @@ class Runtime:
                 wait=self.wait,
                 counts=counts,
                 admit=lambda transformer: self.trials.admit(
-                    type(transformer), interrupted, lambda now: self._teller.tell(told(now))
+                    type(transformer), interrupted, lambda now: self._teller.tell(compared(now))
                 ),
             )
         return self._pools[placement]

@@ -31,7 +31,7 @@ def host_trials(setup: RankSetup, device: Callable[[], Device], notices: Notices
     )
 
 
-def told(now: Progress) -> Told:
+def compared(now: Progress) -> Told:
     """Says what a pool by hand waits for."""
     return Told(
         f"PipeMesh: this ComfyUI's model is compared with stock on the CPU, once ({now.text})",

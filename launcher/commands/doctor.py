@@ -248,8 +248,8 @@ def about_host(facts: Facts) -> Iterator[Finding]:
         yield Finding("works", f"The models of ComfyUI {version} are those of a tested one ({tested}).")
         return
     text = (
-        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models differ from every tested one ({tested});"
-        " each is compared with stock on the CPU, once, before a pool computes it."
+        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models differ from every tested one"
+        f" ({tested}); each is compared with stock on the CPU, once, before a pool computes it."
     )
     for says, names in (("Verified here", host.verified), ("Not computed by a pool", host.refused)):
         text += f" {says}: {', '.join(names)}." if names else ""

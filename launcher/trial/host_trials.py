@@ -35,8 +35,8 @@ log = logging.getLogger("pipemesh")
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether ranks compute a class, ``module:Class``, of a ComfyUI as stock does. ``digest``: of its
-    code. ``says``: the comparison that it rests on.
+    """Whether ranks compute a class, ``module:Class``, of a ComfyUI as stock does. ``digest``: of
+    its code. ``says``: the comparison that it rests on.
     """
 
     kind: str
