@@ -9,7 +9,7 @@ import pytest
 from pipemesh.lab.commands.fingerprints import classes, with_host
 from pipemesh.launcher.trial.known_hosts import FILE, KnownHosts, known_hosts
 from pipemesh.launcher.trial.sampled import sampled
-from pipemesh.parallel_runtime.families.every import SAMPLES
+from pipemesh.launcher.trial.trying import samples_of
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 
 from .conftest import COMFYUI
@@ -114,13 +114,19 @@ def test_a_class_that_the_files_do_not_have_has_no_functions(host):
     assert not HostFiles(host).fingerprint("comfy.ldm.other:Model").functions
 
 
+KINDS = (  # of one kind of block, of two, of a text encoder's, and one that imports in a function
+    "comfy.ldm.wan.model:WanModel",
+    "comfy.ldm.flux.model:Flux",
+    "comfy.ldm.hidream_o1.model:HiDreamO1Transformer",
+    "comfy.ldm.hunyuan_video.model:HunyuanVideo",
+)
 TRACED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.text_encoders.", "comfy.patcher_extension")
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("name", ["flux", "wan2.1-t2v", "hidream-o1", "hunyuan-video"])
-def test_each_function_that_a_forward_runs_is_in_it(name):
-    facts = SAMPLES[name]
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_function_that_a_forward_runs_is_in_it(kind):
+    facts = samples_of(kind)[0]
     stock, ran = facts.form.random_model(facts.tiny.size(facts.heads[-1])), set()
     transformer = stock.model.diffusion_model
 
@@ -140,7 +146,6 @@ def test_each_function_that_a_forward_runs_is_in_it(name):
 
     transformer.forward = forward
     sampled(stock, facts, "odd", 1.0, facts.masks is not None, "euler", seed=1, steps=1)
-    kind = f"{type(transformer).__module__}:{type(transformer).__qualname__}"
     found = HostFiles(Path(COMFYUI)).fingerprint(kind).functions
     assert len(ran) > 10
     assert {one for one in ran if one not in found and one.split(".")[0] not in found} == set()

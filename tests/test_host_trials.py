@@ -176,7 +176,7 @@ def test_where_it_is_turned_off_every_class_is_computed(trial, trials):
 
 
 def test_comfyui_files_that_cannot_be_read_are_told_and_no_class_of_them_is_computed(tmp_path, trial):
-    file = tmp_path / "comfy" / "ldm" / "flux" / "model.py"
+    file = tmp_path / FLUX_FILES[1]
     file.parent.mkdir(parents=True)
     file.write_text("class Flux:\n  def")
     made = HostTrials(tmp_path, Trials("9.9", trial, Verdicts(tmp_path)))

@@ -101,7 +101,8 @@ class Verdicts:
 
 def key_of(found: Fingerprint) -> str:
     """Returns what a verdict on a class depends on."""
-    return f"{found.kind} {found.digest} pack {pack_digest()} torch {torch.__version__} kitchen {kitchen_version()}"
+    made_by = f"pack {pack_digest()} torch {torch.__version__} kitchen {kitchen_version()}"
+    return f"{found.kind} {found.digest} {made_by}"
 
 
 def kitchen_version() -> str:
