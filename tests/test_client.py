@@ -15,13 +15,13 @@ from pipemesh.parallel_runtime.client.remote_patcher import bring_up, paralleliz
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.crossing.source import Source
-from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, RunCancelled, SharedMemoryFull
+from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, Refused, RunCancelled, SharedMemoryFull
 from pipemesh.parallel_runtime.forward import forward_binder, forward_patch
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Release, SetWeightPatches
-from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree
+from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 
 from .test_wire import descriptors
 
@@ -101,7 +101,7 @@ def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
     first = pool.arena.take(1)
     pool.arena.give(first, 1)
     x = torch.zeros(1, 16, 64, 64)
-    with pytest.raises(NotPlain):
+    with pytest.raises(Refused, match="transformer_options/thing"):
         submit(client, {"x": x, "timestep": x, "transformer_options": {"thing": object()}})
     assert pool.arena.take(1) == first and not client.session.tickets
 

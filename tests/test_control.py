@@ -172,6 +172,7 @@ def planned(model):
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.models[0].rpartition(":")[2])
 def test_what_a_forward_reads_of_residuals_options_and_patches_is_planned_or_refused(plan):
     for model in plan.models:
+        pytest.importorskip(model.partition(":")[0], reason="of a newer ComfyUI")
         source = planned(model)
         residuals = set(re.findall(r"control\w*(?:\.get\(|\[)[\"'](\w+)[\"']", source))
         assert residuals == {group.control for group in plan.blocks} - {""}, (

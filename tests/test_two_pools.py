@@ -70,7 +70,7 @@ def test_the_wait_for_the_first_step_is_shown_while_a_layout_is_chosen(runtime, 
     done = []
 
     monkeypatch.setattr(runtime.wait, "begin", lambda: done.append("wait"))
-    monkeypatch.setattr(runtime.planning, "choose", lambda *_: done.append("choose"))
+    monkeypatch.setattr(runtime.planning, "choose", lambda *_, **__: done.append("choose"))
     runtime.plan(stock_model(5), runtime.default_choice(), lambda: None)
     assert done == ["wait", "choose"]
 

@@ -217,7 +217,7 @@ class Sessions:
         so the next need not fail for it.
         """
         pool = self._handle.live()
-        if pool is not None:
+        if pool is not None and not pool.idle:
             try:
                 pool.settle(interrupted)
             except PoolFailed as error:
