@@ -40,7 +40,8 @@ class KnownHosts:
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=0, separators=(",", ":"), sort_keys=True) + "\n"
+        text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
+        return text.replace('},"', '},\n"').replace('],"comfy', '],\n"comfy') + "\n"
 
 
 @cache
