@@ -113,8 +113,8 @@ def test_a_notice_names_the_functions_that_are_not_known(trials):
     functions = {}
     for name, digest in found.functions.items():
         module, _, inner = name.partition(":")
-        functions.setdefault(module, {})[inner] = [digest]
-    functions["comfy.ldm.flux.model"]["Flux.forward_orig"] = ["00000000"]
+        functions.setdefault(module, {})[inner] = digest
+    functions["comfy.ldm.flux.model"]["Flux.forward_orig"] = "00000000"
     noticed = []
     trials(KnownHosts((), {}, functions), notice=noticed.append).begin(Flux)
     assert "(Flux.forward_orig differ)" in noticed[0]

@@ -24,23 +24,19 @@ def classes() -> list[str]:
 def with_host(known: KnownHosts, version: str, root: Path) -> KnownHosts:
     """Returns what is known, and this ComfyUI."""
     files, digests = HostFiles(root), {kind: [*found] for kind, found in known.classes.items()}
-    functions = {
-        module: {name: [*found] for name, found in names.items()} for module, names in known.functions.items()
-    }
+    functions = {module: dict(names) for module, names in known.functions.items()}
     for kind in classes():
         found = files.fingerprint(kind)
         if not found.functions:
             continue
-        add(digests.setdefault(kind, []), found.digest)
+        if found.digest not in digests.setdefault(kind, []):
+            digests[kind].append(found.digest)
         for place, digest in found.functions.items():
             module, _, name = place.partition(":")
-            add(functions.setdefault(module, {}).setdefault(name, []), digest)
+            of_module = functions.setdefault(module, {})
+            if digest not in of_module.get(name, ""):
+                of_module[name] = f"{of_module.get(name, '')} {digest}".strip()
     return KnownHosts(sorted({*known.versions, version}), digests, functions)
-
-
-def add(digests: list[str], digest: str) -> None:
-    if digest not in digests:
-        digests.append(digest)
 
 
 def main(argv: Sequence[str], host: ComfyInstall) -> int:

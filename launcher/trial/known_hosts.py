@@ -20,12 +20,13 @@ FILE = Path(__file__).with_name("known_hosts.json")
 @dataclass(frozen=True)
 class KnownHosts:
     """``versions`` of ComfyUI. ``classes``: ``module:Class`` -> its digests in them. ``functions``:
-    module -> qualified name -> digests.
+    module -> qualified name -> digests, with spaces
+    between them.
     """
 
     versions: Sequence[str]
     classes: Mapping[str, Sequence[str]]
-    functions: Mapping[str, Mapping[str, Sequence[str]]]
+    functions: Mapping[str, Mapping[str, str]]
 
     def has(self, found: Fingerprint) -> bool:
         return found.digest in self.classes.get(found.kind, ())
@@ -36,7 +37,7 @@ class KnownHosts:
         return sorted(
             name
             for name, module, inner, digest in places
-            if digest not in self.functions.get(module, {}).get(inner, ())
+            if digest not in self.functions.get(module, {}).get(inner, "")
         )
 
     def to_json(self) -> str:
