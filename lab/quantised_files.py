@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-GROUP = 64  # columns that one rotation or one scale covers: divides every layer that is quantised here
-NARROWEST = 128
+from ..launcher.trial.large_layers import GROUP, is_large
+
 HALVES = ("convrot_w4a4", "nvfp4")  # two numbers in a byte
 
 
@@ -87,16 +87,6 @@ def quantised_state(
     if given.old:
         stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
     return stored
-
-
-def is_large(name: str, weight: torch.Tensor) -> bool:
-    """Whether files quantise such a layer: not the narrow ones into and out of a model."""
-    return (
-        name.endswith(".weight")
-        and weight.dim() == 2
-        and min(weight.shape) >= NARROWEST
-        and weight.shape[1] % GROUP == 0
-    )
 
 
 def quantised(name: str, weight: torch.Tensor, given: Format) -> dict[str, torch.Tensor]:

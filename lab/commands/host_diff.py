@@ -104,10 +104,13 @@ def option_keys(root: Path) -> set[str]:
             holder, key = None, None
             if isinstance(node, ast.Subscript):
                 holder, key = node.value, node.slice
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-                holder, key = (
-                    (node.func.value, node.args[0]) if node.func.attr in ("get", "pop") else (None, None)
-                )
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("get", "pop")
+                and node.args
+            ):
+                holder, key = node.func.value, node.args[0]
             if holder is not None and ast.unparse(holder).endswith(OPTIONS) and isinstance(key, ast.Constant):
                 found.add(str(key.value))
     return found

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...launcher.trial.rounding import bound, relative_error, rms
+from ...launcher.trial.rounding import BOUND, bound, relative_error, rms
 from ...launcher.trial.sampled import conditioning as conditioning
 from ...launcher.trial.sampled import empty_latent_of, sampled
 from ...parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
     from ...parallel_runtime.client.remote_pool import RemotePool
 
-BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
 # Our distance from fp32 over stock bf16's; far below 1, the ranks would not compute in bf16
 BF16_BOUNDS = (0.8, 1.2)
 STEPS = 4

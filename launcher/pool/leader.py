@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
-import torch
 
 from ...parallel_runtime.errors import LayoutError, SharedMemoryFull
 from ...parallel_runtime.layout import Layout
@@ -30,9 +29,9 @@ from ...parallel_runtime.wire.messages import (
     Request,
     Said,
 )
-from ...parallel_runtime.wire.segment import Segment, TensorRef
+from ...parallel_runtime.wire.segment import Segment
 from ...parallel_runtime.wire.tcp import Link
-from ...parallel_runtime.wire.tree import decode_tree
+from ...parallel_runtime.wire.tree import decode_plain
 from ..package import VERSION
 from .crew import Crew
 from .devices import Device, Placement, visible_gpus
@@ -75,7 +74,7 @@ class LentRanks:
                 f"It was sent {type(opening).__name__} before a pool was opened: {SAME_VERSION}"
             )
         placement = placement_here(opening)
-        setup = replace(self._setup, comfy_args=decode_tree(opening.comfy_args, _no_tensors))
+        setup = replace(self._setup, comfy_args=decode_plain(opening.comfy_args))
         crew = Crew(placement, opening.machine, setup)
         arena = Segment.create("arena", opening.arena_bytes)
         grace_s = 0.0
@@ -197,7 +196,3 @@ def placement_here(opening: Open) -> Placement:
         backend=opening.backend,
         speeds=opening.speeds,
     )
-
-
-def _no_tensors(_ref: TensorRef) -> torch.Tensor:
-    raise msgspec.DecodeError("a tensor among ComfyUI's arguments")

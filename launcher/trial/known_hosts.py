@@ -20,8 +20,7 @@ FILE = Path(__file__).with_name("known_hosts.json")
 @dataclass(frozen=True)
 class KnownHosts:
     """``versions`` of ComfyUI. ``classes``: ``module:Class`` -> its digests in them. ``functions``:
-    module -> qualified name -> digests, with spaces
-    between them.
+    module -> qualified name -> digests, with spaces between them.
     """
 
     versions: Sequence[str]

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from ...parallel_runtime.errors import OutOfMemory, PoolFailed, SharedMemoryFull
@@ -22,11 +21,12 @@ from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.refusals import require_plan
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
 from ...parallel_runtime.wire.messages import CountLike, TrialStep, Tried, Try
-from ...parallel_runtime.wire.tree import decode_tree
+from ...parallel_runtime.wire.tree import decode_plain
 from ..pool.devices import place
 from ..pool.handle import PoolKeeper
 from ..pool.rank_setup import RankSetup
-from .rounding import bound, relative_error, rms
+from .large_layers import is_large
+from .rounding import BOUND, bound, relative_error, rms
 from .sampled import sampled
 
 if TYPE_CHECKING:
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ...parallel_runtime.families.sample import Form, Sample, Size
 
-BOUND = 2e-5  # of the output's scale in fp32, and more where stock itself is more sensitive to rounding
 INT8_BOUND = 1.5  # our distance from the fp32 truth over stock's
 STEPS = 2
 SEQUENCE, PIPELINE = Layout(ulysses=2), Layout(pipefusion=2)
-WIDE_HEADS, NARROWEST, GROUP = 8, 128, 64  # of models whose layers are wide enough to be quantised
+WIDE_HEADS = 8  # of models whose layers are wide enough to be quantised
 INT8 = "int8_tensorwise"
 
 
@@ -71,7 +70,7 @@ def run(channel: Channel) -> None:
         assert isinstance(like, CountLike)
         from ...parallel_runtime.worker.prepare import make_importable
 
-        args = decode_tree(like.comfy_args, no_tensor)
+        args = decode_plain(like.comfy_args)
         make_importable(like.comfyui, args)
         asked, _ = channel.receive()
         assert isinstance(asked, Try)
@@ -82,10 +81,6 @@ def run(channel: Channel) -> None:
             keeper.close()
     except ChannelClosed:
         return
-
-
-def no_tensor(ref: Any) -> torch.Tensor:
-    raise msgspec.DecodeError("arguments of ComfyUI hold no tensor")
 
 
 def tried(kind: str, keeper: PoolKeeper, tell: Callable[[TrialStep], None] = lambda step: None) -> Tried:
@@ -213,9 +208,7 @@ def int8_model(form: Form, size: Size) -> ModelPatcher | None:
         f"{name}.weight" for name, one in transformer.named_modules() if isinstance(one, torch.nn.Linear)
     }
     state = dict(transformer.state_dict())
-    wide = [
-        name for name in linear if min(state[name].shape) >= NARROWEST and not state[name].shape[1] % GROUP
-    ]
+    wide = [name for name in linear if is_large(name, state[name])]
     said = torch.tensor(list(json.dumps({"format": INT8}).encode()), dtype=torch.uint8)
     for name in wide:
         made = QuantizedTensor.from_float(state.pop(name), QUANT_ALGOS[INT8]["comfy_tensor_layout"])

@@ -10,8 +10,7 @@ import torch
 from ..families import plan_or_whole
 from ..wire.channel import Channel, ChannelClosed
 from ..wire.messages import Count, Counted, CountLike, Uncounted
-from ..wire.segment import TensorRef
-from ..wire.tree import decode_tree
+from ..wire.tree import decode_plain
 from .counts import NotCounted
 from .dry_device import DEVICE, DeviceCounts, computing_dry
 from .dry_run import count
@@ -29,17 +28,13 @@ def run(channel: Channel) -> None:
         assert isinstance(like, CountLike)
         from ..worker.prepare import prepare
 
-        prepare(like.comfyui, decode_tree(like.comfy_args, no_tensor))
+        prepare(like.comfyui, decode_plain(like.comfy_args))
         while True:
             asked, _ = channel.receive()
             assert isinstance(asked, Count)
             channel.send(answer(asked))
     except ChannelClosed:
         return
-
-
-def no_tensor(ref: TensorRef) -> torch.Tensor:
-    raise msgspec.DecodeError("arguments of ComfyUI hold no tensor")
 
 
 def answer(asked: Count) -> Counted | Uncounted:

@@ -106,6 +106,17 @@ def decode_tree(data: bytes | memoryview, get: Callable[[TensorRef], torch.Tenso
     return msgspec.msgpack.decode(data, ext_hook=partial(_extension, get))
 
 
+def decode_plain(data: bytes) -> Any:
+    """Returns a tree that holds no tensor. Raises msgspec.DecodeError for one that does, and for
+    what is no tree.
+    """
+    return decode_tree(data, _no_tensor)
+
+
+def _no_tensor(_ref: TensorRef) -> torch.Tensor:
+    raise msgspec.DecodeError("a tree of plain data holds no tensor")
+
+
 def _extension(get: Callable[[TensorRef], torch.Tensor], code: int, body: memoryview) -> Any:
     if code == TENSOR:
         return get(_ref_decoder.decode(body))
