@@ -45,10 +45,16 @@ def setup_of(server, *rules):
     return replace(fake_setup(*rules), start=server.start)
 
 
+def stop(pid) -> None:
+    """Returns when the child has stopped: the signal alone returns before."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 @contextmanager
 def stopped(pid):
     """It answers nothing, and lives on."""
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     yield
     if is_alive(pid):
         os.kill(pid, signal.SIGCONT)
@@ -78,7 +84,7 @@ def test_a_stopped_server_is_replaced_when_ranks_are_to_be_started(server):
     first.start()
     first.close()
     (old,) = server.pids
-    os.kill(old, signal.SIGSTOP)
+    stop(old)
     pool = WorkerPool(cpus(2), setup_of(server))
     assert returns(pool.start)
     assert pool.state == "ready"
