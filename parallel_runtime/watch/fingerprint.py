@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -61,59 +61,67 @@ class SourceFile:
     """A module by its file. ``bound``: name -> the statements of the module that bind it.
     ``imported``: name -> the module that it comes from, and its name there, empty for the module;
     those of functions too. ``all_of``: modules of which all names are imported. ``rest``: what the
-    module runs beside, such as a loop that sets methods.
+    module runs beside, such as a loop that sets methods, as text.
     """
 
     bound: Mapping[str, Sequence[ast.stmt]]
     imported: Mapping[str, Place]
     all_of: Sequence[str]
-    rest: Sequence[ast.AST]
+    rest: list[str]
 
 
 class HostFiles:
-    """The Python files of a ComfyUI in a folder. Each is read once."""
+    """The Python files of a ComfyUI in a folder. Each is read once, and each place in it."""
 
     def __init__(self, root: Path):
         self._root = root
         self._read: dict[str, SourceFile | None] = {}
+        self._told: dict[Place, tuple[Mapping[str, str], Sequence[Place]]] = {}
 
     def fingerprint(self, kind: str) -> Fingerprint:
-        """Returns the fingerprint of a class, ``module:Class``; one without functions where the
-        files do not have that class. Raises Refused where a file cannot be read.
+        """Returns the fingerprint of a class, ``module:Class``: of its code, and of all of ComfyUI
+        that this code names, at any depth; one without functions where the files do not have that
+        class. Raises Refused where a file cannot be read.
         """
         module, _, name = kind.partition(":")
         file = self._file(module)
         if file is None or name not in file.bound:
             return Fingerprint(kind, {})
-        digests: dict[str, list[str]] = {}
-        reached = self._reached([(module, name), *EVERYWHERE])
-        for (where, bound), statements in reached.items():
-            for statement in statements:
-                for part, node in _parts(statement, bound):
-                    texts = digests.setdefault(f"{where}:{part}", [])
-                    texts += [_tree_text(node), *self._libraries(where, node)]
-        for where in {where for where, _ in reached if where.startswith(DEEP)}:
-            if (rest := self._file(where)) is not None and rest.rest:
-                digests[f"{where}:"] = [_tree_text(node) for node in rest.rest]
-        return Fingerprint(kind, {name: _short(texts) for name, texts in digests.items()})
-
-    def _reached(self, starts: Sequence[Place]) -> dict[Place, Sequence[ast.stmt]]:
-        """Returns these places and all of ComfyUI that their code names, at any depth."""
-        found: dict[Place, Sequence[ast.stmt]] = {}
-        waiting = list(starts)
+        functions: dict[str, str] = {}
+        reached: set[Place] = set()
+        waiting = [(module, name), *EVERYWHERE]
         while waiting:
             place = waiting.pop()
-            if place in found or not place[0].startswith("comfy."):
-                continue
-            file = self._file(place[0])
-            if file is None:
-                continue
-            found[place] = file.bound.get(place[1], ())
-            if found[place] and not place[0].startswith(DEEP):
-                continue
-            names = {name for one in found[place] for name in _dotted_names(one)} or {(place[1],)}
-            waiting += filter(None, (self._place_of(place[0], file, name) for name in names))
-        return found
+            if place not in reached and place[0].startswith("comfy."):
+                reached.add(place)
+                if place not in self._told:
+                    self._told[place] = self._tell(*place)
+                digests, named = self._told[place]
+                functions.update(digests)
+                waiting += named
+        return Fingerprint(kind, functions)
+
+    def _tell(self, module: str, bound: str) -> tuple[Mapping[str, str], Sequence[Place]]:
+        """Returns the digests of what a module binds to a name, and the places that its code
+        names.
+        """
+        file = self._file(module)
+        if file is None:
+            return {}, []
+        statements, is_followed = file.bound.get(bound, ()), module.startswith(DEEP)
+        texts: dict[str, list[str]] = {f"{module}:": file.rest} if is_followed and file.rest else {}
+        names: set[tuple[str, ...]] = set()
+        for statement in statements:
+            for part, node in _parts(statement, bound):
+                inner = set(_dotted_names(node))
+                texts.setdefault(f"{module}:{part}", []).extend([_tree_text(node), *_libraries(file, inner)])
+                names |= inner
+        if statements and not is_followed:
+            names = set()
+        elif not names:
+            names = {(bound,)}
+        places = [place for name in names if (place := self._place_of(module, file, name))]
+        return {name: _short(of_part) for name, of_part in texts.items()}, places
 
     def _place_of(self, module: str, file: SourceFile, dotted: tuple[str, ...]) -> Place | None:
         """Returns what a name with dots in a module's code stands for; None for no name of a
@@ -131,19 +139,6 @@ class HostFiles:
         while parts and self._path(f"{where}.{parts[0]}") is not None:
             where = f"{where}.{parts.pop(0)}"
         return (where, parts[0]) if parts else None
-
-    def _libraries(self, module: str, node: ast.AST) -> list[str]:
-        """Returns which names of a node are those of other libraries than ComfyUI, and what they
-        stand for.
-        """
-        file = self._file(module)
-        imported = {} if file is None else file.imported
-        heads = {dotted[0] for dotted in _dotted_names(node)} & imported.keys()
-        return sorted(
-            f"{head} is {':'.join(imported[head])}"
-            for head in heads
-            if not imported[head][0].startswith("comfy")
-        )
 
     def _path(self, module: str) -> Path | None:
         path = self._root.joinpath(*module.split("."))
@@ -191,7 +186,20 @@ def _source_file(path: Path, package: str) -> SourceFile:
     # Of the same name, the one that stands further out
     imports = [one for node in ast.walk(tree) for one in _imports(node, package)][::-1]
     imported = {name: place for name, place in imports if name != "*"}
-    return SourceFile(bound, imported, [place[0] for name, place in imports if name == "*"], rest)
+    all_of = [place[0] for name, place in imports if name == "*"]
+    return SourceFile(bound, imported, all_of, [_tree_text(node) for node in rest])
+
+
+def _libraries(file: SourceFile, names: Iterable[tuple[str, ...]]) -> list[str]:
+    """Returns which of these names are those of other libraries than ComfyUI, and what they stand
+    for.
+    """
+    heads = {dotted[0] for dotted in names} & file.imported.keys()
+    return sorted(
+        f"{head} is {':'.join(file.imported[head])}"
+        for head in heads
+        if not file.imported[head][0].startswith("comfy")
+    )
 
 
 def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, Place]]:
