@@ -15,6 +15,7 @@ import torch
 from comfy.ldm.lumina.model import FeedForward
 from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
+from pipemesh.launcher.trial.trying import model_of
 from pipemesh.parallel_runtime.families.every import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.watch.host_code import named_by
@@ -23,7 +24,7 @@ from pipemesh.parallel_runtime.weights.quantised import is_quantised
 from . import test_sharded_families
 from .conftest import ALL
 from .test_kept_weights import aligned
-from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, from_state, loaded, size_of, with_lora, written
+from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, size_of, with_lora, written
 from .test_sharded_families import asked, computed
 
 __all__ = ["written"]  # a fixture
@@ -157,9 +158,8 @@ def test_a_layer_whose_weights_are_cast_past_its_forward_has_its_turn(
     written, monkeypatch, helper, kind, ranks
 ):
     def half(path):
-        return from_state(
-            SAMPLE_OF[LUMINA].form, size_of(LUMINA), comfy.utils.load_torch_file(path), torch.float16
-        )
+        state = comfy.utils.load_torch_file(path)
+        return model_of(SAMPLE_OF[LUMINA].form, size_of(LUMINA), state, torch.float16)
 
     form, dtype = kind
     path = aligned(Path(written(LUMINA, form)))

@@ -8,9 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import comfy.model_management as mm
-import comfy.model_patcher
 import comfy.sd
-import comfy.supported_models
 import comfy.utils
 import pytest
 import torch
@@ -18,6 +16,7 @@ from comfy_kitchen.exceptions import NoCapableBackendError
 from pipemesh.lab.commands.parity import Case, rms, sample
 from pipemesh.lab.quantised_files import FORMATS, taken_by, write_quantised
 from pipemesh.lab.random_files import write_lora, write_model
+from pipemesh.launcher.trial.trying import model_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
 from pipemesh.parallel_runtime.crossing.source import describe_source
@@ -118,26 +117,8 @@ def loaded(path):
     plain = form in FORMATS and not FORMATS[form].algorithm
     if SAMPLE_OF[family].form.file is not None:
         return comfy.sd.load_diffusion_model(path, {"dtype": FORMATS[form].dtype} if plain else {})
-    return from_state(
-        SAMPLE_OF[family].form,
-        size_of(family),
-        comfy.utils.load_torch_file(path),
-        FORMATS[form].dtype if plain else None,
-    )
-
-
-def from_state(form, size, state, dtype):
-    """A MODEL that ComfyUI detects in no file, as it builds those that it does."""
-    config = getattr(comfy.supported_models, form.config_class)(form.config(size))
-    config.unet_config.update(form.config(size))
-    state, _ = comfy.utils.convert_old_quants(state, "")
-    config.quant_config = comfy.utils.detect_layer_quantization(state, "")
-    config.set_inference_dtype(dtype or torch.float32, None if dtype is None else torch.float32)
-    model = config.get_model(state, "")
-    model.load_model_weights(state, "")
-    return comfy.model_patcher.ModelPatcher(
-        model, load_device=torch.device("cpu"), offload_device=torch.device("cpu")
-    )
+    state, _ = comfy.utils.convert_old_quants(comfy.utils.load_torch_file(path), "")
+    return model_of(SAMPLE_OF[family].form, size_of(family), state, FORMATS[form].dtype if plain else None)
 
 
 def with_lora(model, file, lora):

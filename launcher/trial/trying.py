@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -198,9 +198,6 @@ def int8_model(form: Form, size: Size) -> ModelPatcher | None:
     """Build the twin of ``form.random_model(size)`` with its wide layers in int8, by ComfyUI's own
     quantisation (comfy/quant_ops.py@0.30.0); None where it has no layer as wide.
     """
-    import comfy.supported_models
-    import comfy.utils
-    from comfy.model_patcher import ModelPatcher
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
     transformer = form.random_model(size).model.diffusion_model
@@ -214,12 +211,21 @@ def int8_model(form: Form, size: Size) -> ModelPatcher | None:
         made = QuantizedTensor.from_float(state.pop(name), QUANT_ALGOS[INT8]["comfy_tensor_layout"])
         state |= {key: tensor.clone() for key, tensor in made.state_dict(name).items()}
         state[f"{name.removesuffix('.weight')}.comfy_quant"] = said
-    if not wide:
-        return None
+    return model_of(form, size, state, None) if wide else None
+
+
+def model_of(form: Form, size: Size, state: dict[str, Any], dtype: torch.dtype | None) -> ModelPatcher:
+    """Build the MODEL of a state, as ComfyUI builds those whose files it knows. ``dtype``: of
+    weights that are not quantised; it computes in fp32.
+    """
+    import comfy.supported_models
+    import comfy.utils
+    from comfy.model_patcher import ModelPatcher
+
     config = getattr(comfy.supported_models, form.config_class)(form.config(size))
     config.unet_config.update(form.config(size))
     config.quant_config = comfy.utils.detect_layer_quantization(state, "")
-    config.set_inference_dtype(torch.float32, None)
+    config.set_inference_dtype(dtype or torch.float32, None if dtype is None else torch.float32)
     model = config.get_model(state, "")
     model.load_model_weights(state, "")
     cpu = torch.device("cpu")
