@@ -43,7 +43,8 @@ def evaluation(setup, files, tmp_path_factory):
         parallel.add_wrapper(WrappersMP.PREDICT_NOISE, look)
         run(parallel, steps=MIDDLE + 2)
         pool.sessions.settle(interrupted)
-        pool.runs.end_owed()  # ranks have written down all evaluations once they have ended the run
+        pool.runs.end_owed()
+        pool.sessions.settle(interrupted)  # ranks write down what they called before they answer
         calls, requests = seen[MIDDLE - 1]
         ranks = [
             dict(map(json.loads, written.read_text(encoding="utf-8").splitlines()))

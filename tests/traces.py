@@ -1,8 +1,8 @@
 """Which functions of the pack one evaluation calls, in order: in this process by ``traced``, in a
 rank by running this file in a worker's place: ``traces.py FILE SOCKET_FD PARENT_PID``.
 
-A rank writes a line into FILE.PID for each request: its number, and the functions called from one
-answer to the next.
+A rank writes a line into FILE.PID for each request, before it sends the answer: its number, and the
+functions called since the answer before.
 """
 
 import json
@@ -52,7 +52,7 @@ def traced():
 
 
 def trace_every_request(file):
-    """Has the rank write down what it calls for each request, from one answer to the next."""
+    """Has the rank write down what it calls for each request, before it answers."""
     from pipemesh.parallel_runtime.wire.channel import Channel
 
     calls = []
@@ -60,7 +60,7 @@ def trace_every_request(file):
     def look(frame, event, _argument):
         if event == "call" and (name := function_of(frame.f_code)):
             calls.append(name)
-        elif event == "return" and frame.f_code is Channel.send.__code__:
+        if event == "call" and frame.f_code is Channel.send.__code__:
             with open(file, "a", encoding="utf-8") as out:
                 print(json.dumps([getattr(frame.f_locals["message"], "request", 0), calls]), file=out)
             calls.clear()
