@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from launcher.command_line import exit_with, run_in_host, run_tests
+from launcher.command_line import exit_with, run_in_host
+
+from .checks import run_checks, run_tests
 
 USAGE = """\
 python3 -m lab COMMAND [options]
@@ -21,6 +23,7 @@ python3 -m lab COMMAND [options]
   mutants     which faults of one line the product's tests find
   dryrun      what each rank would compute, hold and send, on GPUs that are not there
   test        the laboratory's own tests (options go to pytest)
+  check       lint, format, types, all tests: what .ci/run runs (options go to pytest)
 """
 INSIDE = {  # command -> the module whose main(argv, host) it is
     "bench": "lab.bench.command",
@@ -43,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     command, *rest = argv
     if command == "test":
         return run_tests("lab/tests", rest)
+    if command == "check":
+        return run_checks(rest)
     if command not in INSIDE:
         print(f"There is no command `{command}`.\n\n{USAGE}", end="", file=sys.stderr)
         return 2

@@ -1,7 +1,6 @@
-"""All tests in two lanes side by side, each a pytest of its own: those that share pools of real
-ranks, and all others.
+"""Runs checks several at a time, and prints last what has failed.
 
-Standard library only. On two cores one lane alone leaves half of the machine idle.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -9,11 +8,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-LANES = ("shared", "other")  # which tests are in which: tests/conftest.py
+AT_ONCE = 3  # on two cores: tests wait for processes that start, hang or are lost
+SHARES = 2  # of one folder's tests
 # Options of a run of all tests
 ALL = re.compile(r"-[qvxsl]+|-r\w+|--(durations|durations-min|tb|color|maxfail)=\S+")
 PROGRESS = re.compile(r"\[ *\d+%\]$")
@@ -28,14 +29,35 @@ def is_of_all(options: Sequence[str]) -> bool:
     return all(ALL.fullmatch(option) for option in options)
 
 
-class Lane:
-    """A pytest that runs, and its output: lines of progress go on at once, the others wait."""
+def in_turns(name: str, pytest: Sequence[str], taken: Path) -> dict[str, list[str]]:
+    """Returns commands of equal pytests that share their tests: each takes, again and again, the
+    next that none has taken in the folder `taken` (tests/conftest.py).
+    """
+    taken.mkdir()
+    # `--taken FOLDER` in two words: pytest looks for conftest.py in FOLDER.
+    return {f"{name} {number + 1}": [*pytest, f"--taken={taken}"] for number in range(SHARES)}
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path):
-        self.name = name
-        self.lines: list[str] = []
-        self._process = subprocess.Popen(
-            command,
+
+@dataclass(frozen=True)
+class Done:
+    name: str
+    code: int
+    lines: Sequence[str]
+
+    def print(self) -> None:
+        print(f"== {self.name}", *(line for line in self.lines if not DURATION.match(line)), sep="\n")
+
+
+def run(checks: Mapping[str, Sequence[str]], env: Mapping[str, str], folder: Path) -> int:
+    """Runs commands by their names. Prints lines of progress at once, then what each has said, with
+    the slowest tests of all, where they are asked for, before what has failed. Returns 0 if all
+    have passed.
+    """
+
+    def run_one(name: str) -> Done:
+        lines = []
+        with subprocess.Popen(
+            checks[name],
             env=env,
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -43,37 +65,35 @@ class Lane:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line.rstrip("\n"))
+                if PROGRESS.search(lines[-1]):
+                    say(name, lines[-1])
+        say(name, lines[-1] if lines else "has ended")
+        return Done(name, process.returncode, [line for line in lines if not PROGRESS.search(line)])
 
-    def wait(self) -> int:
-        self._reader.join()
-        return self._process.wait()
+    with ThreadPoolExecutor(AT_ONCE) as lanes:
+        every = sorted(lanes.map(run_one, checks), key=lambda one: one.code != 0)
+    for done in every:
+        if done.code == 0:
+            done.print()
+    if timed := [line for done in every for line in done.lines if DURATION.match(line)]:
+        timed.sort(key=lambda line: (-seconds(line), line))
+        print("== the slowest tests", *timed[:SLOWEST], sep="\n")
+    failed = [done for done in every if done.code]
+    for done in failed:
+        done.print()
+    if failed:
+        print("== failed:", ", ".join(done.name for done in failed), flush=True)
+    return next((done.code for done in failed), 0)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if PROGRESS.search(self.lines[-1]):
-                # One write: print() writes the end of the line by itself.
-                sys.stdout.write(f"{self.name:7}{self.lines[-1]}\n")
-                sys.stdout.flush()
 
-
-def run(pytest: Sequence[str], options: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
-    """Runs all tests by this command for pytest, and prints what each lane has said, then the
-    slowest tests of both, where they are asked for. Returns 0 if all have passed.
-    """
-    # `--lane NAME` in two words: pytest looks for conftest.py in a folder NAME.
-    lanes = [Lane(name, [*pytest, *options, f"--lane={name}"], env, folder) for name in LANES]
-    codes = [lane.wait() for lane in lanes]
-    for lane in lanes:
-        print(f"== lane {lane.name}", *(line for line in lane.lines if not DURATION.match(line)), sep="\n")
-    if timed := [line for lane in lanes for line in lane.lines if DURATION.match(line)]:
-        timed.sort(key=seconds, reverse=True)
-        print("== the slowest tests of both lanes", *timed[:SLOWEST], sep="\n", flush=True)
-    return next(filter(None, codes), 0)
+def say(name: str, line: str) -> None:
+    # One write: print() writes the end of the line by itself.
+    sys.stdout.write(f"{name:13}{line}\n")
+    sys.stdout.flush()
 
 
 def seconds(line: str) -> float:

@@ -6,11 +6,13 @@ pack.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from .command_line import ROOT, exit_with, run_in_host, run_tests
+from .command_line import ROOT, exit_with, require_part_of_a_checkout, run_in_host
 
 USAGE = """\
 python3 -m launcher COMMAND [options]
@@ -45,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
         return host_main(rest)
     if command == "test":
-        return run_tests("tests", rest)
+        require_part_of_a_checkout(ROOT, "test", Path("tests"))
+        return importlib.import_module("lab.checks").run_tests("tests", rest)
     if command not in INSIDE:
         print(f"There is no command `{command}`.\n\n{USAGE}", end="", file=sys.stderr)
         return 2

@@ -30,32 +30,6 @@ def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) ->
     return replace_process([host.python, "-m", package, command, *rest], env)
 
 
-def run_tests(folder: str, rest: Sequence[str]) -> int:
-    """Runs the tests in a folder of the checkout, all of them as two processes side by side.
-    Raises LaunchError where there is no ComfyUI, or no pytest in its python.
-    """
-    from . import lanes
-    from .comfyui.find import ensure_comfyui, missing_modules
-
-    require_part_of_a_checkout(ROOT, "test", Path(folder))
-    host = ensure_comfyui()
-    lacking = missing_modules(host.python, ("pytest", "hypothesis"))
-    if lacking:
-        raise LaunchError(
-            f"{host.python} has no {' and no '.join(lacking)}: run {host.python} -m pip install"
-            f" {' '.join(lacking)}"
-        )
-    env = {**os.environ, "PIPEMESH_HOST": host.to_json(), "OMP_NUM_THREADS": "1"}
-    # Tests start hundreds of processes, and each would compile the pack anew
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
-    pytest = [host.python, "-m", "pytest", "-o", f"testpaths={folder}"]
-    return (
-        lanes.run(pytest, rest, env, ROOT)
-        if lanes.is_of_all(rest)
-        else replace_process([*pytest, *rest], env)
-    )
-
-
 def require_part_of_a_checkout(root: Path, command: str, part: Path) -> None:
     """Raises LaunchError where the published pack leaves out what a command needs."""
     if not (root / part).exists():

@@ -30,32 +30,15 @@ if COMFYUI and COMFYUI not in sys.path:
     sys.path.insert(0, COMFYUI)
 
 import torch  # noqa: E402
-from pipemesh.launcher.lanes import LANES  # noqa: E402
 
 torch.set_num_threads(1)
 
-
-SHARED_POOLS = {"clients", "broken", "bench"}  # fixtures of pools of real ranks that many tests use
 ON_A_GPU = ROOT / "tests" / "cuda"
-ALONGSIDE = {  # share nothing; the shorter lane has time for them
-    "test_adding_a_model",
-    "test_axes",
-    "test_counting",
-    "test_fork_server",
-    "test_fork_server_faults",
-    "test_machines",
-    "test_parity",
-    "test_pool_answers",
-    "test_pool_leaks",
-    "test_pool_lifecycle",
-    "test_pool_sequences",
-    "test_relay",
-}
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--lane", choices=LANES, help="only the tests that share pools of real ranks, or only all others"
+        "--taken", type=Path, help="a folder in which several processes take tests, so that each runs once"
     )
     parser.addoption("--screens", help="a folder for the pictures that tests take of pages")
     parser.addoption(
@@ -70,10 +53,6 @@ def pytest_addoption(parser):
     )
 
 
-def lane_of(item):
-    return "shared" if SHARED_POOLS & set(item.fixturenames) or item.path.stem in ALONGSIDE else "other"
-
-
 def pytest_ignore_collect(collection_path, config):
     is_check = ON_A_GPU in (collection_path, *collection_path.parents)
     if config.getoption("--cuda"):
@@ -85,9 +64,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("browser") and (why := why_no_browser(config, item)):
             item.add_marker(pytest.mark.skip(reason=why))
-    lane = config.getoption("--lane")
-    leave_out(config, items, [] if ALL else left_out_of_covers(items))
-    leave_out(config, items, [item for item in items if lane not in (None, lane_of(item))])
+    if not ALL and (left_out := set(left_out_of_covers(items))):
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def left_out_of_covers(items):
@@ -105,15 +84,28 @@ def left_out_of_covers(items):
         yield from (case for number, case in enumerate(cases) if number not in taken)
 
 
-def leave_out(config, items, cases):
-    if left_out := set(cases):
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
-
-
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # torch's and ComfyUI's own objects: a collection in a test would look at each of them again
+
+
+def pytest_runtestloop(session):
+    """Goes as pytest's own loop, through the tests that no other process takes."""
+    from .in_turns import handed_out
+
+    taken = session.config.getoption("--taken")
+    if taken is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    tests = handed_out(session.items, taken)
+    following = next(tests, None)
+    while (item := following) is not None:
+        following = next(tests, None)  # is known before `item` ends: so is which fixtures end with it
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -69,7 +69,6 @@ BEFORE_COMFYUI = (
     "launcher/comfyui/find.py",
     "launcher/comfyui/host_record.py",
     "launcher/comfyui/install.py",
-    "launcher/lanes.py",
     "launcher/package.py",
 )
 # Started by path: no relative imports

@@ -1,42 +1,57 @@
-"""All tests in two lanes side by side, by commands that stand for pytest."""
+"""Checks two at a time, by commands that stand for them, and tests that two processes share."""
 
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from pipemesh.launcher import lanes
+from pipemesh.lab import lanes
 
-from .conftest import LANES, ROOT
+from .conftest import ROOT
+from .in_turns import handed_out
 
 MEETS = """
 import os, sys
-options, (_, lane) = sys.argv[2:-1], sys.argv[-1].split("--lane=")
-assert options[0] == "-q"
-for mode in ("w", "r") if lane == "shared" else ("r", "w"):  # opened once the other lane has its end
+name = sys.argv[2]
+for mode in ("w", "r") if name == "one" else ("r", "w"):  # opened once the other has its end
     open(sys.argv[1], mode).close()
 print("..... [ 50%]")
-print("0.7s call " + lane, "1.5s setup " + lane, "10.0s call " + lane, sep=os.linesep)
-print(lane, "has ended")
-sys.exit(lane == os.environ["FAILS"])
+print("0.7s call " + name, "1.5s setup " + name, "10.0s call " + name, sep=os.linesep)
+print(name, "has ended")
+sys.exit(name == os.environ["FAILS"])
 """
 
 
-@pytest.mark.parametrize("fails", ["neither", *LANES])
-def test_both_lanes_run_at_once_and_one_that_fails_is_the_result(tmp_path, capfd, fails):
-    meeting = tmp_path / "meeting"
-    os.mkfifo(meeting)
-    command = [sys.executable, "-c", MEETS, str(meeting)]
-    assert lanes.run(command, ["-q"], {**os.environ, "FAILS": fails}, ROOT) == (fails != "neither")
+@pytest.mark.parametrize("fails", ["neither", "one", "two"])
+def test_two_checks_run_at_once_and_what_fails_is_the_result_and_printed_last(tmp_path, capfd, fails):
+    os.mkfifo(meeting := tmp_path / "meeting")
+    checks = {name: [sys.executable, "-c", MEETS, str(meeting), name] for name in ("one", "two")}
+    checks["three"] = [sys.executable, "-c", "print('last')"]
+    assert lanes.run(checks, {**os.environ, "FAILS": fails}, ROOT) == (fails != "neither")
     lines = capfd.readouterr().out.splitlines()
-    assert sorted(lines[:2]) == ["other  ..... [ 50%]", "shared ..... [ 50%]"]
-    assert [line for line in lines if "has ended" in line or "==" in line] == [
-        *("== lane shared", "shared has ended", "== lane other", "other has ended"),
-        "== the slowest tests of both lanes",
+    assert sorted(line.split()[0] for line in lines[:5]) == ["one", "one", "three", "two", "two"]
+    passed = [name for name in ("one", "two") if name != fails]
+    slowest = ["10.0s call one", "10.0s call two", "1.5s setup one", "1.5s setup two"]
+    assert lines[5:] == [
+        *(line for name in passed for line in (f"== {name}", f"{name} has ended")),
+        *("== three", "last", "== the slowest tests", *slowest, "0.7s call one", "0.7s call two"),
+        *([] if fails == "neither" else [f"== {fails}", f"{fails} has ended", f"== failed: {fails}"]),
     ]
-    assert lines[-6:-4] == ["10.0s call shared", "10.0s call other"] and lines[-2:] == [
-        "0.7s call shared",
-        "0.7s call other",
-    ]
+
+
+def item(file, *fixtures):
+    return SimpleNamespace(path=Path(f"{file}.py"), fixturenames=fixtures)
+
+
+def test_each_test_is_taken_by_one_process_and_those_that_share_pools_by_the_same(tmp_path):
+    first, pools, second, server = item("a"), item("a", "clients"), item("b"), item("c", "server")
+    again, broken = item("b"), item("d", "setup", "broken")
+    items = [first, pools, second, server, again, broken]
+    one, other = handed_out(items, tmp_path), handed_out(items, tmp_path)
+    assert [next(one), next(other)] == [pools, server]
+    assert [next(one), next(other)] == [broken, first]
+    assert list(other) == [second, again] and list(one) == []
 
 
 @pytest.mark.parametrize(
@@ -46,7 +61,7 @@ def test_both_lanes_run_at_once_and_one_that_fails_is_the_result(tmp_path, capfd
         ("-q -x --durations=30 --tb=short", True),
         ("-q tests/test_waist.py", False),
         ("-k lora", False),
-        ("--lane=shared", False),
+        ("--taken=/somewhere", False),
         ("--lf", False),
     ],
 )

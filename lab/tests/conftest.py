@@ -1,4 +1,4 @@
-"""The laboratory's tests have the product's fixtures, options and lanes."""
+"""The laboratory's tests have the product's fixtures and options."""
 
 import sys
 from pathlib import Path
