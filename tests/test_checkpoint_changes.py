@@ -102,6 +102,7 @@ def image_or_sentence(truth, sample):
     return True
 
 
+@pytest.mark.cover(2)
 @cases
 def test_stock_samples_the_weights_that_it_loaded(file, served, way, during):
     stock, _parallel, truth = served

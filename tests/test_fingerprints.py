@@ -152,13 +152,14 @@ def test_each_function_that_a_forward_runs_is_in_it(kind):
 
 
 @pytest.mark.host
-def test_the_table_knows_every_class_of_this_comfyui():
+def test_the_table_knows_every_class_of_this_comfyui_and_each_has_a_sample_to_try_it_by():
     known, files = known_hosts(), HostFiles(Path(COMFYUI))
     found = [one for kind in classes() if (one := files.fingerprint(kind)).functions]
     assert len(found) > 30
     for one in found:
         assert known.has(one), f"{one.kind}: run python3 -m lab fingerprints"
         assert not known.unknown_in(one)
+        assert samples_of(one.kind)
 
 
 def test_the_table_is_what_the_command_writes_and_names_what_is_unknown(host, monkeypatch):

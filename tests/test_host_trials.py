@@ -16,7 +16,7 @@ from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.launcher.commands.doctor import about_host
 from pipemesh.launcher.pool.devices import Device
 from pipemesh.launcher.pool.rank_setup import RankSetup, rank_setup_from
-from pipemesh.launcher.trial import host_trials
+from pipemesh.launcher.trial import host_trials, trying
 from pipemesh.launcher.trial.host_trials import FOLDER, HostTrials, Progress, TrialLost, Trials, Verdicts
 from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts, untested
 from pipemesh.launcher.trial.process import try_in_process
@@ -24,7 +24,6 @@ from pipemesh.launcher.trial.standing import HostCode
 from pipemesh.launcher.trial.trying import samples_of, tried
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
-from pipemesh.parallel_runtime.families.every import PLANS
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 
 from .conftest import ALL, COMFYUI
@@ -76,7 +75,8 @@ def never():
 
 
 @pytest.mark.host
-def test_a_class_of_a_tested_comfyui_is_computed_at_once_and_no_trial_begins(trial, trials):
+def test_a_class_of_a_tested_comfyui_is_computed_at_once_and_no_trial_begins(trial, trials, monkeypatch):
+    monkeypatch.setattr("pipemesh.lab.commands.fingerprints.classes", lambda: [FLUX])
     made = trials(with_host(NOTHING, "9.9", Path(COMFYUI)))
     made.require(Flux)
     made.admit(Flux, never)
@@ -207,8 +207,8 @@ def test_doctor_says_which_models_differ_and_what_was_verified_here():
     assert [one.level for one in about_host(facts)] == ["works"]
 
 
-def test_a_process_that_dies_or_takes_too_long_is_a_lost_trial(tmp_path):
-    setup, script = RankSetup(comfyui=COMFYUI), tmp_path / "script.py"
+def test_a_process_that_dies_or_takes_too_long_is_a_lost_trial(setup, tmp_path):
+    script = tmp_path / "script.py"
     for body, limit_s, says in (
         ("raise SystemExit(3)", 60, "status 3"),
         ("import time; time.sleep(60)", 0.2, "longer"),
@@ -216,15 +216,6 @@ def test_a_process_that_dies_or_takes_too_long_is_a_lost_trial(tmp_path):
         script.write_text(body)
         with pytest.raises(TrialLost, match=says):
             try_in_process(setup, lambda: Device("cpu"), FLUX, print, (str(script),), limit_s)
-
-
-@pytest.mark.host
-def test_every_class_of_this_comfyui_that_has_a_plan_has_a_sample_to_try_it_by():
-    files = HostFiles(Path(COMFYUI))
-    kinds = {
-        kind for plan in PLANS for kind in plan.models if plan.blocks and files.fingerprint(kind).functions
-    }
-    assert {kind for kind in kinds if not samples_of(kind)} == set()
 
 
 # -- trees of ComfyUI with one file changed
@@ -298,15 +289,25 @@ def test_a_fingerprint_finds_every_way_in_which_a_host_may_change(tree, way):
 
 
 @pytest.mark.host
-@pytest.mark.parametrize(
-    "way", HOST_MUTANTS if ALL else ["tokens that look at their neighbours", "a row per token"]
-)
+@pytest.mark.parametrize("way", HOST_MUTANTS if ALL else ["tokens that look at their neighbours"])
 def test_the_trial_judges_another_comfyui_by_what_ranks_compute_of_it(tree, way):
     edits, is_same = HOST_MUTANTS[way]
     setup, told = RankSetup(comfyui=str(tree(edits))), []
     found, says = try_in_process(setup, partial(Device, "cpu"), kind_of(edits), told.append)
     assert found == is_same, says
     assert told or not is_same
+
+
+@pytest.mark.host
+def test_this_comfyui_stands_the_trial_in_every_way_to_keep_weights_and_in_stages(clients, monkeypatch):
+    def pool_of(keeper, layout):
+        return clients(ulysses=layout.ulysses, pipefusion=layout.pipefusion)
+
+    monkeypatch.setattr(trying, "pool_of", pool_of)
+    told = []
+    said = tried(FLUX, None, told.append)
+    assert said.is_same and len(told) == 2 * len(samples_of(FLUX)), said
+    assert said.says.startswith(f"{2 * len(told)} comparisons"), "whole, shared-out, int8, two stages"
 
 
 def test_a_pool_by_hand_is_asked_before_ranks_load_a_model(clients, files, trial, trials):

@@ -7,7 +7,8 @@ Runs without ComfyUI.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import PurePosixPath
 from types import MappingProxyType
 
@@ -18,7 +19,7 @@ from .test_architecture import PACK, ROOT, SCRIPTS, imports_of
 # What ComfyUI imports, the processes of a pool, and the leader of a machine
 AT_WORK = ("__init__.py", *SCRIPTS, "launcher/commands/node.py")
 # The installer, the other commands, and what a published pack leaves out
-NOT_AT_WORK = ("launcher/comfyui/", "launcher/commands/", "launcher/lanes.py", "lab/", "tests/")
+NOT_AT_WORK = ("launcher/comfyui/", "launcher/commands/", "lab/", "tests/")
 AT_WORK_TOO = {
     "launcher/comfyui/__init__.py",
     "launcher/comfyui/host_record.py",
@@ -37,8 +38,10 @@ def for_type_checkers(tree: ast.AST) -> set[int]:
     return {line for block in blocks for one in block.body for line in range(one.lineno, one.end_lineno + 1)}
 
 
-def imported_files(path: PurePosixPath, source: str) -> Iterator[str]:
+@cache
+def imported_files(path: PurePosixPath, source: str) -> list[str]:
     """The files of the project that `source` imports, in functions too, and their packages'."""
+    found = []
     tree = ast.parse(source)
     unread = for_type_checkers(tree)
     for imported in imports_of(path, tree):
@@ -48,7 +51,8 @@ def imported_files(path: PurePosixPath, source: str) -> Iterator[str]:
         name = imported.name[is_by_name:]
         for length in range(1, len(name) + 1):
             module = "/".join(name[:length])
-            yield from (file for file in (f"{module}.py", f"{module}/__init__.py") if (ROOT / file).is_file())
+            found += [file for file in (f"{module}.py", f"{module}/__init__.py") if (ROOT / file).is_file()]
+    return found
 
 
 def chains(starts: Iterable[str], changed: Mapping[str, str] = MappingProxyType({})) -> dict[str, list[str]]:
