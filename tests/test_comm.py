@@ -13,6 +13,7 @@ from pipemesh.lab.commands.parity import stock_model
 from pipemesh.parallel_runtime.comm import ring as ring_module
 from pipemesh.parallel_runtime.comm.in_step import Expected, InStep, KnownSteps
 from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.comm.parts import to_all
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.layout import Layout
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,8 +62,8 @@ def test_no_message_keeps_the_buffer_that_a_larger_one_has_outgrown():
     exchange = StandinExchange(0, 2)
 
     def pass_on(count):
-        received, _ = exchange.all_to_all([[torch.ones(count)]] * 2, [(count,)] * 2, torch.zeros(1))
-        return weakref.ref(received[1].untyped_storage())
+        exchange.all_to_all([to_all(torch.ones(count), 2)], [torch.empty(2, count)])
+        return weakref.ref(exchange._buffers["receive", torch.float32, torch.device("cpu")].untyped_storage())
 
     small = pass_on(8)
     assert small() is not None and pass_on(8)() is small(), (
@@ -110,7 +111,7 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
         TakesNothing(),
     )
     steps.begin(known, Expected("kind"))
-    tensor, flag = torch.ones(2, 1, 4, 8, 16, dtype=dtype), torch.zeros(1)
+    tensor = torch.ones(2, 1, 4, 8, 16, dtype=dtype)
     exchange, ring = StandinExchange(0, 2), StandinRing(0, 2)
     steps.join(exchange)
     steps.join(ring)
@@ -125,9 +126,9 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
 
     def take():
         if kind == "exchange":
-            exchange.all_to_all([[tensor]] * 2, [tensor.shape] * 2, flag)
+            exchange.all_to_all([to_all(tensor, 2)], [torch.empty(2, *tensor.shape, dtype=dtype)], 0.0)
         else:
-            list(ring.walk(tensor, [8, 8], flag))
+            list(ring.walk(tensor, [8, 8], 0.0))
 
     take()
     steps.end(1)
@@ -198,7 +199,7 @@ def test_the_next_block_is_on_its_way_while_the_current_one_is_computed_with(mon
     )
     monkeypatch.setattr(ring_module.dist, "batch_isend_irecv", batch)
     ring = Ring(None, range(size), 0, via_cpu=False)
-    for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, torch.zeros(1))):
+    for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, 0.0)):
         assert block.source == -number % size
         events.append(f"computed {number}")
     expected = [

@@ -21,6 +21,7 @@ import torch
 
 from ...launcher.cache import cache_folder
 from ...parallel_runtime.comm.mesh import Mesh
+from ...parallel_runtime.comm.parts import to_all
 from ...parallel_runtime.families import plan_for
 from ...parallel_runtime.families.every import SAMPLES
 from ...parallel_runtime.families.sample import Released, Sample, Size
@@ -235,8 +236,8 @@ def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
 
 
 def message(exchange: Any, tensor: Any) -> Callable[[], float]:
-    flag = tensor.new_zeros(1)
-    return lambda: timed(lambda: exchange.all_to_all([[tensor]] * 2, [tensor.shape] * 2, flag))
+    into = tensor.new_empty(2, *tensor.shape)
+    return lambda: timed(lambda: exchange.all_to_all([to_all(tensor, 2)], [into], 0.0))
 
 
 def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:

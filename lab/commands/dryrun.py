@@ -153,9 +153,19 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
                 yield {**here, "misses": [f"{type(error).__name__}: {error}".strip()]}
                 continue
             misses = expected.misses(whole, layout, figures, is_sharded=chosen.kept == "sharded")
-            waits = {str(wait): count for wait, count in figures.waits.items()}
+            waits = {
+                name: {str(wait): count for wait, count in found.items()}
+                for name, found in (("waits", figures.waits), ("later_waits", figures.later_waits))
+            }
             shared = {"sharded_weight_bytes": sharded_bytes(whole, layout, figures.stage)}
-            yield {**here, **asdict(figures), **shared, "waits": waits, "misses": misses}
+            yield {
+                **here,
+                **asdict(figures),
+                **shared,
+                **waits,
+                "stock_launches": whole.launches,
+                "misses": misses,
+            }
 
 
 def row(record: dict[str, Any]) -> str:

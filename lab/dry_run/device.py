@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...parallel_runtime.planner import dry_device as product
@@ -31,6 +33,7 @@ from ...parallel_runtime.planner.dry_device import (
 PACK = Path(__file__).resolve().parent.parent.parent
 # Of a copy to the device that the driver takes at once (CUDA's API synchronization behavior)
 SMALL_BYTES = 1 << 16
+PACK_BYTES = 16  # NCCL's copies are of so many bytes, to and from multiples of it; else of one
 COPIES = {aten._to_copy.default, aten.copy_.default}
 LEFT_SECOND = {aten.addmm, aten.baddbmm}  # products whose left factor is the second argument
 BY_PIXELS = {aten.convolution, aten._convolution, aten.convolution_overrideable}  # they have no rows
@@ -54,14 +57,16 @@ class Wait(NamedTuple):
 
 
 class WatchedDevice(DeviceCounts):
-    """``messages``: bytes sent, by operation of torch.distributed. ``by_rows``: FLOPs by the rows
-    that a product or an attention has. ``waits``: how often each call made the CPU wait.
+    """``messages``: bytes sent to others, by operation of torch.distributed; ``unaligned``: places
+    of messages that begin where NCCL copies byte by byte. ``by_rows``: FLOPs by the rows that a
+    product or an attention has. ``waits``: how often each call made the CPU wait.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.by_rows: Counter[int] = Counter()
         self.messages: Counter[str] = Counter()
+        self.unaligned = 0
         self.waits: Counter[Wait] = Counter()
         self._pinned: dict[int, weakref.ref] = {}
 
@@ -129,14 +134,24 @@ class WatchedDevice(DeviceCounts):
             self.wait("copy to the device" if target else "copy from the device")
 
     def note_message(self, func: Any, args: tuple) -> None:
-        sent = {
-            "alltoall_base_": args[1:2],
-            "_allgather_base_": args[1:2],
-            "send": args[0] if args else (),
-        }.get(func._opname, ())
-        receivers = args[0].numel() // args[1].numel() - 1 if func._opname == "_allgather_base_" else 1
-        self.messages[func._opname] += receivers * sum(
-            tensor.numel() * tensor.element_size() for tensor in sent
+        name, places = func._opname, [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+        sent = 0
+        if name == "alltoall_base_":
+            received, sending, group, *splits = args[:5]
+            places = [
+                part
+                for whole, sizes in zip((received, sending), splits, strict=True)
+                for part in whole.split(sizes)
+            ]
+            own = dist.ProcessGroup.unbox(group).rank()
+            sent = nbytes_of(sending) - splits[1][own] * sending.element_size()
+        elif name == "_allgather_base_":
+            sent = nbytes_of(args[0]) - nbytes_of(args[1])
+        elif name == "send":
+            sent = sum(map(nbytes_of, args[0]))
+        self.messages[name] += sent
+        self.unaligned += sum(
+            one.numel() > 0 and one.storage_offset() * one.element_size() % PACK_BYTES > 0 for one in places
         )
 
 
@@ -171,6 +186,10 @@ class WatchedEvent(Driver):
 def dry_device(mode: FakeTensorMode) -> AbstractContextManager[WatchedDevice]:
     """Compute on the device that is not there, watched. ``mode`` has the tensors of before."""
     return computing_dry(mode, WatchedDevice())
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def rows_of(packet: Any, args: tuple) -> int:

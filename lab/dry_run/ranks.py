@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from ...parallel_runtime.comm.in_step import Expected
 from ...parallel_runtime.comm.mesh import Mesh, connect, open_weights
 from ...parallel_runtime.families.plan import TokenPlan
 from ...parallel_runtime.forward import forward_name
@@ -42,6 +43,10 @@ class RankFigures:
     warm-up too. Weights are not in ``peak_bytes``. ``kept_bytes`` of it are held when it has ended:
     keys and values, buffers for messages.
 
+    ``launches``: kernels, a message as one. ``unaligned``: places of messages that NCCL copies byte
+    by byte. ``waits`` are those of the first evaluation, ``later_waits`` of one after it, of which
+    ranks know what is coming.
+
     ``sent_bytes``: by axis, the output's rows under ``gather``, parts of shared weights under
     ``weights``. ``wired_bytes``: what torch was given to send. ``stage``: the rank's blocks [first,
     end). ``cut``: tokens [start, end) of each patch, of the stream that leaves; empty without a
@@ -56,6 +61,9 @@ class RankFigures:
     peak_bytes: int
     kept_bytes: int
     waits: Mapping[Wait, int]
+    launches: int = 0
+    unaligned: int = 0
+    later_waits: Mapping[Wait, int] = field(default_factory=dict)
     stage: tuple[int, int]
     cut: Sequence[tuple[int, int]] = ()
 
@@ -91,6 +99,8 @@ class DryRanks(DryModel):
             method = make_method(transformer, self.plan, mesh, idle, sizes)
             if kept == "sharded":
                 open_weights(mesh)
+            if layout.stages == 1:  # where ranks ask each other, as on a GPU
+                mesh.sequence.device_type = DEVICE.type
             sent = Sent(mesh)
             try:
                 with dry_device(self.mode) as counts:
@@ -103,19 +113,30 @@ class DryRanks(DryModel):
                         turns.attach()
                         held = counts.memory.live
                     method.attach()
+                    forward = getattr(transformer, forward_name(transformer))
                     for idle.at, part in enumerate(parts):
                         if idle.at == 1:
-                            counts.flops = 0
+                            counts.flops = counts.launches = counts.unaligned = 0
                             counts.messages.clear()
                             counts.waits.clear()
                             sent = Sent(mesh)
                         method.begin(part)
-                        forward = getattr(transformer, forward_name(transformer))
                         with nullcontext() if turns is None else turns.evaluation():
                             method.forward(forward, dict(self.arguments), TURN * (idle.at + 1))
                         sent.add()
                     gc.collect()  # else what lies in cycles counts, or not, by when it is freed
-                    kept_bytes = counts.memory.live
+                    kept_bytes, peak_bytes = counts.memory.live, counts.memory.peak
+                    flops, wired_bytes, waits = (
+                        counts.flops,
+                        sum(counts.messages.values()),
+                        dict(counts.waits),
+                    )
+                    if layout.stages == 1:
+                        counts.launches = counts.unaligned = 0
+                        counts.waits.clear()
+                        method.begin(WARM_UP, Expected(confirmed=method.facts.confirmed))
+                        with nullcontext() if turns is None else turns.evaluation():
+                            method.forward(forward, dict(self.arguments), TURN * (len(parts) + 1))
                     if turns is not None:
                         mesh.sequence.free_buffers()
                         without_room = counts.memory.live
@@ -129,12 +150,15 @@ class DryRanks(DryModel):
             return RankFigures(
                 rank=rank,
                 weight_bytes=stored_bytes(weights_of(self.model)) + held,
-                flops=counts.flops,
+                flops=flops,
                 sent_bytes=sent.by_axis,
-                wired_bytes=sum(counts.messages.values()),
-                peak_bytes=counts.memory.peak - held,
+                wired_bytes=wired_bytes,
+                peak_bytes=peak_bytes - held,
                 kept_bytes=kept_bytes - held,
-                waits=dict(counts.waits),
+                waits=waits,
+                later_waits=dict(counts.waits),
+                launches=counts.launches,
+                unaligned=counts.unaligned,
                 stage=(stage.first, stage.end),
                 cut=self._cut(whole, parts),
             )

@@ -24,6 +24,8 @@ from pipemesh.parallel_runtime.planner.whole import Shareable
 from pipemesh.tests.conftest import ALL, ROOT
 from pipemesh.tests.planned import attention_alone
 
+AT_MOST = {"ulysses": 1.3, "ring": 5.5}  # kernels of a rank, over those of one GPU
+
 
 @pytest.fixture(scope="module")
 def records():
@@ -48,6 +50,25 @@ def test_every_method_is_tried(records):
     kinds = {tuple(axis for axis, degree in one["layout"].items() if degree > 1) for one in records}
     axes = ("ulysses", "ring", "pipefusion")
     assert kinds >= {(), *((axis,) for axis in axes), *combinations(axes, 2)}
+
+
+def test_a_rank_of_ulysses_launches_little_more_than_one_gpu_and_each_message_is_aligned(records):
+    of = {
+        name: [one for one in records if "stock_launches" in one and is_alone(one, name)] for name in AT_MOST
+    }
+    assert of["ulysses"] and of["ring"]
+    assert {
+        f"{one['model']}, {one['equation']}: {one['launches']} kernels for {one['stock_launches']}"
+        for name, ranked in of.items()
+        for one in ranked
+        if one["launches"] > AT_MOST[name] * one["stock_launches"]
+    } == set()
+    assert {one["unaligned"] for ranked in of.values() for one in ranked} == {0}
+    assert {name for ranked in of.values() for one in ranked for name in one["later_waits"]} == set()
+
+
+def is_alone(record, axis):
+    return record["layout"][axis] == Layout(**record["layout"]).world_size and record["weights"] == "whole"
 
 
 def test_an_evaluation_gathers_what_a_rank_has_not_of_the_weights(records):

@@ -1,12 +1,11 @@
 """Exchange tensors of unequal sizes among all ranks of a group, and agree on when to stop.
 
-Each rank's wish to stop travels as one extra element behind every message of attention. So all
-ranks learn of it at the same attention, and leave at the same block.
+Each rank's wish to stop travels behind its parts of an attention's message. So all ranks learn of
+it at the same attention, and leave at the same block.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -15,17 +14,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import Mover, Stopped
+from .in_step import Flag, Mover, Stopped
 from .late import LateValue
+from .parts import Parts, Runs, counts_of, flags_of, padded
 
 LOOK_AHEAD = 8
 
-Shape = tuple[int, ...]
-
 
 class StopFlag:
-    """Leave an evaluation at the same attention on all ranks. Each rank makes its flag once per
-    attention and sends it along; every rank decides when it has all of them.
+    """Leave an evaluation at the same attention on all ranks. Each rank sends its wish along once
+    per attention; every rank decides when it has all of them.
 
     On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the CPU does not wait for the
     GPU; in an evaluation of few attentions, half of them later.
@@ -41,13 +39,13 @@ class StopFlag:
         self._later.clear()
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
 
-    def wish(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the flag (1,) of ``like``'s dtype: 1 if this rank wishes to stop."""
-        return like.new_full((1,), float(self._wants_stop()))
+    def wish(self) -> float:
+        """Return 1 if this rank wishes to stop, else 0."""
+        return float(self._wants_stop())
 
-    def decide(self, flag: torch.Tensor) -> None:
+    def decide(self, flag: Flag) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
-        if flag.device.type == "cuda":
+        if isinstance(flag, torch.Tensor) and flag.device.type == "cuda":
             self._later.append(LateValue(flag))
             stops = len(self._later) > self._look_ahead and self._later.popleft().read()
         else:
@@ -57,25 +55,24 @@ class StopFlag:
 
 
 class Message(NamedTuple):
-    """Elements to and from each rank of a group, the flag included; none for the own rank."""
+    """Elements to and from each rank of a group, the own one too. ``is_flagged``: whether wishes to
+    stop go along.
+    """
 
     to: tuple[int, ...]
     come: tuple[int, ...]
+    is_flagged: bool
     dtype: torch.dtype
     device: torch.device
 
 
 class Places(NamedTuple):
-    """Where a message lies: the whole of it, and the parts to and from each other rank, each with
-    its flag behind it.
+    """Where the parts of a message lie. A rank's own part is among them: NCCL moves it in the
+    kernel that moves the others.
     """
 
-    sending: torch.Tensor
-    receiving: torch.Tensor
-    to: dict[int, torch.Tensor]
-    come: dict[int, torch.Tensor]
-    own_flags: list[torch.Tensor]  # one (1,) in each part of ``to``
-    flags: list[torch.Tensor]  # those of ``come``
+    to: Parts
+    come: Parts
 
 
 class Exchange(Mover):
@@ -88,82 +85,71 @@ class Exchange(Mover):
         self.rank = rank
         self.group = group
 
-    def all_to_all(
-        self, chunks: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Shape], flag: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Send the tensors ``chunks[j]`` to rank j; return one tensor of ``shapes[i]`` from each
-        rank i, and the largest ``flag`` (1,) of the group. Raises Stopped where a rank has failed.
-
-        The own chunk is not moved: its place in the result is empty. Results are views of a buffer
-        that the next exchange reuses.
+    def all_to_all(self, sent: Sequence[Runs], into: Runs, wish: float | None = None) -> Flag:
+        """Send each rank its part of all tensors ``sent``, one after another; have what comes from
+        each ``into`` its place. Return the largest ``wish`` of the group; 0 where none goes along.
+        Raises Stopped where a rank has failed.
         """
-        first = next(tensor for chunk in chunks for tensor in chunk)
         message = Message(
-            tuple(
-                sum(t.numel() for t in chunks[rank]) + 1 if rank != self.rank else 0
-                for rank in range(self.size)
-            ),
-            tuple(math.prod(shapes[rank]) + 1 if rank != self.rank else 0 for rank in range(self.size)),
-            first.dtype,
-            torch.device("cpu") if self.via_cpu else first.device,
+            counts_of(sent),
+            counts_of([into]),
+            wish is not None,
+            into[0].dtype,
+            torch.device("cpu") if self.via_cpu else into[0].device,
         )
         places = self._places(message)
-        for rank, place in places.to.items():
-            offset = 0
-            for tensor in chunks[rank]:
-                place[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
-                offset += tensor.numel()
-        room = self._flags(message.dtype, message.device)
+        places.to.put(sent)
+        room = self._room(message)
         if self.in_step is not None:
             self.in_step.enter(self.axis, message)
-        flag = self._pass(message, places, flag, room)
+        flag = self._pass(places, wish or 0.0, room)
         if self.in_step is not None:
             self.in_step.leave_with(flag)
-        received = [places.receiving[:0]] * self.size
-        for rank, place in places.come.items():
-            received[rank] = place[:-1].view(shapes[rank])
-        return received, flag
+        places.come.take(into)
+        return 0.0 if flag is None else flag
 
     def make_room(self, what: Hashable) -> None:
         assert isinstance(what, Message)
         self._places(what)
 
-    def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor:
+    def go_through(self, what: Hashable, wish: float) -> Flag | None:
         assert isinstance(what, Message)
-        return self._pass(what, self._places(what), flag, self._flags(what.dtype, what.device))
+        return self._pass(self._places(what), wish, self._room(what))
 
     def _pass(
-        self,
-        message: Message,
-        places: Places,
-        flag: torch.Tensor,
-        room: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Move what lies in the places of ``message`` with ``flag``; return the group's largest, in
-        ``room``.
+        self, places: Places, wish: float, room: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor | None:
+        """Move what lies in ``places``, with ``wish``; return the group's largest, in ``room``.
+        None where none goes along.
         """
-        wishes, largest = room
-        wishes[:1].copy_(flag)
-        for own_flag in places.own_flags:
-            own_flag.copy_(wishes[:1])
+        for flags in places.to.flags:
+            flags.fill_(wish)
         began = time.perf_counter()
-        self._move(places.receiving, places.sending, message.come, message.to)
+        self._move(places.come.buffer, places.to.buffer, places.come.sizes, places.to.sizes)
         self.traffic.waited_s[self.axis] += time.perf_counter() - began
-        self.traffic.sent_bytes[self.axis] += places.sending.nbytes
-        if places.flags:
-            torch.cat(places.flags, out=wishes[1:])
-        return torch.amax(wishes, 0, keepdim=True, out=largest)
+        elements = places.to.buffer.numel() - places.to.sizes[self.rank]
+        self.traffic.sent_bytes[self.axis] += elements * places.to.buffer.element_size()
+        if room is None:
+            return None
+        came, (wishes, largest) = places.come.flags, room
+        return torch.amax(came[0] if len(came) == 1 else torch.cat(came, out=wishes), 0, out=largest)
+
+    def _room(self, message: Message) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self._flags(message.dtype, message.device) if message.is_flagged else None
 
     def _places(self, message: Message) -> Places:
         if message not in self._laid:
-            sending = self._buffer("send", sum(message.to), message.dtype, message.device)
-            receiving = self._buffer("receive", sum(message.come), message.dtype, message.device)
             to, come = (
-                {rank: place for rank, place in enumerate(whole.split(counts)) if rank != self.rank}
-                for whole, counts in ((sending, message.to), (receiving, message.come))
+                padded(counts, message.is_flagged, message.dtype) for counts in (message.to, message.come)
             )
-            flags = ([place[-1:] for place in parts.values()] for parts in (to, come))
-            self._laid[message] = Places(sending, receiving, to, come, *flags)
+            sending = self._buffer("send", sum(to), message.dtype, message.device)
+            receiving = self._buffer("receive", sum(come), message.dtype, message.device)
+            self._laid[message] = Places(
+                *(
+                    Parts(buffer, sizes, flags_of(buffer, sizes) if message.is_flagged else [])
+                    for buffer, sizes in ((sending, to), (receiving, come))
+                )
+            )
         return self._laid[message]
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
@@ -204,7 +190,9 @@ class Exchange(Mover):
         # switches of threads fewer at every exchange.
         works, pieces = [], zip(receiving.split(receive_sizes), sending.split(send_sizes), strict=True)
         for rank, (incoming, outgoing) in enumerate(pieces):
-            if rank != self.rank:
+            if rank == self.rank:
+                incoming.copy_(outgoing)
+            else:
                 peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
                 works += [dist.irecv(incoming, peer, self.group), dist.isend(outgoing, peer, self.group)]
         for work in works:

@@ -19,6 +19,7 @@ import torch
 KEPT_KINDS = 32  # of evaluations, of one model, from run to run
 DECISION, TOKENS, END = "decision", "tokens", "end"
 SILENT = (DECISION, TOKENS)  # no rank waits for another
+Flag = float | torch.Tensor  # a wish to stop, or the largest of several: 1, or 0. A tensor has no dimension
 COUNTED: tuple[str, ...] = ("ulysses", "ring", "gather", "weights", "pipefusion")  # axes of messages
 
 
@@ -86,7 +87,7 @@ class Mover:
         """Have the memory that the message takes."""
         raise NotImplementedError
 
-    def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor | None:
+    def go_through(self, what: Hashable, wish: float) -> Flag | None:
         """Take part in the message with whatever lies in its memory; return the flag that came, if
         one did.
         """
@@ -111,7 +112,7 @@ class Mover:
         sent: a rank that has no memory fails before others wait for it.
         """
         wishes = torch.empty(self.size, dtype=dtype, device=device)
-        return wishes, wishes.new_empty(1)
+        return wishes, wishes.new_empty(())
 
 
 class KnownSteps:
@@ -178,7 +179,7 @@ class InStep:
     def __init__(
         self,
         ask: Callable[[bool, int], tuple[bool, int]],
-        decide: Callable[[torch.Tensor], None],
+        decide: Callable[[Flag], None],
         width: int = 1,
     ):
         self._ask = ask
@@ -186,7 +187,7 @@ class InStep:
         self._width = width
         self._movers: dict[str, Mover] = {}
         self._course = Course(KnownSteps(), ())
-        self._flag = torch.zeros(1)  # that came last
+        self.flag: Flag = 0.0  # that came last
         self._is_over = True
         self._is_broken = False
         self.has_asked = True  # whether nothing is to be asked any more before the first message
@@ -241,7 +242,7 @@ class InStep:
         self.enter(TOKENS, tokens)
         self.leave_with(None)
 
-    def decide(self, flag: torch.Tensor) -> None:
+    def decide(self, flag: Flag) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
         self.enter(DECISION)
         try:
@@ -272,9 +273,9 @@ class InStep:
             raise Stopped
         course.steps.append(step)
 
-    def leave_with(self, flag: torch.Tensor | None) -> None:
+    def leave_with(self, flag: Flag | None) -> None:
         self._course.at += 1
-        self._flag = self._flag if flag is None else flag
+        self.flag = self.flag if flag is None else flag
 
     def end(self, number: int) -> None:
         """End an evaluation whose messages have all gone through. ``number``: as the method has it.
@@ -312,11 +313,10 @@ class InStep:
         self._is_broken = False
 
     def _go_through(self, steps: list[Step]) -> None:
-        came = self._flag
-        wish = torch.ones_like(came)
+        came = self.flag
         for step in steps:
             if step.axis == DECISION:
                 self._decide(came)
             elif step.axis in self._movers:
-                flag = self._movers[step.axis].go_through(step.what, wish)
+                flag = self._movers[step.axis].go_through(step.what, 1.0)
                 came = came if flag is None else flag

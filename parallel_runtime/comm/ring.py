@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import Mover
+from .in_step import Flag, Mover
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Block:
     # (2, B, h, K, D), where messages lie; a view of a buffer that is used again, valid until the
     # next block
     kv: torch.Tensor
-    flag: torch.Tensor  # (1,): not 0 if that rank wishes to stop
 
 
 class RingMessage(NamedTuple):
@@ -49,12 +48,13 @@ class Ring(Mover):
         self._next = ranks[(index + 1) % self.size]
         self._previous = ranks[(index - 1) % self.size]
 
-    def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> Iterator[Block]:
+    def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: Flag) -> Iterator[Block]:
         """Yield every rank's block, the own one first. Walk it to its end: others wait for what is
-        passed on. Raises Stopped where a rank has failed, before the first.
+        passed on, and the ranks' largest flag is that of ``in_step`` then. Raises Stopped where a
+        rank has failed, before the first.
 
-        ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag`` (1,): this rank's
-        wish to stop.
+        ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag``: this rank's wish to
+        stop.
         """
         shape = list(kv.shape)
         counts = tuple(shape[0] * shape[1] * shape[2] * count * shape[4] for count in keys)
@@ -65,30 +65,30 @@ class Ring(Mover):
         if self.in_step is not None:
             self.in_step.enter(self.axis, message)
         for step, (source, place) in enumerate(self._go_around(message, places, flag)):
-            wish = wishes[step : step + 1].copy_(place[-1:])
+            wishes[step : step + 1].copy_(place[-1:])
             block = place[:-1].view(*shape[:3], keys[source], shape[4])
-            yield Block(source, kv if step == 0 else block, wish)
+            yield Block(source, kv if step == 0 else block)
         if self.in_step is not None:
-            self.in_step.leave_with(torch.amax(wishes, 0, keepdim=True, out=largest))
+            self.in_step.leave_with(torch.amax(wishes, 0, out=largest))
 
     def make_room(self, what: Hashable) -> None:
         assert isinstance(what, RingMessage)
         self._places(what)
 
-    def go_through(self, what: Hashable, flag: torch.Tensor) -> torch.Tensor:
+    def go_through(self, what: Hashable, wish: float) -> torch.Tensor:
         """Walk the ring with whatever lies there as the own block; return the largest flag."""
         assert isinstance(what, RingMessage)
         places, (wishes, largest) = self._places(what), self._flags(what.dtype, what.device)
-        for step, (_, place) in enumerate(self._go_around(what, places, flag)):
+        for step, (_, place) in enumerate(self._go_around(what, places, wish)):
             wishes[step : step + 1].copy_(place[-1:])
-        return torch.amax(wishes, 0, keepdim=True, out=largest)
+        return torch.amax(wishes, 0, out=largest)
 
     def _go_around(
-        self, message: RingMessage, places: Sequence[torch.Tensor], flag: torch.Tensor
+        self, message: RingMessage, places: Sequence[torch.Tensor], flag: Flag
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each block's source and its place, the flag behind it, while the next arrives."""
         current, source = places[0][: message.counts[self.index] + 1], self.index
-        current[-1:].copy_(flag)
+        current[-1:].fill_(flag)
         for step in range(self.size):
             arriving, works, coming = current, [], (source - 1) % self.size
             if step < self.size - 1:

@@ -46,7 +46,7 @@ class ShardGather(Mover):
     def make_room(self, what: Hashable) -> None:
         self._places(what)
 
-    def go_through(self, what: Hashable, flag: torch.Tensor) -> None:
+    def go_through(self, what: Hashable, wish: float) -> None:
         self._start(*self._places(what))
 
     def _places(self, what: Hashable) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, merge, partial_attention
+from ..comm.in_step import Flag
 from ..comm.mesh import SequenceComm
 from .shards import KeysByFrame
 
@@ -40,7 +41,7 @@ class RingAttention:
         q_BhgD: torch.Tensor,
         kv_2BhKD: torch.Tensor,
         keys: Sequence[int],
-        flag: torch.Tensor,
+        flag: Flag,
         mask_of: MaskOf | None,
         passing: Passing = lambda place, kv: None,
     ) -> torch.Tensor:
@@ -52,10 +53,8 @@ class RingAttention:
         scale, host = call.options.get("scale"), inexact(call.attention, call.options, call.mask is not None)
         partial: Partial | None = None
         failure: Exception | None = None
-        flags = []
         for block in self._comm.ring.walk(kv_2BhKD, keys, flag):
             self._on_progress()
-            flags.append(block.flag)
             if failure is not None:
                 continue
             try:
@@ -73,7 +72,7 @@ class RingAttention:
                 failure = error
         if failure is not None:
             raise failure
-        self._comm.in_step.decide(torch.stack(flags).amax(0))
+        self._comm.in_step.decide(self._comm.in_step.flag)
         assert partial is not None
         return partial.out.to(q_BhgD.dtype)
 
@@ -92,7 +91,7 @@ class RingAttention:
                 out[:, :, rows], level[:, :, rows] = part.out, part.level
         return Partial(out, level, float(more.tokens))
 
-    def gather(self, kv_2BhKD: torch.Tensor, keys: Sequence[int], flag: torch.Tensor) -> torch.Tensor:
+    def gather(self, kv_2BhKD: torch.Tensor, keys: Sequence[int], flag: Flag) -> torch.Tensor:
         """Return the keys and values of all places of the ring, one after another."""
         starts, shape = [sum(keys[:place]) for place in range(len(keys))], list(kv_2BhKD.shape)
         whole = kv_2BhKD.new_empty(*shape[:3], sum(keys), shape[4])

@@ -10,15 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, merge, partial_attention
+from ..comm.in_step import Flag
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
+from ..comm.parts import Runs, runs_of, to_all
 from ..errors import ModelError
 from ..families.plan import TokenPlan
 from ..layout import Split
@@ -113,9 +114,9 @@ class SequenceAttention(ABC):
         self._ring = RingAttention(comm, on_progress, kernels)
 
     @abstractmethod
-    def over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
+    def over_all_keys(self, call: Call, qkv: QKV, flag: Flag) -> torch.Tensor:
         """3 x (B, h, g, D) -> (B, h, g, D): attend with the own heads to all keys of the sequence.
-        Must decide on ``flag`` (1,), the ulysses group's wish to stop.
+        Must decide on ``flag``, the ulysses group's wish to stop.
         """
 
     def attend(
@@ -186,8 +187,8 @@ class SequenceAttention(ABC):
         k_BHlD, v_BHlD = joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2)
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels, host)
         own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
-        parts, flag = self._from_all(own, [own.shape] * self._comm.size, self._comm.stop.wish(own))
-        self._comm.in_step.decide(flag)
+        parts = own.new_empty(self._comm.size, *own.shape)
+        self._comm.in_step.decide(self._from_all(own, [parts], self._comm.stop.wish()))
         whole = reduce(
             merge,
             (
@@ -213,9 +214,9 @@ class SequenceAttention(ABC):
         if own.shape[1]:
             options = {**options, "skip_reshape": True, "skip_output_reshape": True}
             own = attention(own, k_BhLD, v_BhLD, own.shape[1], None, **options)
-        shapes = [(own.shape[0], size, *own.shape[2:]) for size in heads.sizes]
-        parts, _ = self._from_all(own.contiguous(), shapes, own.new_zeros(1))
-        return torch.cat(parts, 1)
+        out = own.new_empty(own.shape[0], heads.total, *own.shape[2:])
+        self._from_all(own, runs_of(out, 1, heads.sizes))
+        return out
 
     def _joint_of(self, rows: Shards, count: int) -> Joint:
         """Return the streams that attend together, told by how many local rows they have."""
@@ -232,38 +233,20 @@ class SequenceAttention(ABC):
         size, index = self._comm.ulysses.size, self._comm.ring.index
         return joint.counts[index * size : (index + 1) * size]
 
-    def _heads_for_tokens(
-        self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint
-    ) -> tuple[QKV, torch.Tensor]:
+    def _heads_for_tokens(self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint) -> tuple[QKV, Flag]:
         """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
         wish to stop. Or 2 x, without q.
         """
-        exchange = self._comm.ulysses
+        exchange, wish = self._comm.ulysses, self._comm.stop.wish()
         qkv = [joint.drop_anchors(t, 2) for t in qkv]
-        # Its own wish a rank need not read of a GPU
-        flag = self._comm.stop.wish(qkv[0] if self._comm.size > 1 else torch.empty(0))
         if exchange.size == 1:
-            return qkv, flag
+            return qkv, wish
         batch, _, _, dim = qkv[0].shape
-        own_heads = heads.sizes[exchange.rank]
         tokens = self._group_tokens(joint)
-        chunks = [
-            [t.narrow(1, start, size) for t in qkv]
-            for start, size in zip(heads.starts, heads.sizes, strict=True)
-        ]
+        out = qkv[0].new_empty(len(qkv), batch, heads.sizes[exchange.rank], sum(tokens), dim)
         self._on_progress()
-        received, flag = exchange.all_to_all(
-            chunks, [(len(qkv), batch, own_heads, count, dim) for count in tokens], flag
-        )
-        out = qkv[0].new_empty(len(qkv), batch, own_heads, sum(tokens), dim)
-        for index, (offset, count) in enumerate(zip(accumulate(tokens, initial=0), tokens, strict=False)):
-            place = out.narrow(3, offset, count)
-            if index == exchange.rank:
-                for part, tensor in zip(place, chunks[index], strict=True):
-                    part.copy_(tensor)
-            else:
-                place.copy_(received[index])
-        return out, flag
+        by_heads = [runs_of(t, 1, heads.sizes) for t in qkv]
+        return out, exchange.all_to_all(by_heads, runs_of(out, 3, tokens), wish)
 
     def _tokens_for_heads(self, out_BhgD: torch.Tensor, heads: Split, joint: Joint) -> torch.Tensor:
         """(B, h, g, D) in rank-major order -> (B, l, H, D) with zeros in anchor rows."""
@@ -272,28 +255,17 @@ class SequenceAttention(ABC):
             return joint.put_back(out_BhgD.transpose(1, 2), 1)
         batch, _, _, dim = out_BhgD.shape
         tokens = self._group_tokens(joint)
-        own_tokens = tokens[exchange.rank]
-        chunks = [[piece] for piece in out_BhgD.split(tokens, dim=2)]
-        shapes = [(batch, size, own_tokens, dim) for size in heads.sizes]
+        out = out_BhgD.new_empty(batch, tokens[exchange.rank], heads.total, dim)
         self._on_progress()
-        received, _ = exchange.all_to_all(chunks, shapes, out_BhgD.new_zeros(1))
-        out = out_BhgD.new_empty(batch, own_tokens, heads.total, dim)
-        for index, (start, size) in enumerate(zip(heads.starts, heads.sizes, strict=True)):
-            piece = chunks[index][0] if index == exchange.rank else received[index]
-            out.narrow(2, start, size).copy_(piece.transpose(1, 2))
+        exchange.all_to_all([runs_of(out_BhgD, 2, tokens)], runs_of(out.transpose(1, 2), 1, heads.sizes))
         return joint.put_back(out, 1)
 
-    def _from_all(
-        self, own: torch.Tensor, shapes: Sequence[tuple[int, ...]], flag: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Send ``own`` to all ranks of the sequence; return what each sent, of these shapes, and
-        their flag.
+    def _from_all(self, own: torch.Tensor, into: Runs, wish: float | None = None) -> Flag:
+        """Send ``own`` to all ranks of the sequence; have what each sent ``into`` its place. Return
+        the largest wish.
         """
-        exchange = self._comm.world
         self._on_progress()
-        received, flag = exchange.all_to_all([[own]] * exchange.size, shapes, flag)
-        ranks = range(exchange.size)
-        return [own if rank == exchange.rank else received[rank].to(own.device) for rank in ranks], flag
+        return self._comm.world.all_to_all([to_all(own, self._comm.size)], into, wish)
 
     def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
         """Return all rows of ``streams``, in the host's order, of which ``local_BlC`` are the local
@@ -301,14 +273,12 @@ class SequenceAttention(ABC):
         """
         assert isinstance(rows, Shards)
         joint = rows.joint(streams)
-        own = joint.drop_anchors(local_BlC, 1)
-        pieces = [own]
+        rows_BgC = own = joint.drop_anchors(local_BlC, 1)
         if self._comm.size > 1:
-            batch, _, channels = own.shape
-            shapes = [(batch, count, channels) for count in joint.counts]
-            pieces, _ = self._from_all(own, shapes, own.new_zeros(1))
+            rows_BgC = own.new_empty(own.shape[0], sum(joint.counts), own.shape[2])
+            self._from_all(own, runs_of(rows_BgC, 1, joint.counts))
         whole = own.new_empty(own.shape[0], joint.all_tokens, own.shape[2])
-        whole[:, to_device(joint.rank_major(), own.device)] = torch.cat(pieces, 1)
+        whole[:, to_device(joint.rank_major(), own.device)] = rows_BgC
         return whole
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor | None:
@@ -321,10 +291,9 @@ class SequenceAttention(ABC):
         split = rows.splits[self._plan.leave.stream]
         batch, _, channels = out_BlC.shape
         own = out_BlC[:, : split.sizes[exchange.rank]]
-        chunks = [[own if rank == 0 else own[:, :0]] for rank in range(exchange.size)]
-        shapes = [(batch, size if exchange.rank == 0 else 0, channels) for size in split.sizes]
+        nothing = [0] * (exchange.size - 1)
+        sizes = split.sizes if exchange.rank == 0 else [0, *nothing]
+        whole = out_BlC.new_empty(batch, sum(sizes), channels)
         self._on_progress()
-        received, _ = exchange.all_to_all(chunks, shapes, out_BlC.new_zeros(1))
-        if exchange.rank != 0:
-            return out_BlC.new_zeros(batch, split.total, channels)
-        return torch.cat([own, *(piece.to(own.device) for piece in received[1:])], dim=1)
+        exchange.all_to_all([runs_of(own, 1, [own.shape[1], *nothing])], runs_of(whole, 1, sizes))
+        return whole if exchange.rank == 0 else out_BlC.new_zeros(batch, split.total, channels)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..attention.kernels import TORCHS, Kernels
-from ..comm.in_step import Expected, KnownSteps
+from ..comm.in_step import Expected, Flag, KnownSteps
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError
@@ -117,12 +117,12 @@ class SequenceSharding(SequenceAttention):
     def enter_block(self) -> None:
         self._on_progress()
         if self._comm.size == 1:
-            self._comm.in_step.decide(self._comm.stop.wish(torch.empty(0)))
+            self._comm.in_step.decide(self._comm.stop.wish())
 
     def acts_behind(self, path: str, block: int) -> bool:
         return True
 
-    def over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
+    def over_all_keys(self, call: Call, qkv: QKV, flag: Flag) -> torch.Tensor:
         host_mask, mask, order = call.mask, None, call.host_order
         if host_mask is not None and (order is None or self._comm.ring.size > 1):
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
@@ -142,9 +142,7 @@ class SequenceSharding(SequenceAttention):
         out = call.compute(in_order(order, *qkv), mask)
         return out.index_select(2, to_device(order, out.device))
 
-    def _around_the_ring(
-        self, call: Call, qkv: QKV, mask: torch.Tensor | None, flag: torch.Tensor
-    ) -> torch.Tensor:
+    def _around_the_ring(self, call: Call, qkv: QKV, mask: torch.Tensor | None, flag: Flag) -> torch.Tensor:
         """Attend to every group's keys in turn. ``mask`` is in rank-major order."""
         ring, group, counts = self._comm.ring, self._comm.ulysses.size, call.joint.counts
         keys = [sum(counts[index * group : (index + 1) * group]) for index in range(ring.size)]

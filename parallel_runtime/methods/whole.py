@@ -56,7 +56,7 @@ class WholeForward:
 
     def _entering(self, _module: nn.Module, _args: Any) -> None:
         self._on_progress()
-        self._comm.stop.decide(self._comm.stop.wish(torch.empty(0)))
+        self._comm.stop.decide(self._comm.stop.wish())
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
         self._comm.begin(0)

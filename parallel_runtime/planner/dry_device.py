@@ -64,14 +64,14 @@ class Memory:
 class DeviceCounts(TorchDispatchMode):
     """Counts while it is entered. ``value``: all that code reads of the device; ``chosen``: the
     share of its elements that a mask chooses. ``moved``: kernels beside products, attentions and
-    messages, by the bytes that they read and write.
+    messages, by the bytes that they read and write. ``launches``: all kernels, a message as one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.value = 0.0
         self.chosen = 1.0
-        self.flops = 0
+        self.flops = self.launches = 0
         self.moved: Counter[int] = Counter()
         self.memory = Memory()
 
@@ -114,10 +114,13 @@ class DeviceCounts(TorchDispatchMode):
         options.pop("pin_memory", None)
         made = func(*args, **options)
         packet = func._overloadpacket
+        nbytes = 1
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **options, out_val=made)
         elif func.namespace != "c10d":
-            self.moved[moved_bytes(func, args, made)] += 1
+            nbytes = moved_bytes(func, args, made)
+            self.moved[nbytes] += 1
+        self.launches += nbytes > 0
         for leaf in tensors_of(made):
             self.memory.hold(leaf)
         return made

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from ...attention.kernels import Kernels
+from ...comm.in_step import Flag
 from ...comm.late import to_device
 from ...comm.mesh import SequenceComm
 from ...families.plan import TokenPlan
@@ -89,7 +90,7 @@ class PatchSharding(SequenceAttention):
         whole.narrow(1, *rows.active[stream]).copy_(out_BlC if gathered is None else gathered)
         return whole
 
-    def over_all_keys(self, call: Call, qkv: QKV, flag: torch.Tensor) -> torch.Tensor:
+    def over_all_keys(self, call: Call, qkv: QKV, flag: Flag) -> torch.Tensor:
         """Attend to all keys as they were last seen."""
         if self._comm.ring.size == 1:
             self._comm.in_step.decide(flag)
@@ -118,7 +119,7 @@ class PatchSharding(SequenceAttention):
         layer: int,
         q_BhgD: torch.Tensor,
         fresh_2BhgD: torch.Tensor,
-        flag: torch.Tensor,
+        flag: Flag,
     ) -> torch.Tensor:
         """Attend to what every place sends, and take out of it what this one keeps."""
         own, sizes = self._comm.ring.index, [count(ranges) for ranges in rows.sent]

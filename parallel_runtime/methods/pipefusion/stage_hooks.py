@@ -111,6 +111,6 @@ class StageHooks:
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
             self._messages.enter([taken(arguments, name) for name in group.returns])
             if self._stop is not None:
-                self._stop.decide(self._stop.wish(torch.empty(0)))
+                self._stop.decide(self._stop.wish())
 
         return hook
