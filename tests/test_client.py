@@ -310,6 +310,15 @@ def test_an_evaluation_that_no_rank_returns_an_output_of_is_an_error(monkeypatch
         evaluate(client, "a")
 
 
+def test_an_evaluation_that_its_ranks_left_is_a_cancelled_run_and_no_error(monkeypatch):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    left = partial(Done, memory=pool.memory[0], cancelled=True)
+    monkeypatch.setattr(pool, "answer", lambda request: left(request=request.request))
+    with pytest.raises(RunCancelled):
+        evaluate(client, "a")
+
+
 def test_a_submission_that_could_not_be_sent_is_not_in_flight_and_holds_no_model(monkeypatch):
     pool = Ledger(room=1)
     client = remote(pool, "a")

@@ -27,6 +27,8 @@ from pipemesh.parallel_runtime.families.every import FAMILIES as REGISTRY
 from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import layouts_of
+from pipemesh.parallel_runtime.methods.pipefusion.clock import TIMED, BlockClock
+from pipemesh.parallel_runtime.patches import Part
 
 from .bounds import ADAPTIVE, assert_replayed, bound
 from .conftest import ALL, running_clients
@@ -361,6 +363,19 @@ def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pi
     assert relative_error(again, truth) <= truths.bound(of) and torch.equal(first, again)
     sample(model, of, steps=2)
     assert client.session.loads == 2
+
+
+def test_blocks_are_timed_in_the_first_evaluations_of_each_patch_and_never_of_all_rows():
+    clock = BlockClock()
+
+    def timed(part):
+        clock.start(part)
+        clock.note(0, on_cuda=False)
+        clock.note(0, on_cuda=False)
+        return list(clock.times.seconds())
+
+    patch = Part(1, 0, (0, 4, False))
+    assert [timed(Part(1, 0)), *(timed(patch) for _ in range(TIMED + 1))] == [[], *[[0]] * TIMED, []]
 
 
 def test_stages_may_be_cut_as_the_user_says(clients, truths):
