@@ -343,12 +343,14 @@ def own_model(x, *args, **kwargs):
     return torch.zeros_like(x)
 
 
-def own_transformer(executor, x, *args, **kwargs):
-    return torch.zeros_like(x)
-
-
 def test_a_run_that_asks_the_pool_for_nothing_is_refused_by_the_name_of_the_wrapper(pair, requests):
     from comfy.patcher_extension import WrappersMP
+
+    calls = []
+
+    def own_transformer(executor, x, *args, **kwargs):
+        calls.append(x)
+        return torch.zeros_like(x)
 
     stock, parallel = pair
     clones = [parallel.clone() for _ in range(4)]
@@ -360,6 +362,7 @@ def test_a_run_that_asks_the_pool_for_nothing_is_refused_by_the_name_of_the_wrap
         with pytest.raises(Refused, match=f"evaluated by .*own_{name} without .* nothing ran in the pool"):
             run(clone)
     assert not requests["Forward"]
+    assert len(calls) == 1, "it is refused at once, not behind the last step"
     assert relative_error(run(parallel), run(stock)) <= BOUND
 
 

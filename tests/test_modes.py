@@ -425,6 +425,17 @@ def test_a_tensor_among_the_models_options_is_named():
     named(patched().mode, "of_a_pack")
 
 
+def test_code_among_the_samplers_options_is_named():
+    def foreign_noise(sigma, sigma_next):
+        return torch.zeros(1, 16, *SIZE)
+
+    advanced(
+        patched().model,
+        sampler=comfy.samplers.ksampler("euler_ancestral", {"noise_sampler": foreign_noise}),
+    )
+    named(patched().mode, "the sampler's option noise_sampler .*foreign_noise")
+
+
 @cache
 def control_net():
     """A tiny one of the host's own classes."""

@@ -6,6 +6,7 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.lab.reference import PatchForward
+from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.by_name import OVERRIDE, SETTINGS, attention_backend, restored
 from pipemesh.parallel_runtime.crossing.options import crossing_options
@@ -84,6 +85,12 @@ def guided(model, simple):
         single_layers="0",
         rescaling_scale=0.5,
     )
+
+
+def test_an_evaluation_without_some_blocks_is_of_another_branch_than_the_whole_one():
+    """Else ranks keep keys and values of both in one place."""
+    without = {"patches_replace": {"dit": {("double_block", 1): skip}}}
+    assert Branch.of(without) != Branch.of({})
 
 
 @pytest.mark.cover(4)

@@ -1,6 +1,7 @@
 """What a rank does for each request, in this process: a rank alone, with real models."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from pipemesh.parallel_runtime.wire.parcel import Parcel
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
+from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
 
 from .fake_pools import OUT
 from .models import IdleRank
@@ -92,6 +94,18 @@ def test_as_many_groups_share_an_evaluation_as_its_request_says(rank, monkeypatc
     with pytest.raises(Exception, match="truncated"):  # its arguments are
         rank.evaluate("m", "", width=3)
     assert widths[-1] == 3
+
+
+def test_the_next_part_is_of_the_model_at_hand():
+    def forward(model):
+        return Forward(
+            request=1, model=model, patches_id="", arguments=b"", arena_bytes=0, out=OUT, part=Part(1, 0)
+        )
+
+    def next_part(now, arrived):
+        return RankLoop.next_part(SimpleNamespace(_request=forward(now), _arrived=lambda: forward(arrived)))
+
+    assert (next_part("one", "one"), next_part("one", "other")) == (Part(1, 0), None)
 
 
 def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):

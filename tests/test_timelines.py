@@ -1,6 +1,7 @@
 """A step of all patches is told once, and a run cut short leaves nothing behind."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,12 @@ def interrupt():
 
 def fail():
     raise ZeroDivisionError
+
+
+def test_what_one_timeline_does_to_an_output_no_other_one_sees():
+    result = timelines.Result(SimpleNamespace(collect=lambda ticket: torch.ones(2)), None)
+    result.take().zero_()
+    assert result.take().tolist() == [1, 1]
 
 
 @pytest.mark.cover(2)

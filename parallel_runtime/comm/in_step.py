@@ -291,7 +291,7 @@ class InStep:
         else:
             course.known.learn(course.kind, number, course.steps)
             self.confirmed = course.known.number_of(course.kind)
-        course.steps = []
+        course.steps, self.flag = [], 0.0
 
     def fail(self) -> None:
         """Go through what is left of the evaluation, for this rank has failed: until all ranks
