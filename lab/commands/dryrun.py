@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...launcher.commands.plan import parsed_size
@@ -119,7 +119,7 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
     """
     from ...parallel_runtime.planner.prediction import sharded_bytes
     from ..dry_run import expected
-    from ..dry_run.ranks import DryRanks
+    from ..dry_run.ranks import DryRanks, Watched
 
     model = DryRanks(*RELEASED[chosen.name], extent)
     whole = model.whole()
@@ -153,19 +153,17 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
                 yield {**here, "misses": [f"{type(error).__name__}: {error}".strip()]}
                 continue
             misses = expected.misses(whole, layout, figures, is_sharded=chosen.kept == "sharded")
-            waits = {
-                name: {str(wait): count for wait, count in found.items()}
-                for name, found in (("waits", figures.waits), ("later_waits", figures.later_waits))
+            own = asdict(replace(figures, watched=Watched()))
+            del own["watched"]
+            watched = {
+                "waits": {str(wait): count for wait, count in figures.watched.waits.items()},
+                "later_waits": {str(wait): count for wait, count in figures.watched.later_waits.items()},
+                "launches": figures.watched.launches,
+                "stock_launches": whole.launches,
+                "unaligned": figures.watched.unaligned,
             }
             shared = {"sharded_weight_bytes": sharded_bytes(whole, layout, figures.stage)}
-            yield {
-                **here,
-                **asdict(figures),
-                **shared,
-                **waits,
-                "stock_launches": whole.launches,
-                "misses": misses,
-            }
+            yield {**here, **own, **shared, **watched, "misses": misses}
 
 
 def row(record: dict[str, Any]) -> str:

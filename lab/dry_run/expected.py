@@ -123,4 +123,4 @@ def misses(whole: WholeByRows, layout: Layout, figures: RankFigures, is_sharded:
         found.append(
             f"counts {sum(figures.sent_bytes.values())} sent bytes, and torch was given {figures.wired_bytes}"
         )
-    return found + [f"waits for the device: {wait}" for wait in figures.later_waits if wait.is_ours]
+    return found + [f"waits for the device: {wait}" for wait in figures.watched.later_waits if wait.is_ours]

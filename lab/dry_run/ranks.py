@@ -37,15 +37,24 @@ TURN = 128  # numbers of requests are multiples: messages have them modulo this,
 WARM_UP = Part(1, 0)
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What a device would be asked for. ``waits`` of the first evaluation; ``later_waits`` of one
+    whose messages ranks know, ``launches`` of kernels in it, a message as one, and ``unaligned``
+    places of messages, which NCCL copies byte by byte. A pipeline has but one evaluation.
+    """
+
+    waits: Mapping[Wait, int] = field(default_factory=dict)
+    later_waits: Mapping[Wait, int] = field(default_factory=dict)
+    launches: int = 0
+    unaligned: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """One evaluation on one rank: under a pipeline all its patches, and ``peak_bytes`` of the
     warm-up too. Weights are not in ``peak_bytes``. ``kept_bytes`` of it are held when it has ended:
     keys and values, buffers for messages.
-
-    ``launches``: kernels, a message as one. ``unaligned``: places of messages that NCCL copies byte
-    by byte. ``waits`` are those of the first evaluation, ``later_waits`` of one after it, of which
-    ranks know what is coming.
 
     ``sent_bytes``: by axis, the output's rows under ``gather``, parts of shared weights under
     ``weights``. ``wired_bytes``: what torch was given to send. ``stage``: the rank's blocks [first,
@@ -60,10 +69,7 @@ class RankFigures:
     wired_bytes: int
     peak_bytes: int
     kept_bytes: int
-    waits: Mapping[Wait, int]
-    launches: int = 0
-    unaligned: int = 0
-    later_waits: Mapping[Wait, int] = field(default_factory=dict)
+    watched: Watched
     stage: tuple[int, int]
     cut: Sequence[tuple[int, int]] = ()
 
@@ -155,10 +161,7 @@ class DryRanks(DryModel):
                 wired_bytes=wired_bytes,
                 peak_bytes=peak_bytes - held,
                 kept_bytes=kept_bytes - held,
-                waits=waits,
-                later_waits=dict(counts.waits),
-                launches=counts.launches,
-                unaligned=counts.unaligned,
+                watched=Watched(waits, dict(counts.waits), counts.launches, counts.unaligned),
                 stage=(stage.first, stage.end),
                 cut=self._cut(whole, parts),
             )

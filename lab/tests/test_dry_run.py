@@ -14,7 +14,7 @@ import pytest
 import torch
 from pipemesh.lab.commands import dry_table, dryrun
 from pipemesh.lab.dry_run import expected
-from pipemesh.lab.dry_run.ranks import RankFigures
+from pipemesh.lab.dry_run.ranks import RankFigures, Watched
 from pipemesh.lab.dry_run.rows import Apart, FrameTokens, Unshared, WholeByRows
 from pipemesh.parallel_runtime.families.every import FAMILIES, PLANS, RELEASED
 from pipemesh.parallel_runtime.layout import Layout
@@ -155,7 +155,7 @@ def test_weights_that_are_gathered_twice_are_a_miss():
             wired_bytes=sum(sent_bytes.values()),
             peak_bytes=0,
             kept_bytes=0,
-            waits={},
+            watched=Watched(),
             stage=(0, 1),
         )
         return expected.misses(whole, layout, figures, is_sharded=True)
