@@ -33,6 +33,7 @@ def names(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_training_that_is_interrupted_is_saved_writes_no_model_and_goes_on(
     command, tmp_path, monkeypatch, capsys, number
