@@ -246,8 +246,11 @@ class Runtime:
                 turn=self.turn,
                 wait=self.wait,
                 counts=counts,
-                admit=lambda transformer: self.trials.admit(
-                    type(transformer), interrupted, lambda now: self._teller.tell(compared(now))
+                admit=lambda model: self.trials.admit(
+                    type(model.diffusion_model),
+                    interrupted,
+                    lambda now: self._teller.tell(compared(now)),
+                    model,
                 ),
             )
         return self._pools[placement]

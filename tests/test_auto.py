@@ -98,7 +98,7 @@ def test_a_model_that_is_being_compared_with_stock_is_on_one_gpu_and_in_the_pool
         load(files["model"]),
     )
 
-    def require(transformer):
+    def require(transformer, model):
         if transformer in trials:
             raise Refused(f"{transformer.__name__} {trials[transformer]}.")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pipemesh.lab.commands.fingerprints import classes, with_host
-from pipemesh.launcher.trial.known_hosts import FILE, KnownHosts, known_hosts
+from pipemesh.launcher.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 from pipemesh.launcher.trial.sampled import sampled
 from pipemesh.launcher.trial.trying import samples_of
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
@@ -160,6 +160,7 @@ def test_the_table_knows_every_class_of_this_comfyui_and_each_has_a_sample_to_tr
         assert known.has(one), f"{one.kind}: run python3 -m lab fingerprints"
         assert not known.unknown_in(one)
         assert samples_of(one.kind)
+    assert {name for module in OF_TYPES for name in files.classes_in(module)} <= {*known.types}
 
 
 def test_the_table_is_what_the_command_writes_and_names_what_is_unknown(host, monkeypatch):

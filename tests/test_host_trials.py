@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from comfy.ldm.flux.model import Flux
 from pipemesh.lab.commands.fingerprints import with_host
-from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.launcher.commands.doctor import about_host
 from pipemesh.launcher.pool.devices import Device
 from pipemesh.launcher.pool.rank_setup import RankSetup, rank_setup_from
@@ -21,7 +21,7 @@ from pipemesh.launcher.trial.host_trials import FOLDER, HostTrials, Progress, Tr
 from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts, untested
 from pipemesh.launcher.trial.process import try_in_process
 from pipemesh.launcher.trial.standing import HostCode
-from pipemesh.launcher.trial.trying import samples_of, tried
+from pipemesh.launcher.trial.trying import request, samples_of, tried
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
@@ -310,15 +310,66 @@ def test_this_comfyui_stands_the_trial_in_every_way_to_keep_weights_and_in_stage
     assert said.says.startswith(f"{2 * len(told)} comparisons"), "whole, shared-out, int8, two stages"
 
 
+def test_a_form_that_comfyui_itself_fails_at_is_no_verdict_on_its_class():
+    broken = replace(samples_of(FLUX)[-1], prompt_extras=lambda latent: {"reference_latents": [latent[0, 0]]})
+    with pytest.raises(ValueError, match="unpack"):
+        request(broken, stock_model(5, family=broken.name))
+    assert [*trying.as_sequence(broken, None), *trying.as_pipeline(broken, None)] == []
+
+
+H3 = "comfy.ldm.minimax.model:MiniMaxH3Model", "comfy/ldm/minimax/model.py"
+NEXTDIT = "comfy.ldm.lumina.model:NextDiT", "comfy/ldm/lumina/model.py"
+BRANCHES = {  # how a newer ComfyUI may use a class again: code of its own, that the old forms do not run
+    H3: ("        video_x, audio_x = x[0], x[1]\n", "x = x if isinstance(x, list) else [x, x.new_zeros(1, 32, 2, 1)]"),
+    NEXTDIT: ("        omni = len(ref_latents) > 0\n", "x = torch.cat([x, *kwargs.get('frames', ())], 2)"),
+}  # fmt: skip
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kind, file", BRANCHES, ids=["H3", "NextDiT"])
+def test_a_class_that_is_used_again_with_other_code_is_not_taken_for_the_known_one(tree, kind, file):
+    before, added = BRANCHES[kind, file]
+    here = HostFiles(Path(COMFYUI)).fingerprint(kind)
+    found = HostFiles(tree([(file, before, f"        {added}\n{before}")])).fingerprint(kind)
+    assert known_hosts().has(here) and not known_hosts().has(found)
+    assert not known_hosts().unknown_in(here) and known_hosts().unknown_in(found)
+
+
+def model_of(home, config_home, config="NewForm"):
+    """A model of types of these modules."""
+    made = type("NewForm", (), {"__module__": home})()
+    made.model_config = type(config, (), {"__module__": config_home})()
+    return made
+
+
+def test_a_new_form_of_a_class_is_refused_though_its_old_forms_are_computed_as_by_stock(trial, trials):
+    """The comparison has the forms of the samples alone. A pack's type is no form."""
+    trial.ends.set()
+    stock, made = stock_model(5).model, trials(replace(NOTHING, types=known_hosts().types))
+    sample = model_of("comfy.model_base", "comfy.supported_models", "Flux2")
+    for old in (stock, model_of("a_pack", "a_pack"), sample):
+        made.admit(Flux, never, model=old)
+        made.require(Flux, old)
+    for new in (model_of("comfy.model_base", "a_pack"), model_of("a_pack", "comfy.supported_models")):
+        for asked in (partial(made.require, Flux, new), partial(made.admit, Flux, never, model=new)):
+            with pytest.raises(
+                Refused, match=r"^NewForm of this ComfyUI \(9.9\) is a new form of Flux, and no"
+            ):
+                asked()
+    tested = trials(with_host(NOTHING, "9.9", Path(COMFYUI)))
+    tested.admit(Flux, never, model=model_of("comfy.model_base", "a_pack"))
+
+
 def test_a_pool_by_hand_is_asked_before_ranks_load_a_model(clients, files, trial, trials):
     model = load(files["model"])
     truth = run(model)
     client, trial.answer = clients(2), (False, "off by 0.9")
     trial.ends.set()
-    made = trials()
+    made = trials(replace(NOTHING, types=known_hosts().types))
     loads = client.session.loads if client.session else 0
     ours = parallelize(model, client, 0.0)
-    ours.remote.pool.admit, before = (lambda one: made.admit(type(one), never)), ours.remote.pool.admit
+    before = ours.remote.pool.admit
+    ours.remote.pool.admit = lambda one: made.admit(type(one.diffusion_model), never, model=one)
     try:
         with pytest.raises(Refused, match=r"off by 0\.9"):
             run(ours)

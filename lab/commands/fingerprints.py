@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...launcher.trial.known_hosts import FILE, KnownHosts, known_hosts
+from ...launcher.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 from ...parallel_runtime.families.every import PLANS
 from ...parallel_runtime.watch.fingerprint import HostFiles
 
@@ -36,7 +36,8 @@ def with_host(known: KnownHosts, version: str, root: Path) -> KnownHosts:
             of_module = functions.setdefault(module, {})
             if digest not in of_module.get(name, ""):
                 of_module[name] = f"{of_module.get(name, '')} {digest}".strip()
-    return KnownHosts(sorted({*known.versions, version}), digests, functions)
+    types = {name for module in OF_TYPES for name in files.classes_in(module)}
+    return KnownHosts(sorted({*known.versions, version}), digests, functions, sorted({*known.types, *types}))
 
 
 def main(argv: Sequence[str], host: ComfyInstall) -> int:

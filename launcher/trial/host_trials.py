@@ -17,11 +17,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...parallel_runtime.errors import Refused, RunCancelled
-from ...parallel_runtime.families import plan_for
+from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles
 from .known_hosts import KnownHosts, known_hosts
 
@@ -216,10 +217,13 @@ class HostTrials:
                 begun = self._begun[kind] = self._judged(self._files.fingerprint(kind))
             return begun
 
-    def require(self, transformer: type) -> None:
-        """Raises Refused unless a class may be computed by ranks now."""
+    def require(self, transformer: type, model: Any = None) -> None:
+        """Raises Refused unless a class may be computed by ranks now, in the form that a BaseModel
+        of ComfyUI's has.
+        """
         if (judged := self.begin(transformer)) is None:
             return
+        self._require_known(transformer, model)
         if not judged.done():
             raise Refused(
                 f"{transformer.__name__} of this ComfyUI ({self.version}) is being compared with stock on"
@@ -232,18 +236,36 @@ class HostTrials:
         transformer: type,
         interrupted: Callable[[], bool],
         tell: Callable[[Progress], None] = lambda now: None,
+        model: Any = None,
     ) -> None:
         """Waits until a class may be computed by ranks, and tells how far its comparison is. Raises
         Refused where it may not, RunCancelled.
         """
         if (judged := self.begin(transformer, again=True)) is None:
             return
+        self._require_known(transformer, model)
         while not judged.done():
             if interrupted():
                 raise RunCancelled("The run was cancelled.")
             tell(self._trials.now)
             wait([judged], POLL_S)
         self._require_same(transformer, judged)
+
+    def _require_known(self, transformer: type, model: Any) -> None:
+        """What is compared are the samples' forms. Another one that no tested ComfyUI has may run
+        other code of the class.
+        """
+        if model is None:
+            return
+        config = type(model.model_config)
+        samples = family_in(FILES[name_of(transformer)]).samples
+        if config.__name__ in [one.form.config_class for one in samples if one.is_here]:
+            return
+        if new := self._known().new_among((type(model), config)):
+            raise Refused(
+                f"{new} of this ComfyUI ({self.version}) is a new form of {transformer.__name__}, and no"
+                f" comparison with stock covers it: {TURN_OFF}."
+            )
 
     def _require_same(self, transformer: type, judged: Future[Verdict]) -> None:
         name = f"{transformer.__name__} of this ComfyUI ({self.version})"

@@ -15,17 +15,21 @@ if TYPE_CHECKING:
     from ...parallel_runtime.watch.fingerprint import Fingerprint
 
 FILE = Path(__file__).with_name("known_hosts.json")
+# ComfyUI's modules with a type for each form of a model; several may have the same transformer
+OF_TYPES = ("comfy.model_base", "comfy.supported_models")
 
 
 @dataclass(frozen=True)
 class KnownHosts:
     """``versions`` of ComfyUI. ``classes``: ``module:Class`` -> its digests in them. ``functions``:
-    module -> qualified name -> digests, with spaces between them.
+    module -> qualified name -> digests, with spaces between them. ``types``: the names of all types
+    of models.
     """
 
     versions: Sequence[str]
     classes: Mapping[str, Sequence[str]]
     functions: Mapping[str, Mapping[str, str]]
+    types: Sequence[str] = ()
 
     def has(self, found: Fingerprint) -> bool:
         return found.digest in self.classes.get(found.kind, ())
@@ -38,6 +42,11 @@ class KnownHosts:
             for name, module, inner, digest in places
             if digest not in self.functions.get(module, {}).get(inner, "")
         )
+
+    def new_among(self, types: Sequence[type]) -> str:
+        """Returns the first type of ComfyUI's that no tested one has, by name; empty for none."""
+        new = [one.__name__ for one in types if one.__module__ in OF_TYPES and one.__name__ not in self.types]
+        return new[0] if new else ""
 
     def to_json(self) -> str:
         text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)

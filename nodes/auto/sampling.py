@@ -123,7 +123,7 @@ class PoolSampling:
         choice = self._runtime.default_choice()
         check_devices(choice.placement)
         for model in models.values():
-            self._runtime.trials.require(type(model.model.diffusion_model))
+            self._runtime.trials.require(type(model.model.diffusion_model), model.model)
         parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, noise, sigmas)
         require_several(planned, next(iter(models.values())), choice)
         if slower := self._times.why_slower(run.steps.key, planned.layout):

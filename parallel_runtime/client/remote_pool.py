@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-
-import torch
+from typing import Any
 
 from ..planner.balance import StageBalance
 from ..planner.counts import Counts, nobody
@@ -29,13 +28,13 @@ class RemotePool:
         turn: threading.Lock | None = None,
         wait: Wait | None = None,
         counts: Counts | None = None,
-        admit: Callable[[torch.nn.Module], None] = lambda transformer: None,
+        admit: Callable[[Any], None] = lambda model: None,
     ):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
         computed once and mapped by all. ``turn``: held by a thread that acts on the pool between
         two runs. ``wait`` begins and ends with that for a first step. ``counts``: by which
-        evaluations have room beside the weights. ``admit`` is called before ranks load a model, and
-        may raise Refused, or RunCancelled while it waits.
+        evaluations have room beside the weights. ``admit`` is called with a BaseModel before ranks
+        load it, and may raise Refused, or RunCancelled while it waits.
         """
         self.admit = admit
         self.turn = turn or threading.Lock()

@@ -101,6 +101,12 @@ class HostFiles:
                 waiting += named
         return Fingerprint(kind, functions)
 
+    def classes_in(self, module: str) -> set[str]:
+        """Returns the names of the classes of a module; none where the files do not have it."""
+        file = self._file(module)
+        bound = {} if file is None else file.bound
+        return {name for name, found in bound.items() if any(isinstance(one, ast.ClassDef) for one in found)}
+
     def _tell(self, module: str, bound: str) -> tuple[Mapping[str, str], Sequence[Place]]:
         """Returns the digests of what a module binds to a name, and the places that its code
         names.
