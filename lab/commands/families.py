@@ -10,11 +10,11 @@ import ast
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...parallel_runtime.families import NOT_YET, ON_ONE_GPU, WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.families import NOT_AT_HAND, NOT_YET, ON_ONE_GPU, WHOLE, WITHOUT_PLAN
 from ...parallel_runtime.families.every import PLANS, REGISTERED
 from ...parallel_runtime.families.plan import TokenPlan
 
@@ -33,6 +33,10 @@ divided among the GPUs, and every evaluation goes through them in one piece: exa
 The last columns say which ComfyUI has the classes: each of these versions is tested.
 
 """
+AHEAD_OF = (
+    "Before a release of ComfyUI had it, `{}` was tried under Ulysses, ring, `cfg` and `data` on the"
+    " code that it is to have ({}). No test repeats that until a tested version has the class."
+)
 IN_GROUPS = """\
 With `cfg` and `data` alone, one GPU for each prompt and image at a time: exact. So is every class of
 ComfyUI's that nobody has looked at, from the version on that brings it. Nobody can say of these
@@ -43,6 +47,10 @@ and what it keeps from one evaluation to the next. *Tried*: compared with stock 
 nothing is looked at.
 
 """
+UNSEEN = (
+    "The code of {} was not at hand. A class of their own gets this; one that has a plan, in a form that"
+    " no version below has, gets one GPU."
+)
 ONE_GPU = """\
 Of these, GPUs that share prompts and images out would not make the image of one, or there is
 nothing to share out.
@@ -53,7 +61,7 @@ nothing to share out.
 @dataclass(frozen=True)
 class Row:
     """One token plan. ``sequence``: under Ulysses, ring and both; ``why`` PipeFusion refuses it or
-    keeps it whole, or what its patches are bound by.
+    keeps it whole, or what its patches are bound by. ``ahead``: as a Family's.
     """
 
     family: str
@@ -62,12 +70,13 @@ class Row:
     sequence: str
     pipefusion: str
     why: str
+    ahead: str = ""
 
 
 def rows() -> list[Row]:
     """One for each plan, in the registry's order."""
     return [
-        row_of(plan, [sample.name for sample in family.samples])
+        replace(row_of(plan, [sample.name for sample in family.samples]), ahead=family.ahead)
         for family in REGISTERED
         for plan in family.plans
     ]
@@ -170,8 +179,12 @@ def markdown(table: Sequence[Row], hosts: Hosts) -> str:
         lines.append(
             f"| {row.family} | {names} | {row.sequence} | {pipefusion} | {there(row.models, hosts)} |"
         )
+    for row in filter(lambda row: row.ahead, table):
+        names = "`, `".join(map(short, row.models))
+        lines += ["", *textwrap.wrap(AHEAD_OF.format(names, row.ahead), 100)]
     lines += ["", "## At published size", "", *at_published_size()]
     lines += ["", "## A whole image on each GPU", "", *IN_GROUPS.splitlines()]
+    lines += [*textwrap.wrap(UNSEEN.format(NOT_AT_HAND), 100), ""]
     lines += [
         f"| ComfyUI's class | Why one image is not shared | Tried | {columns} |",
         f"|---|---|---|{rule}",

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from .plan import TokenPlan
+from .without_plan import NOT_AT_HAND as NOT_AT_HAND
 from .without_plan import NOT_YET as NOT_YET
 from .without_plan import ON_ONE_GPU as ON_ONE_GPU
 from .without_plan import UNTRIED as UNTRIED
@@ -33,6 +34,7 @@ FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its famil
     "comfy.ldm.wan.model_animate:AnimateWanModel": "wan_animate",
     "comfy.ldm.wan.model_animate2:WanAnimate2Model": "wan_animate2",
     "comfy.ldm.kandinsky5.model:Kandinsky5": "kandinsky",
+    "comfy.ldm.kandinsky6.model:Kandinsky6NativeAVDiT": "kandinsky6",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel": "qwen_image",
     "comfy.ldm.hunyuan_video.model:HunyuanVideo": "hunyuan_video",
     "comfy.ldm.chroma.model:Chroma": "chroma",

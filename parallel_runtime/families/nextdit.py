@@ -2,7 +2,8 @@
 image are one sequence; refiners before the blocks see each kind alone, and run whole.
 
 Z-Image Omni gives its references a timestep of zero: ``timestep_zero_index`` lists the ranges of
-the tokens that have the sampler's.
+the tokens that have the sampler's. Ming-Image (model.py@617048a5) has its references behind the
+image, whose frames are layers.
 """
 
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny
+from .sample import Config, Family, Form, Released, Sample, Size, Tiny, random_extras
 
 JOINT = ("txt", "img")
 SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
@@ -37,7 +38,7 @@ PLAN = TokenPlan(
     ),
     leave=Leave(path="final_layer", stream="img", streams=JOINT, ranges=SECOND_TIMESTEP),
     positions=("rope_embedder",),
-    together=Together(refiners=("noise_refiner",), arguments=("ref_latents",)),
+    together=Together(refiners=("noise_refiner",), arguments=("ref_latents", "ref_frames")),
 )
 
 PIXELS = replace(
@@ -84,6 +85,12 @@ def z_image_config(size: Size, **others: Any) -> Config:
     return config(size, **own, **others)
 
 
+def ming_config(size: Size) -> Config:
+    """Its text is padded for the positions alone, and its latents have frames."""
+    others = {"image_model": "ming_image", "masked_pad_multiple": 8, "pad_tokens_multiple": None}
+    return {**z_image_config(size), **others}
+
+
 def pixel_config(size: Size) -> Config:
     """Pixels in place of latents, decoded token by token behind the blocks."""
     own = {"in_channels": 3, "patch_size": 4, "decoder_hidden_size": 32, "decoder_num_res_blocks": 1}
@@ -123,6 +130,7 @@ LUMINA_2 = Released(
     text=256,
     changes={**WIDE, "n_kv_heads": 8, "ffn_dim_multiplier": 4.0},
 )
+MING = "0.39.0"
 sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 # Its modulation takes 256 numbers, and a model of fewer has not so many
 z_image = partial(sample, tiny=Tiny(head_dim=64))
@@ -143,6 +151,19 @@ NEXTDIT = Family(
             name="z-image-pixel",
             form=Form(config_class="ZImagePixelSpace", config=pixel_config),
             latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
+        ),
+        z_image(
+            name="ming-image",
+            since=MING,
+            form=Form(config_class="MingImage", config=ming_config),
+            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 3, 5, 6)},
+        ),
+        z_image(
+            name="ming-image-edit",
+            since=MING,
+            form=Form(config_class="MingImage", config=ming_config),
+            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
+            prompt_extras=random_extras(reference_latents=[(1, 16, 1, 6, 8), (1, 16, 1, 5, 4)]),
         ),
         sample(name="lumina2", form=Form(config_class="Lumina2", config=config, released=(LUMINA_2,))),
         sample(name="newbie", form=Form(config_class="Lumina2", config=newbie_config)),

@@ -284,12 +284,14 @@ class Sample:
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """All that the project knows of a model family. ``unreleased``: the classes of its plans
-    without a released model, and why.
+    without a released model, and why. ``ahead``: the code of ComfyUI's that it was tried on before
+    a release had its classes.
     """
 
     plans: tuple[TokenPlan, ...]
     samples: tuple[Sample, ...]
     unreleased: Mapping[str, str] = field(default_factory=dict)
+    ahead: str = ""
 
     def here(self) -> Family | None:
         """The family with the samples of the ComfyUI at hand; None where that has none of them."""

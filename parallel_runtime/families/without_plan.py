@@ -17,6 +17,8 @@ from .plan import Leave, TokenPlan
 NOT_YET = "no plan has been written yet"
 UNET = "a UNet: its convolutions look at neighbouring pixels, and its skips cross all blocks"
 NO_SAMPLER = "it makes no image or video"
+# Models of newer ComfyUIs whose code could not be looked at
+NOT_AT_HAND = "FLUX.3 Klein, MOSS-Image and MiniMax-H3-Image"
 
 WITHOUT_PLAN: Mapping[str, str] = {
     "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel": UNET,
