@@ -39,6 +39,7 @@ from pipemesh.parallel_runtime.planner.choose import plan
 from pipemesh.parallel_runtime.planner.counting import whole_of
 from pipemesh.parallel_runtime.planner.counts import (
     LOST_S,
+    MOST,
     CounterLost,
     Counts,
     NotCounted,
@@ -510,3 +511,12 @@ def test_it_ends_with_the_process_that_started_it():
         theirs.close()
         ours.settimeout(DEADLINE_S)
         assert ours.recv(1) == b"", "nobody holds its end any more"
+
+
+def test_the_counts_of_so_many_kinds_of_evaluations_are_kept_and_no_more():
+    counted = Future()
+    counted.set_result(object())
+    kept = Counts(lambda asked: counted)
+    for number in range(MOST + 2):
+        kept._awaited(str(number).encode(), 0.0)
+    assert len(kept._begun) == MOST

@@ -467,3 +467,11 @@ def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and
     for unknown in (None, replace(planned, known="plain"), replace(planned, plan=None)):
         assert longer_alone(pools, unknown, ran) is None
     assert foretold(planned, Run()) is None and longer_alone(pools, planned, Run()) is None
+
+
+@pytest.mark.parametrize("sigmas", [None, torch.zeros(1)])
+def test_a_sampling_without_a_step_is_not_counted(sigmas):
+    guider = comfy.samplers.CFGGuider(SimpleNamespace(model_options={}))
+    guider.original_conds, guider.cfg = {"positive": [{}]}, 3.0
+    with pytest.raises(NotCounted, match="nothing to evaluate"):
+        Sampling.of(guider, torch.zeros(1, 16, 8, 8), sigmas)

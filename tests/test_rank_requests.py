@@ -14,10 +14,13 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import EndRun, Forward, Load, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.parcel import Parcel
+from pipemesh.parallel_runtime.worker import handler as handler_module
+from pipemesh.parallel_runtime.worker import resident
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
+from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
 from .fake_pools import OUT
 from .models import IdleRank
@@ -117,3 +120,50 @@ def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):
     assert rank.ask(Release, "one").memory.model == both - one
     assert rank.ask(Release, "one").memory.model == both - one
     assert rank.ask(Release, "other").memory.model == 0
+
+
+@pytest.mark.parametrize(("spans_machines", "failed"), [(False, [7]), (True, [])])
+def test_a_rank_that_fails_goes_through_the_messages_unless_machines_wait_for_inputs(spans_machines, failed):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    went = []
+    model = SimpleNamespace(begin=fail, method=SimpleNamespace(fail=went.append))
+    handler = SimpleNamespace(
+        models={"m": model},
+        _mesh=SimpleNamespace(sequence=SimpleNamespace(use=lambda width: None)),
+        _io=SimpleNamespace(spans_machines=spans_machines),
+        _evaluated=fail,
+    )
+    with pytest.raises(ZeroDivisionError):
+        RequestHandler._forward(handler, SimpleNamespace(model="m", width=1, request=7), IdleRank())
+    assert went == failed
+
+
+def test_on_another_machine_the_checkpoint_is_the_one_that_lies_there(monkeypatch):
+    looked = []
+    monkeypatch.setattr(handler_module, "find_here", lambda path: "/there/model.safetensors")
+    monkeypatch.setattr(handler_module, "check_copy", lambda *args: looked.append(args))
+    args = RequestHandler._checked(
+        SimpleNamespace(_away=True), ("/here/model.safetensors", 1), ("/here/model.safetensors", "a digest")
+    )
+    assert args == ("/there/model.safetensors", 1)
+    assert looked == [("/there/model.safetensors", "a digest")]
+
+
+def test_of_shared_weights_a_rank_patches_its_own_alone(monkeypatch):
+    patched, ended = [], []
+    monkeypatch.setattr(resident, "unpack_patches", lambda patches: patches)
+    monkeypatch.setattr(resident, "write_tree", lambda *_: None)
+    monkeypatch.setattr(resident, "taken_apart", lambda tensor: tensor)
+    model = SimpleNamespace(
+        rank=0,
+        unpatch=lambda: None,
+        patcher=SimpleNamespace(patches={}),
+        sets=SimpleNamespace(begin=ended.append),
+        _weights=SimpleNamespace(has=lambda key: True, applies=lambda patches: False),
+        _patched=patched.append,
+    )
+    shared = {"a": (0, ()), "b": (1, ())}
+    ResidentModel.patch(model, "id", dict.fromkeys("ab"), {}, shared, object(), IdleRank())
+    assert patched == ["a"] and len(ended) == 1

@@ -8,6 +8,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -26,7 +27,7 @@ from pipemesh.launcher.pool.rendezvous import (
     MachineMissing,
     store_key,
 )
-from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
+from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
@@ -36,6 +37,7 @@ from pipemesh.parallel_runtime.wire.messages import (
     Forward,
     FromMachine,
     Load,
+    Open,
     Release,
     ToMachine,
 )
@@ -402,3 +404,12 @@ def test_cancel_while_tensors_are_on_their_way_ends_the_pool_and_the_next_run_ha
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()
     segment.close()
+
+
+def test_a_pool_that_is_opened_twice_is_refused():
+    again = Open(
+        machine="", degrees={}, devices=(), backend="gloo", meeting="", comfy_args=b"", arena_bytes=0
+    )
+    ranks = SimpleNamespace(_link=SimpleNamespace(pump=lambda: [(again, [])]))
+    with pytest.raises(LayoutError, match="opened twice"):
+        LentRanks._pass_on(ranks, None, None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import Case, sample, stock_model
+from pipemesh.nodes.room import held_by_comfyui
 from pipemesh.parallel_runtime.client.free_gpu import unload_unused, used_by
 from pipemesh.parallel_runtime.client.patchwise import Patching, Patchwise
 from pipemesh.parallel_runtime.client.separable import known_guider
@@ -170,3 +171,8 @@ def test_the_run_begins_again_from_the_same_random_numbers_and_the_host_is_asked
     with pytest.raises(error):
         patchwise._making_room(brings_its_encoder_back, guider_of(sampled), CPU)
     assert len(drawn) == 2, "for ever"
+
+
+def test_what_comfyui_holds_is_counted_on_its_own_device(held):
+    held(Patcher(), Patcher(OTHER_GPU), sampled_on())
+    assert (held_by_comfyui(GPU), held_by_comfyui(OTHER_GPU), held_by_comfyui(CPU)) == (1000, 1000, 0)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.planner.balance import best_sizes
 from pipemesh.parallel_runtime.stages import Stage, cut, share_out, slowest
 
 COSTS = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=9)
@@ -47,3 +48,8 @@ def test_stages_cut_by_hand_have_all_blocks_of_the_model_or_are_refused(sizes, b
 def test_blocks_of_two_kinds_are_shared_out_by_what_they_cost():
     assert [stage.end for stage in share_out([2.0] * 19 + [1.0] * 38, 2)] == [19, 57]
     assert [stage.end for stage in share_out([1.0] * 57, 2)] == [28, 57]
+
+
+def test_blocks_are_cut_anew_where_the_slowest_stage_gains_and_not_where_it_is_as_good():
+    assert best_sizes([1.0, 1.0, 1.0, 1.01], 2) == ()
+    assert best_sizes([3.0, 1.0, 1.0, 1.0], 2) == (1, 3)

@@ -3,11 +3,13 @@ table.
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipemesh.launcher.pool.conversation import Conversation
 from pipemesh.launcher.pool.sent_request import Meets, SentRequest
 from pipemesh.launcher.pool.supervisor import NEVER_STARTED
 from pipemesh.launcher.pool.verdict import (
@@ -179,3 +181,22 @@ def test_a_stall_names_the_limit_and_where_machines_meet_the_ports():
     assert "see that every port is open" in sentence_of_stall(
         "Rank 1 on cpu", "joining", 2.0, over_machines=True
     )
+
+
+def test_a_rank_answers_a_request_once_what_it_says_later_is_dropped():
+    request = SentRequest(1, (0, 1))
+    first, later = answer(DONE), answer(ERROR)
+    request.take(0, first)
+    request.take(0, later)
+    assert request.answers == {0: first} and not request.has_failed and request.owing == {1}
+
+
+def test_ranks_have_so_long_to_leave_from_the_first_stop_on():
+    began = []
+    conversation = SimpleNamespace(
+        _leave_by=math.inf, _stalls=SimpleNamespace(begin=lambda: began.append(1)), call_back=lambda: None
+    )
+    Conversation._cancel(conversation)
+    first = conversation._leave_by
+    Conversation._cancel(conversation)
+    assert (conversation._leave_by, began) == (first, [1]) and first < math.inf
