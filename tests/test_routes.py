@@ -5,14 +5,19 @@ listens; no page of another origin.
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.nodes.notices import KEPT, Notices
 from pipemesh.nodes.routes import add_routes, answer
+from pipemesh.nodes.status.collection import pool_id
+from pipemesh.nodes.status.control import Busy, PoolControl
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -40,6 +45,27 @@ def answered_to(setup, **headers):
         match_info={"id": "5f0c2a91"},
     )
     return asyncio.run(answer(act, request)), bool(asked)
+
+
+def test_nothing_is_done_to_a_pool_amid_a_run_and_the_answer_says_so(setup):
+    handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
+    pool = RemotePool(handle, shares_weights=True)
+    runtime = SimpleNamespace(pools=lambda: [(handle, pool)], turn=threading.Lock())
+    executing = [True]
+    control = PoolControl(runtime, lambda: executing[0])
+    pool.runs.recent.append(SimpleNamespace(is_sampled=True, ended_s=0.0))
+    with pytest.raises(Busy, match="samples now"):
+        control.release(pool_id(handle.placement))
+    executing.clear()
+    executing.append(False)
+    assert control.release(pool_id(handle.placement)) == (handle, pool)
+
+
+def test_the_last_twenty_notices_are_kept(caplog):
+    notices = Notices()
+    for number in range(KEPT + 2):
+        notices.tell(f"notice {number}")
+    assert [one.text for one in notices.latest()] == [f"notice {number}" for number in range(KEPT + 1, 1, -1)]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8188", "192.168.1.5:8188", "comfy.lan"])
