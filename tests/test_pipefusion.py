@@ -28,6 +28,7 @@ from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAM
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import layouts_of
 from pipemesh.parallel_runtime.methods.pipefusion.clock import TIMED, BlockClock
+from pipemesh.parallel_runtime.methods.pipefusion.kv_buffer import KVBuffers
 from pipemesh.parallel_runtime.patches import Part
 
 from .bounds import ADAPTIVE, assert_replayed, bound
@@ -376,6 +377,14 @@ def test_blocks_are_timed_in_the_first_evaluations_of_each_patch_and_never_of_al
 
     patch = Part(1, 0, (0, 4, False))
     assert [timed(Part(1, 0)), *(timed(patch) for _ in range(TIMED + 1))] == [[], *[[0]] * TIMED, []]
+
+
+def test_what_a_model_does_in_place_behind_its_blocks_leaves_the_rows_that_are_kept_alone():
+    kept = KVBuffers()
+    kept.start(Part(1, 0))
+    kept.leave(torch.ones(1, 4, 2), 0, 4).zero_()
+    kept.start(Part(1, 0, (0, 2, False)))
+    assert kept.leave(torch.full((1, 2, 2), 2.0), 0, 4)[0, :, 0].tolist() == [2, 2, 1, 1]
 
 
 def test_stages_may_be_cut_as_the_user_says(clients, truths):
