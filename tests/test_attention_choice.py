@@ -270,6 +270,24 @@ class Asking(joint_model.Block):
         return (x + out).split([txt.shape[1], img.shape[1]], 1)
 
 
+def by_attention(options):
+    """A function to attend by, as Qwen-Image 2.1 gives one to its blocks."""
+
+    def attend(qkv, mask, preferred_attention):
+        return optimized_attention(
+            *qkv, HEADS, mask, preferred_attention=preferred_attention, transformer_options=options
+        )
+
+    return attend
+
+
+class HandingOn(Asking):
+    def forward(self, txt, img, mask, options):
+        x = torch.cat((txt, img), 1)
+        out = by_attention(options)(self.qkv(x).chunk(3, -1), mask, preferred_attention=self.comfy_attention)
+        return (x + out).split([txt.shape[1], img.shape[1]], 1)
+
+
 def chosen_by_a_node(function):
     override = as_comfyui_chooses(function)
     if function.container_function is not None:
@@ -277,11 +295,11 @@ def chosen_by_a_node(function):
     return override
 
 
-@pytest.mark.parametrize("contained", [True, False], ids=["in containers", "as tensors"])
+@pytest.mark.parametrize("how", ["in containers", "as tensors", "by a function given"])
 @pytest.mark.parametrize("node", ["", "plain", "in containers"])
 @pytest.mark.parametrize("preferred", ["", "plain", "in containers"])
-def test_ranks_call_what_comfyui_would_call(preferred, node, contained, monkeypatch):
-    monkeypatch.setattr(Asking, "contained", contained)
+def test_ranks_call_what_comfyui_would_call(preferred, node, how, monkeypatch):
+    monkeypatch.setattr(Asking, "contained", how == "in containers")
     made = {"": None, "plain": double("preferred", 0.5), "in containers": in_containers("preferred", 0.6)}
     nodes = {"": None, "plain": double("node", 0.3), "in containers": in_containers("node", 0.2)}
     monkeypatch.setattr(ComfyAttention, "function", made[preferred] and staticmethod(made[preferred]))
@@ -289,7 +307,8 @@ def test_ranks_call_what_comfyui_would_call(preferred, node, contained, monkeypa
     def model():
         torch.manual_seed(3)
         built = joint_model.Model(2)
-        built.blocks = torch.nn.ModuleList([Asking() for _ in range(2)])
+        kind = HandingOn if how == "by a function given" else Asking
+        built.blocks = torch.nn.ModuleList([kind() for _ in range(2)])
         return built
 
     def asked(override):

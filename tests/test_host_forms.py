@@ -1,9 +1,11 @@
 """What ComfyUI changed in a model's forward since the oldest version that PipeMesh runs on."""
 
+from functools import partial
+
 import pytest
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.families.every import SAMPLES
+from pipemesh.parallel_runtime.families.every import NOT_HERE, SAMPLES
 
 pytestmark = pytest.mark.host
 NAME = next(
@@ -28,3 +30,26 @@ def test_tokens_under_a_noise_mask_have_timesteps_of_their_own(clients, masked, 
         relative_error(sample(parallelize(stock, clients(*degrees), holds_ui_device=False), MASKED), truth)
         <= BOUND
     )
+
+
+KEEPING = "qwen-image-2.1-edit"  # a model that keeps the keys and values of a prompt and its images
+OFF, INT8 = {"device": "off"}, {"device": "cpu", "dtype": "int8"}
+
+
+def with_cache(model, setting):
+    """As its node sets it."""
+    clone = model.clone()
+    clone.model_options["transformer_options"]["qwen_image21_cache"] = setting
+    return clone
+
+
+@pytest.mark.skipif(KEEPING in NOT_HERE, reason=NOT_HERE.get(KEEPING, ""))
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (1, 1, 1, 2), (1, 1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("setting", [OFF, INT8], ids=["not kept", "kept in int8"])
+def test_ranks_keep_of_a_prompt_what_the_nodes_setting_says(clients, setting, degrees):
+    """What is kept in int8 is seen: so the ranks keep it."""
+    stock = with_cache(stock_model(5, family=KEEPING), setting)
+    once = partial(sample, case=Case(KEEPING, "ulysses1", "odd", 5, 4.0, False, "euler"), batch=2)
+    truth = once(stock)
+    assert (relative_error(truth, once(with_cache(stock, {}))) > 10 * BOUND) is (setting is INT8)
+    assert relative_error(once(parallelize(stock, clients(*degrees), holds_ui_device=False)), truth) <= BOUND

@@ -287,6 +287,7 @@ def with_blocks(**changed):
         (with_blocks(prefix=replace(PREFIX, forget="drop")), "drop"),
         (with_blocks(prefix=replace(PREFIX, counted_by="past")), "past"),
         (with_blocks(prefix=replace(PREFIX, kept_in="kv")), "blocks(kv=)"),
+        (with_blocks(prefix=Prefix(stream="ahead", counted_by="count")), "blocks(count=)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

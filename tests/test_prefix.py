@@ -2,15 +2,19 @@
 one process.
 """
 
+from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.lab.commands.parity import stock_model
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, Prefix, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
 from .collectives import World
 from .joint_model import HEADS, WIDTH, attention_basic
@@ -105,6 +109,88 @@ def test_what_is_kept_of_a_prompt_is_seen_by_every_rank(monkeypatch, layout, ima
     assert len(models) == layout.world_size and not any(model.kept[0] for model in models)
 
 
+class Segmented(Block):
+    """In the form of Qwen-Image 2.1's: ``count`` says how many of the tokens are the prompt's, and
+    ``attend`` looks at segments of the whole sequence.
+    """
+
+    def forward(self, x, attend, count):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x * (1 + (torch.arange(x.shape[1]) < count)[:, None]) + attend(q, k, v)
+
+
+class Kept(torch.nn.Module):
+    """Where it ``keeps``, the first evaluation calls each block on the prompt alone as well."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList([Segmented() for _ in range(3)])
+        self.keeps, self.kept = keeps, {}
+
+    def forward(self, prompt, img, transformer_options):
+        attention = transformer_options.get(
+            "optimized_attention_override", lambda function, *args: function(*args)
+        )
+        ahead, total = prompt.shape[1], prompt.shape[1] + img.shape[1]
+        causal = torch.zeros(1, ahead - 2, ahead).masked_fill(torch.ones(ahead - 2, ahead).triu(3) > 0, -1e4)
+        segments = [(0, 2, None), (2, ahead, causal), (ahead, total, None)]
+
+        def over(some, keys=()):
+            def attend(q, k, v):
+                if keys:
+                    k, v = (torch.cat(parts, 1) for parts in zip(keys, (k, v), strict=True))
+                parts = [
+                    attention(attention_basic, q[:, start:end], k[:, :end], v[:, :end], HEADS, mask)
+                    for start, end, mask in some
+                ]
+                return torch.cat(parts, 1)
+
+            return attend
+
+        x, fills = torch.cat((prompt, img), 1), self.keeps and not self.kept
+        if self.keeps:
+            prompt, x = x[:, :ahead], x[:, ahead:]
+        for number, block in enumerate(self.blocks):
+            if fills:
+                self.kept[number] = block.qkv(prompt).chunk(3, -1)[1:]
+                prompt = block(prompt, over(segments[:-1]), ahead)
+            if self.keeps:
+                x = block(x, over([(0, total, None)], self.kept[number]), 0)
+            else:
+                x = block(x, over(segments), ahead)
+        return x[:, -img.shape[1] :].flip(1)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[-1]], ids=str)
+@pytest.mark.parametrize("image", [13, 2], ids=["13 tokens", "fewer than ranks"])
+@pytest.mark.parametrize("keeping", ["no rank", "every rank", "some ranks"])
+def test_a_prompt_that_blocks_get_ahead_of_the_image_or_alone_is_every_ranks(
+    monkeypatch, layout, image, keeping
+):
+    """Ranks with room for its keys and values keep them, others compute them again."""
+    (group,) = PLAN.blocks
+    counted = Prefix(stream="prompt", counted_by="count")
+    plan = replace(PLAN, blocks=(replace(group, returns=("x",), prefix=counted),))
+    outputs, stock = {}, Kept(False)
+
+    def work(mesh, _run):
+        model = Kept(keeping == "every rank" or (keeping == "some ranks" and mesh.rank % 2 == 1))
+        method = make_method(model, plan, mesh, IdleRank())
+        method.attach()
+        for number in (1, 2):
+            method.begin(Part(1, 0))
+            given = {name: one for name, one in arguments(number, image).items() if name != "ahead"}
+            outputs[mesh.rank, number] = method.forward(model, given, number)
+        method.end_run()
+
+    with torch.inference_mode():
+        World(layout, "gloo", monkeypatch).run(work, Random(7).choice)
+        for number in (1, 2):
+            given = {name: one for name, one in arguments(number, image).items() if name != "ahead"}
+            assert torch.allclose(outputs[0, number], stock(**given), atol=1e-5)
+
+
 def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
     """Of a plan that lacks its prefix: never an exchange of rows that do not belong together."""
     unaware = TokenPlan(
@@ -127,3 +213,31 @@ def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
 
     with torch.inference_mode():
         World(Layout(ulysses=2), "gloo", monkeypatch).run(work, Random(7).choice)
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["whole weights", "gathered in turns"])
+def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_other_weights(
+    monkeypatch, gathered
+):
+    """Where weights are gathered it keeps nothing, so that all ranks compute the same layers."""
+
+    def work(mesh, _run):
+        patcher, rank, seen = stock_model(3), IdleRank(), []
+        told = property(lambda _: seen[-1], lambda _, value: seen.append(value))
+        patcher.model.__class__ = type("Told", (type(patcher.model),), {"current_patcher": told})
+        load = SimpleNamespace(stages=(), weights="whole", budget=0)
+        resident = ResidentModel(patcher, torch.device("cpu"), mesh, rank, load)
+        if gathered:
+            turns = SimpleNamespace(are_known=True, end_run=lambda: None)
+            resident._weights = SimpleNamespace(
+                turns=turns, restore=lambda: None, applies=lambda _patches: True
+            )
+        resident.begin(Part(1, 0))
+        resident.begin(Part(1, 1))
+        resident.patch("others", {}, {}, None, None, rank)
+        resident.begin(Part(1, 0))
+        resident.end_run()
+        resident.begin(Part(2, 0))
+        assert seen == ([None] * 4 if gathered else [patcher, patcher, None, patcher])
+
+    World(Layout(), "gloo", monkeypatch).run(work, Random(7).choice)

@@ -34,8 +34,8 @@ The last columns say which ComfyUI has the classes: each of these versions is te
 
 """
 AHEAD_OF = (
-    "Before a release of ComfyUI had it, `{}` was tried under Ulysses, ring, `cfg` and `data` on the"
-    " code that it is to have ({}). No test repeats that until a tested version has the class."
+    "Before a tested version had it, `{}` was tried under Ulysses, ring, `cfg` and `data` on newer code"
+    " ({}). No test repeats that until a tested version has the class."
 )
 IN_GROUPS = """\
 With `cfg` and `data` alone, one GPU for each prompt and image at a time: exact. So is every class of

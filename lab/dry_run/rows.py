@@ -79,7 +79,7 @@ def count_by_rows(
     recorder = RowRecorder(counts)
     run_recorded(model, plan, arguments, mode, recorder)
     whole = recorder.whole(model, plan)
-    own = OwnRows(recorder.tokens, arguments.get(plan.prefix.counted_by, 0) if plan.prefix else 0, cut)
+    own = OwnRows(recorder.tokens, recorder.told[plan.prefix.stream] if plan.prefix else 0, cut)
     marks = [*recorder.marks, recorder.left or counts.by_rows]
     return WholeByRows(
         **vars(whole),

@@ -36,6 +36,7 @@ FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its famil
     "comfy.ldm.kandinsky5.model:Kandinsky5": "kandinsky",
     "comfy.ldm.kandinsky6.model:Kandinsky6NativeAVDiT": "kandinsky6",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel": "qwen_image",
+    "comfy.ldm.qwen_image21.model:QwenImage21Transformer2DModel": "qwen_image21",
     "comfy.ldm.hunyuan_video.model:HunyuanVideo": "hunyuan_video",
     "comfy.ldm.chroma.model:Chroma": "chroma",
     "comfy.ldm.chroma_radiance.model:ChromaRadiance": "chroma",

@@ -143,14 +143,15 @@ class Prefix:
 
     ``stream``: its name in ``tokens`` and of arguments along them. ``counted_by``: the forward's
     argument that counts them. ``kept_in``: the blocks' argument with their keys and values, empty
-    where the model gives the tokens themselves. ``forget``: the model's method that frees what it
-    kept, called when a run ends.
+    where the model gives the tokens themselves. Without it, ``counted_by`` is the blocks' argument
+    that counts those that a block is given: before the others, none, or no others. ``forget``: the
+    model's method that frees what it kept, called when a run ends.
     """
 
     stream: str
     counted_by: str
-    kept_in: str
-    forget: str
+    kept_in: str = ""
+    forget: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -285,7 +285,7 @@ class Sample:
 class Family:
     """All that the project knows of a model family. ``unreleased``: the classes of its plans
     without a released model, and why. ``ahead``: the code of ComfyUI's that it was tried on before
-    a release had its classes.
+    a tested version had its classes.
     """
 
     plans: tuple[TokenPlan, ...]

@@ -23,13 +23,11 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
         if path not in modules:
             raise Refused(_misfit(model, plan, path))
     if plan.prefix is not None:
-        forward = getattr(type(model), "_forward", type(model).forward)
-        for name, there in (
-            (plan.prefix.counted_by, inspect.signature(forward).parameters),
-            (plan.prefix.forget, dir(model)),
-        ):
-            if name not in there:
-                raise Refused(_misfit(model, plan, name))
+        forward = inspect.signature(getattr(type(model), "_forward", type(model).forward))
+        if plan.prefix.kept_in and plan.prefix.counted_by not in forward.parameters:
+            raise Refused(_misfit(model, plan, plan.prefix.counted_by))
+        if plan.prefix.forget and not hasattr(model, plan.prefix.forget):
+            raise Refused(_misfit(model, plan, plan.prefix.forget))
     for container, index, group in blocks_of(model, plan):
         for path in (*group.local, *group.whole_queries, *filter(None, (group.without_options,))):
             if path not in dict(container[index].named_modules()):
@@ -59,7 +57,8 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
 
 def _named(item: Blocks | Leave) -> set[str]:
     tokens = (*item.tokens, *item.returns) if isinstance(item, Blocks) else ()
-    tokens += (item.prefix.kept_in,) if isinstance(item, Blocks) and item.prefix else ()
+    if isinstance(item, Blocks) and item.prefix:
+        tokens += (item.prefix.kept_in or item.prefix.counted_by,)
     return {one.arg for one in (*item.along, *item.ranges)} | {name.partition(".")[0] for name in tokens}
 
 

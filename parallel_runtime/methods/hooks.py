@@ -35,7 +35,9 @@ from .shards import KeysByFrame, Rows
 
 
 class TokenHooks:
-    """Hooks on one model from ``attach`` to ``detach``. ``patches``: what nodes attached to it."""
+    """Hooks on one model from ``attach`` to ``detach``. ``patches``: what nodes attached to it.
+    ``told``: rows of ``lengths`` and of the prefix in the evaluation at hand.
+    """
 
     def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding):
         self._model = model
@@ -43,8 +45,9 @@ class TokenHooks:
         self._sharding = sharding
         self._rows: Rows | None = None
         self._control: dict[str, list] | None = None
-        self._told: dict[str, int] = {}  # rows of ``lengths`` in this evaluation
+        self.told: dict[str, int] = {}
         self._has_entered = False  # a block of this evaluation
+        self._is_prefix_alone = False  # what the block at hand is given
         # All rows of what the block makes its mask of
         self._key_mask: tuple[torch.Tensor, Along] | None = None
         self._attention = AttentionOverride()
@@ -54,12 +57,12 @@ class TokenHooks:
     def attach(self) -> None:
         self._handles += told_of(self._model, self._attention)
         for stream, path in self._plan.blocks[0].lengths.items():
-            self._behind(self._model.get_submodule(path), partial(told_by, self._told, stream))
+            self._behind(self._model.get_submodule(path), partial(told_by, self.told, stream))
         for group in self._plan.blocks:
             if group.branch is not None:
                 own = next(iter(group.tokens.values()))[0]
                 module = self._model.get_submodule(group.branch.counted_by)
-                self._behind(module, partial(counted_by, self._told, own))
+                self._behind(module, partial(counted_by, self.told, own))
         blocks = list(blocks_of(self._model, self._plan))
         for place, (container, index, group) in enumerate(blocks):
             self._attach_block(container[index], group, index, first=place == 0)
@@ -119,9 +122,9 @@ class TokenHooks:
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return the arguments to call the model's forward with."""
         self._rows, self._has_entered = None, False
-        self._told.clear()
+        self.told.clear()
         if self._plan.prefix is not None:
-            self._told[self._plan.prefix.stream] = arguments.get(self._plan.prefix.counted_by) or 0
+            self.told[self._plan.prefix.stream] = arguments.get(self._plan.prefix.counted_by) or 0
         self._attention.share(False)
         control = arguments.get("control")
         self._control = dict(control) if control else None
@@ -139,7 +142,7 @@ class TokenHooks:
         self._rows = self._control = self._key_mask = None
         self._attention.close()
         self.patches.end()
-        if self._plan.prefix is not None:
+        if self._plan.prefix is not None and self._plan.prefix.forget:
             getattr(self._model, self._plan.prefix.forget)()
 
     def _left(self, _module: nn.Module, _args: Any, out_BlC: torch.Tensor) -> torch.Tensor | None:
@@ -150,7 +153,7 @@ class TokenHooks:
 
     def _left_behind(self, group: Blocks, _block: nn.Module, _args: Any, out: Any) -> Any:
         """Gather the leaving stream's rows in what the last block returned."""
-        if self._rows is None:
+        if self._rows is None or self._is_prefix_alone:
             return None
         returned = list(out) if isinstance(out, tuple) else [out]
         place, streams = next(
@@ -173,7 +176,9 @@ class TokenHooks:
         through: it sees nothing that is cut.
         """
         attention = in_its_place(attention, self.patches.override, kwargs.pop(ASKED, NOTHING))
-        if not self._attention.shared:
+        prefix = self._plan.prefix
+        sees_prefix_alone = prefix is not None and k.shape[-2] <= self.told[prefix.stream]
+        if sees_prefix_alone or not self._attention.shared:
             return attention(q, k, v, heads, mask, *args, **kwargs)
         if mask is not None and self._rows is not None and self._key_mask is not None:
             mask = self._rows.key_mask(*self._key_mask, mask)
@@ -187,6 +192,9 @@ class TokenHooks:
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
+            self._is_prefix_alone = is_prefix_alone(group, arguments)
+            if self._is_prefix_alone:
+                return (), arguments
             self.patches.entered.add()
             if first and (group.branch is None or not self._has_entered):
                 self._enter(group, arguments)
@@ -216,7 +224,7 @@ class TokenHooks:
             tokens = arguments[branch.tokens]
             if not self._has_entered:
                 self._has_entered = True
-                self._rows = self._sharding.choose_rows({**self._told, branch.stream: tokens.shape[1]})
+                self._rows = self._sharding.choose_rows({**self.told, branch.stream: tokens.shape[1]})
             if self._rows is not None:
                 arguments[branch.tokens] = self._rows.localized(tokens, streams)
                 self._rows.attending, self._rows.by_frame = streams, None
@@ -233,11 +241,13 @@ class TokenHooks:
         grid = next(iter(tokens.values())).shape[1:-1]
         tokens = {arg: as_BLC(one) for arg, one in tokens.items()}
         prefix = group.prefix
-        if prefix is not None and arguments.get(prefix.kept_in):
-            self._told[prefix.stream] = 0
+        if prefix is not None and not prefix.kept_in:
+            self.told[prefix.stream] = arguments[prefix.counted_by]
+        elif prefix is not None and arguments.get(prefix.kept_in):
+            self.told[prefix.stream] = 0
         lengths: dict[str, int] = {}
         for arg, streams in group.tokens.items():
-            told = {stream: self._told.get(stream, 0) for stream in streams if stream in group.told}
+            told = {stream: self.told.get(stream, 0) for stream in streams if stream in group.told}
             (rest,) = set(streams) - set(told)
             lengths |= {**told, rest: tokens[arg].shape[1] - sum(told.values())}
         self._rows = self._sharding.choose_rows(
@@ -277,6 +287,13 @@ class TokenHooks:
             return (), arguments
 
         return hook
+
+
+def is_prefix_alone(group: Blocks, arguments: dict[str, Any]) -> bool:
+    """Return True for a block's call on the tokens of the prefix and on no others."""
+    if group.prefix is None or group.prefix.kept_in:
+        return False
+    return arguments[group.prefix.counted_by] == taken(arguments, next(iter(group.tokens))).shape[1]
 
 
 def told_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, out_BLC: torch.Tensor) -> None:

@@ -169,28 +169,56 @@ def telling(override: AttentionOverride, attention: Callable[..., Any]) -> Calla
     return call
 
 
+class Preferring:
+    """One module that tells its wish to the function it is given to attend by, until ``remove``:
+    ``override`` is told it in that one's place.
+    """
+
+    def __init__(self, module: nn.Module, override: AttentionOverride, wish: Any):
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            override.asked = Asked(preferred=wish.function)
+            try:
+                return own(*args, **kwargs)
+            finally:
+                override.asked = NOTHING
+
+        self._module = module
+        self._module.forward = forward
+
+    def remove(self) -> None:
+        del self._module.forward
+
+
 def asks_for_more(module: nn.Module) -> bool:
     """True if the forward of a module's class calls attention so."""
+    names, keywords = named_in(module)
+    return bool(names.intersection(ATTENTION)) and (PREFERRED in keywords or CONTAINER in names)
+
+
+def named_in(module: nn.Module) -> tuple[set[str], set[str]]:
+    """Return the names that the forward of a module's class uses, and the keywords in its calls."""
     code = getattr(type(module).forward, "__code__", None)
     if not isinstance(code, CodeType):
-        return False
-    keywords = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
-    return PREFERRED in keywords or CONTAINER in code.co_names
+        return set(), set()
+    return {*code.co_names}, {name for names in code.co_consts if isinstance(names, tuple) for name in names}
 
 
-def told_of(model: nn.Module, override: AttentionOverride) -> list[Overridden]:
+def told_of(model: nn.Module, override: AttentionOverride) -> list[Overridden | Preferring]:
     """Let ``override`` know what layers of a model ask for. Raises ModelError where a layer prefers
     a function of its own and asks for it elsewhere than in its forward.
     """
-    for path, module in model.named_modules():
-        prefers = [
-            one for one in module.children() if type(one).__name__ == OF_A_LAYER and one.function is not None
-        ]
-        if prefers and not asks_for_more(module):
-            raise ModelError(
-                f"{path} of {type(model).__name__} attends by its own function, and not as ranks know it:"
-                " leave PipeMesh Parallelize out for this model."
-            )
-    return [
-        Overridden(module, partial(telling, override)) for module in model.modules() if asks_for_more(module)
-    ]
+    found: list[Overridden | Preferring] = []
+    for path, module in list(model.named_modules()):
+        wish = next((one for one in module.children() if type(one).__name__ == OF_A_LAYER), None)
+        if asks_for_more(module):
+            found.append(Overridden(module, partial(telling, override)))
+        elif wish is not None and wish.function is not None:
+            if PREFERRED not in named_in(module)[1]:
+                raise ModelError(
+                    f"{path} of {type(model).__name__} attends by its own function, and not as ranks know it:"
+                    " leave PipeMesh Parallelize out for this model."
+                )
+            found.append(Preferring(module, override, wish))
+    return found

@@ -45,7 +45,7 @@ def count(
 class Recorder:
     """A Sharding that computes everything and notes the plan's blocks and the attentions in each.
     ``before``: the FLOPs at each block's beginning; ``end``: and where the tokens leave.
-    ``hidden``: how wide tokens enter the blocks.
+    ``hidden``: how wide tokens enter the blocks. ``told``: rows that the hooks were told of.
     """
 
     def __init__(self, counts: DeviceCounts, attention: Attention | None = None):
@@ -55,6 +55,7 @@ class Recorder:
         self.hidden = 0
         self.attended: list[list[Attended]] = []
         self.tokens: Mapping[str, int] = {}
+        self.told: Mapping[str, int] = {}
         self._instead = attention
 
     def hooks(self, transformer: torch.nn.Module, plan: TokenPlan) -> list[Any]:
@@ -134,6 +135,7 @@ def run_recorded(
         if plan.blocks:
             hooks = TokenHooks(transformer, plan, recorder)
             stack.callback(hooks.detach)
+            recorder.told = hooks.told
             hooks.attach()
             for handle in recorder.hooks(transformer, plan):
                 stack.callback(handle.remove)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +71,7 @@ class ResidentModel:
         self.device = device
         self.rank = mesh.rank
         self.patches_id = ""
+        self._run: int | None = None  # that the model knows to be on
         # What takes object patches away, in the order in which they were put
         self._take_away: list[Callable[[], Any]] = []
         self.sets = PatchedSets()
@@ -83,7 +84,6 @@ class ResidentModel:
         self.method = make_method(transformer, plan, mesh, rank, load.stages, kernels)
         on_progress = counted(rank, stored_bytes(transformer.parameters()))
         self._weights = self._placed(load, mesh.sequence.weights, on_progress)
-        self.nbytes = self._weights.nbytes  # once: every answer reports it
         if self._weights.turns is not None:
             self._weights.turns.attach()  # first: a layer has its weights before anything else happens to it
         self.method.attach()
@@ -100,6 +100,10 @@ class ResidentModel:
         if load.weights == "sharded" and gather is not None:
             return ShardedWeights(model, device, gather, on_progress)
         return DeviceWeights(model, device, on_progress)
+
+    @cached_property  # every answer reports it
+    def nbytes(self) -> int:
+        return self._weights.nbytes
 
     def detach(self) -> None:
         self.method.detach()
@@ -170,6 +174,7 @@ class ResidentModel:
         while self._take_away:
             self._take_away.pop()()
         self.patches_id = ""
+        self._run = None  # what the model kept is of other weights
         self.sets.forget_pending()
         self._in_block = PatchesHere()
 
@@ -187,6 +192,17 @@ class ResidentModel:
         """
         turns = self._weights.turns
         self.method.begin(part, Expected(kind, confirmed, lasts=turns is None or turns.are_known))
+        if part.run != self._run:
+            self._tell(part.run)
+
+    def _tell(self, run: int | None) -> None:
+        """Tell the model which run is on, as ComfyUI's patchers do: it may keep what evaluations of
+        the run have in common. Not where weights come in turns: all ranks must compute the same
+        layers then, and those with less room would keep nothing.
+        """
+        keeps = run is not None and self._weights.turns is None
+        self.patcher.model.current_patcher = self.patcher if keeps else None
+        self._run = run
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named."""
@@ -227,6 +243,7 @@ class ResidentModel:
         if self._weights.turns is not None:
             self._weights.turns.end_run()
         self.method.end_run()
+        self._tell(None)
 
 
 def counted(rank: CountingRank, total: int) -> Callable[[int], None]:
