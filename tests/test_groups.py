@@ -84,6 +84,8 @@ def test_rows_are_taken_of_everything_along_the_batch_and_put_together_bit_for_b
     assert all(
         map(torch.equal, put_together([piece["ref_latents"] for piece in pieces]), arguments["ref_latents"])
     )
+    both = put_together([(piece["x"], piece["context"]) for piece in pieces])
+    assert all(map(torch.equal, both, (arguments["x"], arguments["context"]))), "video and sound in a tuple"
     assert torch.equal(
         torch.cat([piece["control"]["input"][0] for piece in pieces]), arguments["control"]["input"][0]
     )

@@ -91,9 +91,9 @@ def put_together(outputs: Sequence[Any]) -> Any:
     """Makes the output of all rows of those of some, in their order."""
     if len(outputs) == 1:
         return outputs[0]
-    if isinstance(outputs[0], list):
-        return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-    return torch.cat(list(outputs))
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(list(outputs))
+    return [torch.cat(parts) for parts in zip(*outputs, strict=True)]  # of several latents, a list or a tuple
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
