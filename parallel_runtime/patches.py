@@ -38,7 +38,8 @@ class Patch:
 
 class Part(NamedTuple):
     """The part of an evaluation that one request computes. ``run`` and ``branch`` (cond, uncond)
-    say which K/V buffers it uses; ranks keep those of one run at a time.
+    say which K/V buffers it uses; ranks keep those of one run at a time. ``attempt``: how many
+    evaluations of the run failed so far; what one left on some ranks is void.
 
     ``patch``: (start, size, last) of its image tokens, None for all tokens.
     """
@@ -46,6 +47,7 @@ class Part(NamedTuple):
     run: int
     branch: int
     patch: tuple[int, int, bool] | None = None
+    attempt: int = 0
 
 
 @dataclass(frozen=True)

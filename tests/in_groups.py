@@ -11,6 +11,7 @@ from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.crossing.by_name import restored
+from pipemesh.parallel_runtime.crossing.kept_tokens import KeptTokens, Sharers
 from pipemesh.parallel_runtime.crossing.rows import latents_of
 from pipemesh.parallel_runtime.families import plan_or_whole
 from pipemesh.parallel_runtime.forward import forward_name
@@ -32,7 +33,7 @@ class GroupsHere:
         self.memory = [Memory(1 << 40, 1 << 40, 0)] * layout.world_size
         self.facts = Facts(("cpu",) * layout.world_size, stages=layout.pipefusion)
         self.next_request = partial(next, count(1))
-        self.asked, self.answers = [], {}
+        self.asked, self.answers, self.kept = [], {}, {}
 
     def live(self):
         return self
@@ -59,7 +60,12 @@ class GroupsHere:
         replies = {rank: Done(request=request.request, memory=self.memory[0]) for rank in group}
         if isinstance(request, Forward):
             arguments = decode_tree(request.arguments, lambda ref: self.arena.segment.tensor(ref).clone())
-            arguments["transformer_options"] = restored(arguments["transformer_options"], [])
+            options = restored(arguments["transformer_options"], [])
+            if (kept := plan_or_whole(type(self.model)).kept) is not None:
+                sharers = Sharers(lambda: 1, lambda wish: wish, 1, 1)
+                own = KeptTokens(kept, torch.device("cpu"), sharers)
+                options = self.kept.setdefault((request.part.run, group), own).put(options)
+            arguments["transformer_options"] = options
             output = self._computed(arguments, request.part)
             text = arguments.get("context")
             tokens = text.shape[1] if isinstance(text, torch.Tensor) and text.ndim > 1 else 0

@@ -406,6 +406,12 @@ def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
     assert pool.models == ["a"]
 
 
+def test_what_ranks_kept_of_an_evaluation_that_failed_is_void_when_it_is_computed_again():
+    pool = Ledger(room=2, short=Forward)
+    evaluate(remote(pool, "a", "b"), "a")
+    assert pool.models == ["a"] and [request.part.attempt for request in pool.submitted] == [0, 1]
+
+
 def patch(client: RemotePool, model: str) -> None:
     client.residency.set_weight_patches(model, "p", {}, {}, {}, lambda: False)
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..crossing.kept_tokens import KEPT
 from ..crossing.rows import latents_of, tensors_in
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from ..patches import Part
@@ -66,7 +67,8 @@ class Evaluations:
         self._residency = residency
         self._balance = balance
         # Branches whose first output was
-        self._looked_at: WeakKeyDictionary[Run, set[tuple[int, int]]] = WeakKeyDictionary()
+        self._looked_at: WeakKeyDictionary[Run, set[Part]] = WeakKeyDictionary()
+        self._failed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()  # evaluations of each
         # Model -> how many times as large as its latent an output may be, where it was larger
         self._growth: dict[str, int] = {}
 
@@ -85,7 +87,11 @@ class Evaluations:
                 try:
                     tickets = [
                         self.submit(
-                            run, work, Part(run.id, run.number_of(work.branch)), assume=True, began=began
+                            run,
+                            work,
+                            Part(run.id, run.number_of(work.branch), attempt=self._failed.get(run, 0)),
+                            assume=True,
+                            began=began,
                         )
                         for work in works
                     ]
@@ -143,7 +149,9 @@ class Evaluations:
             frame.release()
             raise
         ranks = work.ranks or session.pool.facts.everyone
-        kind = hash((written.kind, part.patch))
+        # Tokens that ranks kept spare them messages from a branch's second evaluation on
+        keeps = KEPT in arguments.get("transformer_options", {}) and part in self._looked_at.get(run, ())
+        kind = hash((written.kind, part.patch, keeps))
         ticket = Ticket(
             session.pool.next_request(),
             run,
@@ -238,8 +246,8 @@ class Evaluations:
         """
         run, tensor = ticket.run, session.pool.arena.segment.tensor
         seen = self._looked_at.setdefault(run, set())
-        if (run.id, ticket.part.branch) not in seen:
-            seen.add((run.id, ticket.part.branch))
+        if (branch := ticket.part._replace(patch=None)) not in seen:
+            seen.add(branch)
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
             require_finite(decode_tree(reply.output, tensor), ticket.written.arguments, made_by)
@@ -263,6 +271,7 @@ class Evaluations:
         if session is not None and session.tickets:
             session.pool.abandon()
             for ticket in list(session.tickets):
+                self._failed[ticket.run] = self._failed.get(ticket.run, 0) + 1
                 self._done_with(session, ticket)
             self._residency.release_leaving(session)
 

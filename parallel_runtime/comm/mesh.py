@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..layout import OF_A_SEQUENCE, Layout
 from .exchange import Exchange, StopFlag
 from .in_step import InStep, Traffic
+from .parts import runs_of, to_all
 from .ring import Ring
 from .shard_gather import ShardGather
 from .shares import EVEN, Shares, shares_of
@@ -105,6 +106,18 @@ class SequenceComm:
         told = torch.tensor([int(has_failed), known, -known], device=self.device_type)
         any_failed, most, least = self.world.largest(told).tolist()
         return bool(any_failed), most if most == -least else 0
+
+    def any_wishes(self, wish: bool) -> bool:
+        """Return whether any rank of the sequence wishes it. All of them must ask, in the middle of
+        an evaluation. Raises Stopped.
+        """
+        if self.size == 1:
+            return wish
+        own = torch.tensor([float(wish)], device=self.device_type)
+        all_of = own.new_empty(self.size)
+        into = runs_of(all_of, 0, [1] * self.size)
+        self.in_step.decide(self.world.all_to_all([to_all(own, self.size)], into, self.stop.wish()))
+        return bool(all_of.any())
 
     def begin(self, attentions: int) -> None:
         """Begin an evaluation of so many attentions: set the counters to zero."""

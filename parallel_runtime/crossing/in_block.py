@@ -29,9 +29,9 @@ class InBlockPatches:
     replace there (``objects``: object patches), in the form in which ranks get them. Raises Refused
     for one that holds what cannot cross; one that the plan cannot serve is left out.
 
-    ``numbers`` of the patches, by their ids; ``rebuilt`` of the plan; ``state``: what their code
-    reads in packs' modules. ``objects``: the object patch that brings all of it to the ranks;
-    ``identity``: the same with ids in place of models.
+    ``numbers`` of the patches, by their ids; ``rebuilt`` and ``kept`` of the plan; ``state``: what
+    their code reads in packs' modules. ``objects``: the object patch that brings all of it to the
+    ranks; ``identity``: the same with ids in place of models.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class InBlockPatches:
             "patches": [[name_of(patch), apart.take(patch, patch_name(patch))] for patch in self._functions],
             "methods": {key: apart.take(value, patch_name(value)) for key, value in self.methods.items()},
         }
-        self.rebuilt = plan.rebuilt
+        self.rebuilt, self.kept = plan.rebuilt, plan.kept
         self.state = PackState(apart.code, apart.take)
         taken["state"] = self.state.taken
         some = any(taken.values())

@@ -13,6 +13,7 @@ from ..weights.bypass import adapters_of
 from ..wire.tree import is_plain, why_not_plain
 from .by_name import OVERRIDE, SETTINGS, described, torch_settings
 from .in_block import InBlockPatches
+from .kept_tokens import KEPT, kept_settings
 
 WHOLE = "diffusion_model"  # of a BaseModel
 log = logging.getLogger("pipemesh")
@@ -32,8 +33,11 @@ def crossing_options(
     """
     crossing = described(transformer_options, in_block.numbers if in_block is not None else {})
     crossing[SETTINGS] = torch_settings()
+    kept = in_block.kept if in_block is not None else None
+    if kept is not None and (settings := kept_settings(kept, transformer_options)):
+        crossing[KEPT] = settings
     for name, value in transformer_options.items():
-        if name in OF_COMFYUI:
+        if name in OF_COMFYUI or (KEPT in crossing and kept is not None and name == kept.option):
             continue
         if problem := why_not_plain(value, name):
             raise Refused(

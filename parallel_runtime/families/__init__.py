@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from .plan import TokenPlan
+from .plan import Kept, TokenPlan
 from .without_plan import NOT_AT_HAND as NOT_AT_HAND
 from .without_plan import NOT_YET as NOT_YET
 from .without_plan import ON_ONE_GPU as ON_ONE_GPU
@@ -78,6 +78,12 @@ def plan_for(model_class: type) -> TokenPlan | None:
     if name not in FILES:
         return None
     return next(plan for plan in family_in(FILES[name]).plans if name in plan.models)
+
+
+def kept_by(kind: str) -> Kept | None:
+    """What a node has the models of a class, ``module:Class``, keep."""
+    plans = family_in(FILES[kind]).plans if kind in FILES else ()
+    return next((plan.kept for plan in plans if kind in plan.models), None)
 
 
 def plan_or_whole(model_class: type) -> TokenPlan | None:

@@ -155,6 +155,22 @@ class Prefix:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Tokens of a branch that the model keeps for the later evaluations of a run. The ``node`` puts
+    the ``cache``, a ``module:Class`` of ComfyUI's, into ``transformer_options`` as ``option``.
+
+    ``entry``: the block's method that the model calls on such tokens in place of the branch's own,
+    for their keys and values alone; ``tokens``: its argument with them.
+    """
+
+    node: str
+    option: str
+    cache: str
+    entry: str
+    tokens: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Branch:
     """Tokens of another stream that go through the same blocks. The model calls each block on them,
     by its method ``entry``, right before it calls the block on its own tokens, and hands what that
@@ -164,7 +180,8 @@ class Branch:
     ``keys``: the arguments of the block's own entry with keys and values: tokens of a frame look at
     those of the frame before in the branch too, and so the first ones at none. ``frame``: the
     argument that says how many tokens a frame has. ``counted_by``: the module whose first output
-    (B, C, ...) in an evaluation has the rows of the block's own tokens.
+    (B, C, ...) in an evaluation has the rows of the block's own tokens. ``kept``: where a node has
+    the model keep what its blocks are given.
     """
 
     entry: str
@@ -174,6 +191,7 @@ class Branch:
     counted_by: str
     tokens: str = "x"
     along: tuple[Along, ...] = ()
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +352,10 @@ class TokenPlan:
     @cached_property  # asked for at every evaluation
     def prefix(self) -> Prefix | None:
         return self.blocks[0].prefix if self.blocks else None
+
+    @property
+    def kept(self) -> Kept | None:
+        return next((group.branch.kept for group in self.blocks if group.branch), None)
 
     def require_stages(self, model_class: type) -> None:
         """Raises Refused where no stage can hold a part of such a model."""

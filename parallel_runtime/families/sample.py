@@ -11,11 +11,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
-from .plan import TokenPlan
+from .plan import Kept, TokenPlan
 
 Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds a transformer with
 Shapes = Mapping[str, tuple[int, ...]]
@@ -77,6 +78,17 @@ def keep_first_frame(latent: torch.Tensor) -> torch.Tensor:
     mask = torch.ones(1, 1, *latent.shape[2:])
     mask[:, :, 0] = 0
     return mask
+
+
+def keeping(model: Any, kept: Kept, **options: Any) -> Any:
+    """Returns a MODEL as the node of ``kept`` does, whose cache has these ``options``."""
+    from comfy.patcher_extension import CallbacksMP
+
+    module, name = kept.cache.split(":")
+    cache, made = getattr(import_module(module), name)(**options), model.clone()
+    made.model_options["transformer_options"][kept.option] = cache
+    made.add_callback(CallbacksMP.ON_CLEANUP, lambda _: cache.free())
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +180,8 @@ class Released:
 class Form:
     """The shape of a random model. ``config_class`` names a class of ``comfy.supported_models``.
 
-    ``offset_scales``: norm scales are offsets from 1.
+    ``offset_scales``: norm scales are offsets from 1. ``keeps``: the node
+    that is attached to the MODEL.
 
     With a ``file`` the weights are drawn under the names that they have there, so that a model is
     the same with and without one; else under those of the transformer's own state dict.
@@ -180,6 +193,7 @@ class Form:
     file: FileForm | None = None
     released: tuple[Released, ...] = ()
     offset_scales: bool = False
+    keeps: Kept | None = None
 
     def base_model(self, config: Config, dtype: torch.dtype, device: torch.device | None = None) -> Any:
         """Build a BaseModel of ``config`` that computes in ``dtype``. Its weights hold nothing
@@ -215,7 +229,8 @@ class Form:
         if self.offset_scales:
             weights |= {name: weight - 1 for name, weight in weights.items() if name.endswith(".scale")}
         model.load_model_weights(weights, "")
-        return ModelPatcher(model, load_device=device, offload_device=offload_device)
+        made = ModelPatcher(model, load_device=device, offload_device=offload_device)
+        return made if self.keeps is None else keeping(made, self.keeps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from . import wan
-from .plan import Along, Boundary, Branch
+from .plan import Along, Boundary, Branch, Kept
 from .sample import Family, Form, Sample
 
+MODULE = "comfy.ldm.wan.model_animate2"
+KEPT = Kept(
+    node="WanAnimate2Cache",
+    option="animate2_cache",
+    cache=f"{MODULE}:PoseBranchCache",
+    entry="kv_from_input",
+    tokens="x_pose",
+)
 POSE = Branch(
     entry="forward_pose",
     stream="pose",
@@ -19,47 +27,35 @@ POSE = Branch(
     frame="hw",
     counted_by="patch_embedding",
     along=(Along(arg="freqs", dim=1, streams=("pose",)),),
+    kept=KEPT,
 )
 (BLOCKS,) = wan.PLAN.blocks
+HW = Boundary(arg="hw", streams=wan.IMG)
 PLAN = replace(
     wan.PLAN,
     family="wan_animate2",
-    models=("comfy.ldm.wan.model_animate2:WanAnimate2Model",),
+    models=(f"{MODULE}:WanAnimate2Model",),
     streams=(*wan.IMG, "pose"),
-    blocks=(
-        replace(
-            BLOCKS,
-            entry="forward_gen",
-            branch=POSE,
-            ranges=(Boundary(arg="hw", streams=wan.IMG),),
-            patches=(),
-            points={},
-        ),
-    ),
+    blocks=(replace(BLOCKS, entry="forward_gen", branch=POSE, ranges=(HW,), patches=(), points={}),),
     positions=(),
 )
 
 
 def driven(latent: torch.Tensor) -> dict[str, Any]:
-    """The extras of the Animate 2 node: a pose for each frame behind the reference's."""
+    """The extras of the Animate 2 node: a pose for each frame behind the reference's; its text."""
     generator = torch.Generator().manual_seed(14)
     extras = {"pose_video_latent": torch.randn(latent[:, :, 1:].shape, generator=generator)}
+    extras["cross_attn_pose"] = torch.randn(1, 9, 64, generator=generator)
     return {**wan.first_frame(latent), **extras, "pose_strength": 0.7, "reference_strength": 1.3}
 
 
+FORM = Form(config_class="WAN_Animate2", config=partial(wan.config, extra_channels=20, model_type="animate2"))
+ANIMATE2 = Sample(
+    name="wan-animate2", form=FORM, latents=wan.latents(16), prompt_extras=driven, since="0.33.0"
+)
+CACHED = replace(ANIMATE2, name="wan-animate2-cached", form=replace(FORM, keeps=KEPT))
 WAN_ANIMATE2 = Family(
     plans=(PLAN,),
-    samples=(
-        Sample(
-            name="wan-animate2",
-            form=Form(
-                config_class="WAN_Animate2",
-                config=partial(wan.config, extra_channels=20, model_type="animate2"),
-            ),
-            latents=wan.latents(16),
-            prompt_extras=driven,
-            since="0.33.0",
-        ),
-    ),
+    samples=(ANIMATE2, CACHED),
     unreleased={PLAN.models[0]: "its blocks are called twice, which a dry run does not count"},
 )

@@ -33,7 +33,8 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
             if path not in dict(container[index].named_modules()):
                 raise Refused(_misfit(model, plan, f"{group.path}.{index}.{path}"))
         branch = group.branch
-        for name in (group.entry, *([branch.entry] if branch is not None else [])):
+        kept = branch.kept if branch is not None else None
+        for name in [called.entry for called in (group, branch, kept) if called is not None]:
             if not hasattr(container[index], name):
                 raise Refused(_misfit(model, plan, f"{group.path}.{index}.{name}"))
         entry = entry_of(container[index], group)

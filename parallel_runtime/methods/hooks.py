@@ -98,8 +98,9 @@ class TokenHooks:
         else:
             self._handles.append(Entry(block, group.entry, entering, leaving))
         if group.branch is not None:
-            in_branch = self._entering_branch(block, group, group.branch)
-            self._handles.append(Entry(block, group.branch.entry, in_branch, leaving))
+            for called in filter(None, (group.branch, group.branch.kept)):
+                in_branch = self._entering_branch(block, group.branch, called.entry, called.tokens)
+                self._handles.append(Entry(block, called.entry, in_branch, leaving))
         if group.sliced_between:
             self._behind(block, lambda _block, _args, out: spread(self._rows, group, out))
         if hasattr(block, "stands_for"):
@@ -216,17 +217,17 @@ class TokenHooks:
 
         return hook
 
-    def _entering_branch(self, block: nn.Module, group: Blocks, branch: Branch) -> Callable:
-        bind, streams = binder(getattr(type(block), branch.entry)), (branch.stream,)
+    def _entering_branch(self, block: nn.Module, branch: Branch, entry: str, argument: str) -> Callable:
+        bind, streams = binder(getattr(type(block), entry)), (branch.stream,)
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
-            tokens = arguments[branch.tokens]
+            tokens = arguments[argument]
             if not self._has_entered:
                 self._has_entered = True
                 self._rows = self._sharding.choose_rows({**self.told, branch.stream: tokens.shape[1]})
             if self._rows is not None:
-                arguments[branch.tokens] = self._rows.localized(tokens, streams)
+                arguments[argument] = self._rows.localized(tokens, streams)
                 self._rows.attending, self._rows.by_frame = streams, None
             self._localize(arguments, branch.along)
             self._attention.share(True)

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..errors import Refused
+from ..families import kept_by
 from .host_code import FOLLOWED
 from .python_file import FUNCTIONS
 
@@ -87,9 +88,12 @@ class HostFiles:
         file = self._file(module)
         if file is None or name not in file.bound:
             return Fingerprint(kind, {})
+        kept = kept_by(kind)
+        # A node gives the cache to the model, whose code does not name it
+        cache = tuple(kept.cache.split(":")) if kept is not None else (module, name)
         functions: dict[str, str] = {}
         reached: set[Place] = set()
-        waiting = [(module, name), *EVERYWHERE]
+        waiting: list[Place] = [(module, name), (cache[0], cache[1]), *EVERYWHERE]
         while waiting:
             place = waiting.pop()
             if place not in reached and place[0].startswith("comfy."):

@@ -205,7 +205,8 @@ class RequestHandler:
         try:
             arguments = self._io.read(request.arguments)
         finally:
-            self._memory.conditioning_bytes = self._io.conditioning.nbytes
+            kept = model.kept.nbytes if model.kept is not None else 0
+            self._memory.conditioning_bytes = self._io.conditioning.nbytes + kept
         with (
             compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext()
         ):

@@ -16,11 +16,13 @@ from ..comm.mesh import Mesh
 from ..comm.shard_gather import ShardGather
 from ..crossing.by_name import restored
 from ..crossing.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
+from ..crossing.kept_tokens import KeptTokens, Sharers
 from ..crossing.pack_state import put_state
 from ..errors import Refused
 from ..families import plan_or_whole
 from ..families.plan import COMPILE
 from ..forward import forward_name
+from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..methods.method import Rank
 from ..patches import Part
@@ -69,7 +71,7 @@ class ResidentModel:
     ):
         self.patcher = patcher
         self.device = device
-        self.rank = mesh.rank
+        self._mesh = mesh
         self.patches_id = ""
         self._run: int | None = None  # that the model knows to be on
         # What takes object patches away, in the order in which they were put
@@ -105,7 +107,21 @@ class ResidentModel:
     def nbytes(self) -> int:
         return self._weights.nbytes
 
+    @cached_property
+    def kept(self) -> KeptTokens | None:
+        transformer, sequence = self.patcher.model.diffusion_model, self._mesh.sequence
+        plan = plan_or_whole(type(transformer))
+        if plan is None or plan.kept is None:
+            return None
+        blocks = len(list(blocks_of(transformer, plan)))
+        ranks = self._mesh.layout.world_size
+        return KeptTokens(
+            plan.kept, self.device, Sharers(lambda: sequence.size, sequence.any_wishes, blocks, ranks)
+        )
+
     def detach(self) -> None:
+        if self.kept is not None:
+            self.kept.free()
         self.method.detach()
         if self._weights.turns is not None:
             self._weights.turns.detach()
@@ -143,7 +159,7 @@ class ResidentModel:
         mine = [
             key
             for key in self.patcher.patches
-            if shared is None or shared.get(key, (self.rank,))[0] == self.rank
+            if shared is None or shared.get(key, (self._mesh.rank,))[0] == self._mesh.rank
         ]
         on_progress = counted(rank, len(mine))
         for key in mine:
@@ -191,6 +207,8 @@ class ResidentModel:
         which: the next one sends for them earlier.
         """
         turns = self._weights.turns
+        if self.kept is not None:
+            self.kept.begin((part.run, part.attempt))
         self.method.begin(part, Expected(kind, confirmed, lasts=turns is None or turns.are_known))
         if part.run != self._run:
             self._tell(part.run)
@@ -211,10 +229,9 @@ class ResidentModel:
         if self._weights.turns is not None:
             arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
-            arguments = {
-                **arguments,
-                "transformer_options": restored(arguments["transformer_options"], self._in_block.patches),
-            }
+            options = restored(arguments["transformer_options"], self._in_block.patches)
+            options = options if self.kept is None else self.kept.put(options)
+            arguments = {**arguments, "transformer_options": options}
         transformer = self.patcher.model.diffusion_model
         forward = getattr(transformer, forward_name(transformer))
         turns = self._weights.turns
@@ -231,7 +248,7 @@ class ResidentModel:
         options = arguments.get("transformer_options", {})
         if COMPILE not in options:
             return arguments
-        tell_uncompiled(self.rank)
+        tell_uncompiled(self._mesh.rank)
         return {
             **arguments,
             "transformer_options": {name: value for name, value in options.items() if name != COMPILE},
@@ -240,6 +257,8 @@ class ResidentModel:
     def end_run(self) -> None:
         """Free all that was kept for later evaluations of the run."""
         clean_up(self._in_block.patches)
+        if self.kept is not None:
+            self.kept.free()
         if self._weights.turns is not None:
             self._weights.turns.end_run()
         self.method.end_run()
