@@ -21,6 +21,7 @@ from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup
 from ..launcher.pool.rendezvous import check_rendezvous
+from ..parallel_runtime.client.alone import Admission
 from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
@@ -246,11 +247,14 @@ class Runtime:
                 turn=self.turn,
                 wait=self.wait,
                 counts=counts,
-                admit=lambda model: self.trials.admit(
-                    type(model.diffusion_model),
-                    interrupted,
-                    lambda now: self._teller.tell(compared(now)),
-                    model,
+                admission=Admission(
+                    lambda model: self.trials.admit(
+                        type(model.diffusion_model),
+                        interrupted,
+                        lambda now: self._teller.tell(compared(now)),
+                        model,
+                    ),
+                    partial(self.trials.first, layout=placement.layout),
                 ),
             )
         return self._pools[placement]

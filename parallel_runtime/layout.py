@@ -48,6 +48,7 @@ AXES = (  # innermost first: ranks that are neighbours on the first are numbered
 )
 THAT_MERGE = tuple(axis.name for axis in AXES if axis.merges_parts)
 OF_A_SEQUENCE = tuple(axis.name for axis in AXES if axis.within == "sequence")
+ALONE = 0  # in place of a width: a rank that computes a whole forward by itself, whatever its group is
 OF_A_GROUP = tuple(axis.name for axis in AXES if axis.within != "pool")  # a forward is cut along them
 OF_THE_POOL = tuple(axis.name for axis in AXES if axis.within == "pool")
 

@@ -15,7 +15,7 @@ from pipemesh.parallel_runtime.crossing.kept_tokens import KeptTokens, Sharers
 from pipemesh.parallel_runtime.crossing.rows import latents_of
 from pipemesh.parallel_runtime.families import plan_or_whole
 from pipemesh.parallel_runtime.forward import forward_name
-from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.layout import ALONE, Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.methods.whole import WholeForward
 from pipemesh.parallel_runtime.wire.arena import Arena
@@ -54,8 +54,12 @@ class GroupsHere:
         return [Done(request=request.request, memory=self.memory[0]) for _ in self.facts.everyone]
 
     def submit(self, request, group):
-        assert group == self.layout.members(
-            group[0] * self.layout.groups // self.layout.world_size // request.width, request.width
+        assert group == (
+            (0,)
+            if request.width == ALONE
+            else self.layout.members(
+                group[0] * self.layout.groups // self.layout.world_size // request.width, request.width
+            )
         )
         replies = {rank: Done(request=request.request, memory=self.memory[0]) for rank in group}
         if isinstance(request, Forward):
@@ -66,7 +70,7 @@ class GroupsHere:
                 own = KeptTokens(kept, torch.device("cpu"), sharers)
                 options = self.kept.setdefault((request.part.run, group), own).put(options)
             arguments["transformer_options"] = options
-            output = self._computed(arguments, request.part)
+            output = self._computed(arguments, request.part, group)
             text = arguments.get("context")
             tokens = text.shape[1] if isinstance(text, torch.Tensor) and text.ndim > 1 else 0
             self.asked.append((group, latents_of(arguments)[0].shape[0], tokens))
@@ -84,7 +88,7 @@ class GroupsHere:
             )
         self.answers[request.request] = replies
 
-    def _computed(self, arguments, part):
+    def _computed(self, arguments, part, _group):
         plan, comm = plan_or_whole(type(self.model)), standin(Layout(), 0)
         method = (
             SequenceParallel(self.model, plan, comm)
@@ -105,7 +109,7 @@ class GroupsHere:
         return self.answers.pop(number)
 
 
-def in_groups(layout, stock, patching=None):
+def in_groups(layout, stock, patching=None, made=GroupsHere, **options):
     """The MODEL on such a pool, and the pool."""
-    pool = GroupsHere(layout, stock)
-    return parallelize(stock, RemotePool(pool, shares_weights=False), 0.0, patching), pool
+    pool = made(layout, stock)
+    return parallelize(stock, RemotePool(pool, shares_weights=False, **options), 0.0, patching), pool

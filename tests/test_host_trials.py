@@ -22,6 +22,7 @@ from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts, unteste
 from pipemesh.launcher.trial.process import try_in_process
 from pipemesh.launcher.trial.standing import HostCode
 from pipemesh.launcher.trial.trying import request, samples_of, tried
+from pipemesh.parallel_runtime.client.alone import Admission
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
@@ -125,7 +126,9 @@ def test_a_class_that_ranks_compute_otherwise_is_refused_with_the_figure_after_a
     trial.ends.set()
     for _ in range(2):
         made = trials()
-        with pytest.raises(Refused, match=r"off by 0.9, .*; its code is \w{16}\).* set PIPEMESH_TRIAL=0"):
+        with pytest.raises(
+            Refused, match=r"off by 0.9, .*; its code is \w{16}, PipeMesh's \w{16}\).* set PIPEMESH_TRIAL=0"
+        ):
             made.admit(Flux, never)
     assert trial.begun == 1
 
@@ -368,12 +371,12 @@ def test_a_pool_by_hand_is_asked_before_ranks_load_a_model(clients, files, trial
     made = trials(replace(NOTHING, types=known_hosts().types))
     loads = client.session.loads if client.session else 0
     ours = parallelize(model, client, 0.0)
-    before = ours.remote.pool.admit
-    ours.remote.pool.admit = lambda one: made.admit(type(one.diffusion_model), never, model=one)
+    pool, before = ours.remote.pool, ours.remote.pool.admission
+    pool.admission = Admission(lambda one: made.admit(type(one.diffusion_model), never, model=one))
     try:
         with pytest.raises(Refused, match=r"off by 0\.9"):
             run(ours)
         assert (client.session.loads if client.session else 0) == loads
     finally:
-        ours.remote.pool.admit = before
+        pool.admission = before
     assert relative_error(run(ours), truth) <= BOUND

@@ -14,16 +14,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...parallel_runtime.errors import Refused, RunCancelled
+from ...parallel_runtime.client.alone import Alone, Judge
+from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
+from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles
+from ...parallel_runtime.weights.quantised import numbers_of
+from .first_evaluation import errors_of
 from .known_hosts import KnownHosts, known_hosts
 
 PACK = Path(__file__).resolve().parents[2]
@@ -147,7 +151,10 @@ class Trials:
     def _verdict(self, found: Fingerprint) -> Verdict:
         began, self.now = time.monotonic(), Progress()
         is_same, says = self._try(found.kind, lambda now: setattr(self, "now", now))
-        seconds = round(time.monotonic() - began, 1)
+        return self.judged(found, is_same, says, round(time.monotonic() - began, 1))
+
+    def judged(self, found: Fingerprint, is_same: bool, says: str, seconds: float = 0.0) -> Verdict:
+        """Keeps the verdict on what was found."""
         verdict = Verdict(
             kind=found.kind,
             digest=found.digest,
@@ -157,8 +164,9 @@ class Trials:
             seconds=seconds,
         )
         self._kept.keep(found, verdict)
-        said = "verified on the CPU" if is_same else "NOT the same"
-        log.info("[PipeMesh] %s of ComfyUI %s: %s, %.0f s. %s", found.name, self.version, said, seconds, says)
+        said = "verified" if is_same else "NOT the same"
+        took = f", {seconds:.0f} s" if seconds else ""
+        log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
         return verdict
 
 
@@ -176,7 +184,7 @@ class HostTrials:
         notice: Callable[[str], None] = lambda text: None,
         known: Callable[[], KnownHosts] = known_hosts,
     ):
-        self._files = HostFiles(comfyui)
+        self._found = cache(HostFiles(comfyui).fingerprint)
         self._trials = trials
         self._is_on = is_on
         self._notice = notice
@@ -209,12 +217,12 @@ class HostTrials:
         plan = plan_for(transformer)
         if not self._is_on or plan is None or not plan.blocks:
             return None
-        kind = f"{transformer.__module__}:{transformer.__qualname__}"
+        kind = name_of(transformer)
         with self._lock:
             begun = self._begun.get(kind)
             is_lost = begun is not None and begun.done() and begun.exception() is not None
             if kind not in self._begun or (again and is_lost):
-                begun = self._begun[kind] = self._judged(self._files.fingerprint(kind))
+                begun = self._begun[kind] = self._judged(self._found(kind))
             return begun
 
     def require(self, transformer: type, model: Any = None) -> None:
@@ -267,6 +275,42 @@ class HostTrials:
                 f" comparison with stock covers it: {TURN_OFF}."
             )
 
+    def first(self, model: Any, layout: Layout) -> Judge | None:
+        """Returns who judges the first evaluation of a BaseModel that ranks share, once for its
+        class and the numbers that it is sampled in; None for a class that a tested ComfyUI has, and
+        where it was judged. A class that is found to differ is refused as after a trial.
+        """
+        transformer = type(model.diffusion_model)
+        if self.begin(transformer) is None:
+            return None
+        kind, numbers = name_of(transformer), numbers_of(model)
+        name = f"{kind} in {numbers}"
+        with self._lock:
+            if name in self._begun:
+                return None
+            found = self._found(kind)
+            if (kept := self._trials.kept(replace(found, kind=name))) is not None:
+                self._begun[name] = done(kept)
+                return None
+
+        def judge(shared: list[torch.Tensor], alone: Alone) -> None:
+            try:
+                error, allowed = errors_of(shared, alone)
+            except (OutOfMemory, ModelError) as lost:
+                log.info("[PipeMesh] The first evaluation of %s failed on one rank: %s", found.name, lost)
+                return
+            says = (
+                f"its first evaluation in {numbers} with {layout.product()}: off by {error:.2g} of its scale"
+                f" from that of one worker, up to {allowed:.2g} is rounding"
+            )
+            is_same = error <= allowed
+            judged = replace(found, kind=name) if is_same else found
+            self._begun[judged.kind] = done(self._trials.judged(judged, is_same, says))
+            if not is_same:
+                self.require(transformer)
+
+        return judge
+
     def _require_same(self, transformer: type, judged: Future[Verdict]) -> None:
         name = f"{transformer.__name__} of this ComfyUI ({self.version})"
         if (lost := judged.exception()) is not None:
@@ -275,16 +319,14 @@ class HostTrials:
         if not verdict.is_same:
             raise Refused(
                 f"{name} is not computed in workers as by ComfyUI alone ({verdict.says}; its code is"
-                f" {verdict.digest}): {TURN_OFF}."
+                f" {verdict.digest}, PipeMesh's {pack_digest()}): {TURN_OFF}."
             )
 
     def _judged(self, found: Fingerprint) -> Future[Verdict] | None:
         if self._known().has(found):
             return None
         if (kept := self._trials.kept(found)) is not None:
-            future: Future[Verdict] = Future()
-            future.set_result(kept)
-            return future
+            return done(kept)
         unknown = self._known().unknown_in(found)
         named = ", ".join(one.partition(":")[2] for one in unknown[:NAMED])
         more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
@@ -294,6 +336,12 @@ class HostTrials:
             f" with{differs}: it is compared with stock on the CPU, once."
         )
         return self._trials.begin(found)
+
+
+def done(verdict: Verdict) -> Future[Verdict]:
+    future: Future[Verdict] = Future()
+    future.set_result(verdict)
+    return future
 
 
 @cache

@@ -20,6 +20,17 @@ FACTOR = 5.0  # CPUs differ from each other, and orders from other orders
 Run = Callable[[Any], torch.Tensor]
 
 
+def bound_of_one(dtype: torch.dtype) -> float:
+    """The largest relative error of one evaluation in such numbers that is surely rounding."""
+    return max(BOUND, FACTOR * 4 * torch.finfo(dtype).eps)
+
+
+def off_by_a_rounding(latent: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
+    size = 4 * torch.finfo(latent.dtype).eps * float(latent.float().std())
+    return (latent.float() + size * noise.to(latent.device)).to(latent.dtype)
+
+
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     """Return the largest difference, in units of the truth's standard deviation; infinite for
     another shape and for what is no number.

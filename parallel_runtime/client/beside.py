@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RunCancelled
+from ..layout import Layout
 from ..planner.counts import Counts, NotCounted
-from ..planner.keeping import LEFT_FREE
+from ..planner.keeping import LEFT_FREE, gib
 from ..planner.prediction import beside_bytes
 from .residency import Residency
 from .session import Sessions
@@ -41,8 +42,39 @@ class Beside:
 
     def left_free(self, model: str, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
-        return max(
-            LEFT_FREE, self._more.get(model, 0), self._needed(model, sampled) if sampled is not None else 0
+        needed = 0
+        if sampled is not None:
+            try:
+                needed = self._needed(model, sampled)
+            except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
+                log.info(
+                    "[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.",
+                    error,
+                    LEFT_FREE >> 20,
+                )
+        return max(LEFT_FREE, self._more.get(model, 0), needed)
+
+    def why_not_alone(self, model: str, sampled: Sampled, rows: int) -> str:
+        """Says why the first rank cannot compute an evaluation of so many rows by itself; empty
+        where it can.
+        """
+        session = self._sessions.live
+        held = session.models.get(model) if session is not None else None
+        if self._sessions.layout.stages > 1:
+            return "each worker of a pipeline has a part of its blocks"
+        if session is None or held is None:
+            return "the workers do not hold it"
+        if held.weights.kept == "sharded":
+            return "each worker has a part of its weights"
+        if any("/" in name for name in session.pool.facts.names):
+            return "machines get their inputs together"
+        try:
+            needed = self._needed(model, sampled, rows)
+        except (NotCounted, RunCancelled) as error:
+            return f"what it takes is not known ({error})"
+        free = session.pool.memory[0].free
+        return (
+            f"one worker would need {gib(needed)} for it, and {gib(free)} are free" if needed > free else ""
         )
 
     def leave_more(self, model: str) -> bool:
@@ -64,23 +96,18 @@ class Beside:
         self._residency.release(model)
         return True
 
-    def _needed(self, name: str, sampled: Sampled) -> int:
-        """Returns 0 where that is not counted, or not yet. Weights that are loaded can be sampled
-        with meanwhile; those that are not would be loaded twice.
+    def _needed(self, name: str, sampled: Sampled, rows: int = 0) -> int:
+        """Returns what each rank needs, or one rank for so many ``rows`` by itself. Weights that
+        are loaded can be sampled with while that is counted; those that are not would be loaded
+        twice. Raises NotCounted, RunCancelled.
         """
         session = self._sessions.live
         is_up = session is not None and name in session.models
         model, conds = sampled.model(), [one for several in sampled.conds.values() for one in several]
         if model is None or not conds:
             return 0
-        try:
-            whole = self._counts.of(model, conds, sampled.shape, is_up)
-        except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
-            log.info(
-                "[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.",
-                error,
-                LEFT_FREE >> 20,
-            )
-            return 0
+        whole = self._counts.of(model, conds, sampled.shape, is_up)
+        if rows:
+            return beside_bytes(whole, Layout(), 1, rows)
         speeds = self._sessions.live.pool.facts.speeds if self._sessions.live is not None else ()
         return beside_bytes(whole, self._sessions.layout, len(conds), sampled.shape[0], speeds)

@@ -18,6 +18,7 @@ import torch
 from ..crossing.kept_tokens import KEPT
 from ..crossing.rows import latents_of, tensors_in
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
+from ..layout import ALONE
 from ..patches import Part
 from ..planner.balance import StageBalance
 from ..refusals import patch_name
@@ -42,7 +43,8 @@ Answers = Mapping[int, Done]  # by rank
 class Work:
     """An evaluation, or rows of one, for ``ranks`` (empty: all). ``arguments`` by name; the first
     two change with every evaluation. ``width``: how many neighbouring groups compute the evaluation
-    together, as one longer sequence.
+    together, as one longer sequence. ``ALONE``: one rank does, for others to be compared with; that
+    is no evaluation of the run's.
     """
 
     arguments: dict[str, Any]
@@ -109,9 +111,10 @@ class Evaluations:
                 except BaseException:
                     self.abandon()
                     raise
-        run.evaluations.append(
-            measured(began, [replies for _, replies in answered], None, works[0].arguments)
-        )
+        if works[0].width != ALONE:
+            run.evaluations.append(
+                measured(began, [replies for _, replies in answered], None, works[0].arguments)
+            )
         return [output for output, _ in answered]
 
     def submit(

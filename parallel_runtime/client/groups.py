@@ -7,22 +7,26 @@ several into one batch, its rows are computed apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from comfy.patcher_extension import WrappersMP
+from torch.utils._pytree import tree_map_only
 
 from ..branches import plan_branches
 from ..crossing.rows import Constants, latents_of, put_together, take, tensors_in
 from ..errors import Refused
+from ..layout import ALONE
+from .alone import Alone, Judge, Watch, as_it_is, nobody
 from .branch import SampleCall
 from .conds import Conds, WithRoom
 from .evaluations import Work
 from .interrupt import interrupted
 from .remote_pool import RemotePool
+from .run import Run
 from .separable import WRAPPER_KEY
 
 ROUNDING = 1e-3  # of the output's scale: what batches of other sizes differ by
@@ -31,8 +35,8 @@ ROUNDING = 1e-3  # of the output's scale: what batches of other sizes differ by
 class InGroups:
     """Samples one MODEL on the groups of a pool. ``model``: its name there; ``with_room``: as in
     ``Conds``; ``can_join``: groups can share a sequence of its tokens. ``untried``: the class of a
-    model that nobody has sampled so: the first evaluation of each shape whose rows were computed
-    apart is computed in one piece too, and compared.
+    model that nobody has sampled so: its rows apart are compared, in place of what a run watches.
+    What is compared is computed by the first rank alone too.
     """
 
     can_repeat = True  # ranks keep nothing from one evaluation to the next
@@ -40,8 +44,8 @@ class InGroups:
     def __init__(
         self, pool: RemotePool, model: str, with_room: WithRoom, can_join: bool = True, untried: str = ""
     ):
-        self._untried = untried
-        self._compared: set[tuple[torch.Size, ...]] = set()
+        self._rows_apart = RowsApart(untried) if untried else None
+        self._watch: Watch = nobody
         self._pool = pool
         self._model = model
         self._constants = Constants(pool.layout.groups)
@@ -57,8 +61,11 @@ class InGroups:
         if self._pool.layout.groups > 1:
             patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self._conds.calc_cond_batch)
 
-    def begin_run(self) -> None:
-        """Ranks keep nothing from one evaluation to the next."""
+    def begin_run(self, watch: Watch = nobody) -> None:
+        """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first
+        evaluation that several ranks compute.
+        """
+        self._watch = watch
 
     def _compute(self, calls: Sequence[SampleCall]) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
@@ -78,25 +85,53 @@ class InGroups:
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
         outputs = pool.evaluations.dispatch(run, works, interrupted)
         pieces: list[list[Any]] = [[] for _ in calls]
-        for share, output in zip(plan.shares, outputs, strict=True):
+        ranks = [0] * len(calls)
+        for share, work, output in zip(plan.shares, works, outputs, strict=True):
             pieces[share.evaluation].append(output)
+            ranks[share.evaluation] += len(work.ranks)
         made = [put_together(of_one) for of_one in pieces]
-        for call, of_one, output in zip(calls, pieces, made, strict=True):
-            shapes = tuple(latent.shape for latent in latents_of(call.arguments))
-            if self._untried and len(of_one) > 1 and shapes not in self._compared:
-                work = Work(call.arguments, call.branch, pool.layout.members(0, 1))
-                require_rows_alone(
-                    self._untried, output, pool.evaluations.dispatch(run, [work], interrupted)[0]
-                )
-                self._compared.add(shapes)
+        for call, number, output in zip(calls, ranks, made, strict=True):
+            judge = self._judge_of(call) if number > 1 else None
+            if judge is not None:
+                judge(tensors_in(output), partial(self._alone, run, call))
         return made
 
+    def _judge_of(self, call: SampleCall) -> Judge | None:
+        watch, self._watch = self._watch, nobody
+        watch = self._rows_apart.watch if self._rows_apart is not None else watch
+        return None if watch is nobody else watch(tuple(one.shape for one in latents_of(call.arguments)))
 
-def require_rows_alone(model_class: str, apart: Any, together: Any) -> None:
+    def _alone(
+        self, run: Run, call: SampleCall, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        name, latents = next(iter(call.arguments.items()))
+        arguments = {**call.arguments, name: tree_map_only(torch.Tensor, change, latents)}
+        work = Work(arguments, call.branch, (0,), ALONE)
+        return tensors_in(self._pool.evaluations.dispatch(run, [work], interrupted))
+
+
+class RowsApart:
+    """Compares the first evaluation of each shape whose rows were computed apart, of a class that
+    nobody has sampled so.
+    """
+
+    def __init__(self, model_class: str):
+        self._class = model_class
+        self._compared: set[tuple[torch.Size, ...]] = set()
+
+    def watch(self, shapes: tuple[torch.Size, ...]) -> Judge | None:
+        return None if shapes in self._compared else partial(self._judge, shapes)
+
+    def _judge(self, shapes: tuple[torch.Size, ...], apart: list[torch.Tensor], alone: Alone) -> None:
+        require_rows_alone(self._class, apart, alone(as_it_is))
+        self._compared.add(shapes)
+
+
+def require_rows_alone(model_class: str, apart: list[torch.Tensor], together: list[torch.Tensor]) -> None:
     """Raises Refused where rows that were computed apart are not what a model makes of all of them:
     further from it than rounding explains, or nearer to another row.
     """
-    for rows, whole in zip(tensors_in(apart), tensors_in(together), strict=True):
+    for rows, whole in zip(apart, together, strict=True):
         of_each, scale = distances(rows, whole), float(whole.float().square().mean().sqrt())
         least = scale * max(ROUNDING, 4 * torch.finfo(whole.dtype).eps)
         others = [

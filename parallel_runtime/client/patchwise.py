@@ -23,6 +23,7 @@ from ..crossing.in_block import why_all_rows
 from ..errors import ModelError, NoRoom, OutOfMemory, PoolFailed
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
+from .alone import Watch, nobody
 from .branch import SampleCall
 from .calls import Calls
 from .conds import Conds
@@ -86,8 +87,11 @@ class Patchwise:
         inside = patcher.wrappers.get(WrappersMP.PREDICT_NOISE, {})
         patcher.wrappers[WrappersMP.PREDICT_NOISE] = {WRAPPER_KEY: [self.predict_noise], **inside}
 
-    def begin_run(self) -> None:
-        """Makes void what the backend keeps. Call between runs, never inside one."""
+    def begin_run(self, watch: Watch = nobody) -> None:
+        """Makes void what the backend keeps. Call between runs, never inside one. Of ``watch`` only
+        the log hears: no rank has all blocks, and none can compute a whole evaluation alone.
+        """
+        watch(())
         self._calls.begin_run()
         self._begun = False
         self._backend.begin_run()

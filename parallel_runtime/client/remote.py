@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 import torch
 
 from ..checkpoint import check_mapped
+from ..crossing.in_block import runs_code_in_blocks
 from ..crossing.source import Source
 from ..errors import PipeMeshError, PoolFailed, Refused
 from ..weights.quantised import stored_bytes
+from .alone import Judge
 from .beside import Sampled
 from .groups import InGroups
 from .interrupt import held
 from .patchwise import Patchwise
 from .remote_pool import RemotePool
+
+log = logging.getLogger("pipemesh")
 
 
 class Remote:
@@ -79,7 +84,28 @@ class Remote:
             self.pool.runs.begin(self.model)
         self.recut()
         self.free_bytes = self.pool.free_bytes()
-        self.sampling.begin_run()
+        self.sampling.begin_run(self._first)
+
+    def _first(self, shapes: tuple[torch.Size, ...]) -> Judge | None:
+        """Returns who judges the first evaluation that ranks share, of such latents, if somebody
+        has to and a rank can compute it alone.
+        """
+        model = self.sampled.model() if self.sampled is not None else None
+        judge = self.pool.admission.first(model) if model is not None else None
+        if judge is None or model is None or self.sampled is None:
+            return None
+        why = (
+            "a node's code in the blocks may count its evaluations"
+            if runs_code_in_blocks(model.current_patcher)
+            else self.pool.beside.why_not_alone(self.model, self.sampled, shapes[0][0] if shapes else 1)
+        )
+        if why:
+            log.info(
+                "[PipeMesh] Of %s only tiny models were compared with stock, and no first evaluation: %s.",
+                type(model.diffusion_model).__name__,
+                why,
+            )
+        return None if why else judge
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -119,7 +119,7 @@ class RemotePatcher(InPool, ModelPatcher):
         ComfyUI's own unpatching leaves it.
         """
         refuse_foreign_levers(self)
-        self.remote.pool.admit(self.model)
+        self.remote.pool.admission.load(self.model)
         self.in_block = in_block = in_block_patches(self)
         require_parts(self, self.remote.pool.layout)
         plain = plain_objects(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 from ..planner.balance import StageBalance
 from ..planner.counts import Counts, nobody
 from ..weights.weight_patches import Digests
+from .alone import Admission
 from .beside import Beside
 from .evaluations import Evaluations
 from .residency import Residency
@@ -28,15 +27,14 @@ class RemotePool:
         turn: threading.Lock | None = None,
         wait: Wait | None = None,
         counts: Counts | None = None,
-        admit: Callable[[Any], None] = lambda model: None,
+        admission: Admission | None = None,
     ):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
         computed once and mapped by all. ``turn``: held by a thread that acts on the pool between
         two runs. ``wait`` begins and ends with that for a first step. ``counts``: by which
-        evaluations have room beside the weights. ``admit`` is called with a BaseModel before ranks
-        load it, and may raise Refused, or RunCancelled while it waits.
+        evaluations have room beside the weights. ``admission`` of models; without it all are.
         """
-        self.admit = admit
+        self.admission = admission or Admission()
         self.turn = turn or threading.Lock()
         self.wait: Wait = wait or NoWait()
         self.sessions = Sessions(handle)

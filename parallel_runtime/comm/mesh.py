@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..layout import OF_A_SEQUENCE, Layout
+from ..layout import ALONE, OF_A_SEQUENCE, Layout
 from .exchange import Exchange, StopFlag
 from .in_step import InStep, Traffic
 from .parts import runs_of, to_all
@@ -47,7 +47,7 @@ class SequenceComm:
     ``traffic``: what the messages of the evaluation at hand cost, those of ``world`` as ``gather``.
 
     Neighbouring groups may share a longer sequence for an evaluation: ``use`` says how many do, of
-    the numbers that were given to ``join``.
+    the numbers that were given to ``join``; ``ALONE``: this rank by itself.
     """
 
     def __init__(
@@ -183,6 +183,7 @@ def connect(
         sequence.join(width, *paths_of(wider, rank, groups, via_cpu), shares_of(wider, rank, speeds))
         sequence.use(width)
         open_connections(wider, rank, groups, sequence)
+    sequence.join(ALONE, *paths_of(Layout(), 0, dict.fromkeys(OF_A_SEQUENCE), via_cpu))
     sequence.use(1)
     return Mesh(rank, layout, sequence, link, tuple(speeds))
 

@@ -63,6 +63,16 @@ def stored_bytes(weights: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for weight in weights for tensor in stored_tensors(weight))
 
 
+def numbers_of(model: Any) -> str:
+    """What a BaseModel computes in, and the dtypes of smaller numbers that its weights are stored
+    in: ``bfloat16 of float8_e4m3fn``.
+    """
+    stored = {one.dtype for weight in model.diffusion_model.parameters() for one in stored_tensors(weight)}
+    smaller = sorted(str(dtype).removeprefix("torch.") for dtype in stored if dtype.itemsize == 1)
+    computed = str(model.get_dtype_inference()).removeprefix("torch.")
+    return f"{computed} of {' and '.join(smaller)}" if smaller else computed
+
+
 def named_tensors(name: str, weight: Any) -> dict[str, torch.Tensor]:
     """What the quantised weight ``name`` is stored as, by the names in a state dict."""
     return {key: tensor for key, tensor in weight.state_dict(name).items() if tensor is not None}

@@ -114,8 +114,8 @@ class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
     has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
-    neighbouring groups of ranks got it, and share its sequence. ``kind`` and ``confirmed``: as
-    ``Expected`` has them.
+    neighbouring groups of ranks got it, and share its sequence; ``layout.ALONE``: one rank did.
+    ``kind`` and ``confirmed``: as ``Expected`` has them.
     """
 
     request: int

@@ -16,6 +16,7 @@ from ..comm.mesh import Mesh, open_weights
 from ..crossing.source import build_from_state, call_factory, find_here
 from ..errors import Refused
 from ..families.plan import COMPILE
+from ..layout import ALONE
 from ..methods.method import Progress, free_frames
 from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
 from ..wire.segment import Segment, TensorRef
@@ -64,6 +65,7 @@ class RequestHandler:
         self._kernels = kernels
         # Whether this rank has the output, by how many groups compute it together
         self._writes = {width: mesh.layout.joined(width).writes(mesh.rank) for width in mesh.layout.widths}
+        self._writes[ALONE] = True
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
         """Carries out ``request`` and returns the answer. ``segments``: those that the request

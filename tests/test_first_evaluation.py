@@ -1,0 +1,273 @@
+"""The first evaluation that ranks share on a ComfyUI that was not tested is what one rank makes of
+it alone, or the image is ComfyUI's own and a sentence says why. It costs one evaluation, once.
+"""
+
+import weakref
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pipemesh.lab.commands.fingerprints import with_host
+from pipemesh.lab.commands.parity import stock_model
+from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.launcher.pool.rank_setup import RankSetup
+from pipemesh.launcher.trial import host_trials
+from pipemesh.launcher.trial.first_evaluation import errors_of
+from pipemesh.launcher.trial.host_trials import HostTrials, Trials, Verdicts
+from pipemesh.launcher.trial.process import try_in_process
+from pipemesh.parallel_runtime.client.alone import Admission
+from pipemesh.parallel_runtime.client.beside import Beside, Sampled
+from pipemesh.parallel_runtime.client.patching import Patching
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.crossing.rows import latents_of
+from pipemesh.parallel_runtime.errors import OutOfMemory, Refused
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.counts import Counts, nobody
+from pipemesh.parallel_runtime.planner.keeping import Keeping
+from pipemesh.parallel_runtime.wire.messages import Memory
+
+from .bounds import assert_same
+from .conftest import ALL, COMFYUI
+from .host_trees import FLUX_FILES, linked
+from .in_groups import GroupsHere, in_groups
+from .models import load, run
+from .planned import attention_alone
+from .test_auto import auto, notices, said, settings
+from .test_counting import done
+from .test_host_trials import FLUX, NOTHING, never
+
+__all__ = ["auto", "notices", "settings"]  # fixtures
+PAIR = Layout(ulysses=2)
+LARGE = (32, 32)  # 256 tokens, where those of the tiny models are fewer than 100
+
+
+class WrongTogether(GroupsHere):
+    """What a newer ComfyUI may do where it is large: look at neighbours, which another rank has."""
+
+    def _computed(self, arguments, part, group):
+        out = super()._computed(arguments, part, group)
+        is_large = latents_of(arguments)[0].shape[-1] == LARGE[-1]
+        return out + 0.5 * out.roll(1, -1) if len(group) > 1 and is_large else out
+
+
+@pytest.fixture
+def trials(tmp_path):
+    """Makes the trials of a ComfyUI that starts: tiny models are the same."""
+
+    def make(known=NOTHING, comfyui=COMFYUI, **options):
+        tried = Trials("9.9", lambda kind, tell: (True, "tiny models"), Verdicts(tmp_path / "trials"))
+        return HostTrials(Path(comfyui), tried, known=lambda: known, **options)
+
+    return make
+
+
+def watched(made, layout=PAIR):
+    """What a pool is made with."""
+    return {
+        "admission": Admission(
+            lambda model: made.admit(type(model.diffusion_model), never), partial(made.first, layout=layout)
+        ),
+        "counts": Counts(lambda asked: done(attention_alone(64))),
+    }
+
+
+def alone_in(pool):
+    """How many evaluations one rank computed by itself, since this was asked."""
+    asked, pool.asked = pool.asked, []
+    return [ranks for ranks, _, _ in asked].count((0,))
+
+
+def test_it_costs_one_evaluation_once_for_each_comfyui_class_and_numbers(trials, monkeypatch):
+    stock, made = stock_model(5), trials()
+    ours, pool = in_groups(PAIR, stock, **watched(made))
+    assert_same(partial(run, cfg=4.0), ours, stock)
+    assert alone_in(pool) == 1
+    assert len(ours.remote.pool.last_run.evaluations) == 6, "it is none of the run's"
+    assert [one.name for one in made.verdicts()] == ["Flux", "Flux in float32"]
+    run(ours)
+    assert alone_in(pool) == 0
+    counted = {}
+    for why, numbers, changed in (
+        ("after a restart", torch.float32, {}),
+        ("other numbers", torch.bfloat16, {}),
+        ("those again", torch.bfloat16, {}),
+        ("a tested ComfyUI", torch.float32, {"known": with_host(NOTHING, "9.9", Path(COMFYUI))}),
+        ("turned off", torch.float32, {"is_on": False}),
+    ):
+        again, pool = in_groups(PAIR, stock_model(5, numbers), **watched(trials(**changed)))
+        run(again)
+        counted[why] = alone_in(pool)
+    monkeypatch.setattr(host_trials, "pack_digest", lambda: "other")
+    again, pool = in_groups(PAIR, stock_model(5), **watched(trials()))
+    run(again)
+    assert counted == {
+        "after a restart": 0,
+        "other numbers": 1,
+        "those again": 0,
+        "a tested ComfyUI": 0,
+        "turned off": 0,
+    }
+    assert alone_in(pool) == 1, "another PipeMesh"
+
+
+def test_groups_that_share_no_evaluation_have_nothing_to_compare(trials):
+    ours, pool = in_groups(Layout(cfg=2), stock_model(5), **watched(trials()))
+    run(ours, cfg=4.0)
+    assert [len(ranks) for ranks, _, _ in pool.asked] == [1] * 6
+
+
+def test_what_is_wrong_only_when_shared_and_large_is_refused_with_the_figure_after_a_restart_too(trials):
+    made = trials()
+    ours, pool = in_groups(PAIR, stock_model(5), made=WrongTogether, **watched(made))
+    sentence = (
+        r"^Flux of this ComfyUI \(9\.9\) is not computed in workers as by ComfyUI alone \(its first evaluation"
+        r" in float32 with ulysses 2: off by [\d.]+ of its scale from that of one worker, up to [\de.-]+ is"
+        r" rounding; its code is \w{16}, PipeMesh's \w{16}\): update PipeMesh, or set PIPEMESH_TRIAL=0"
+    )
+    with pytest.raises(Refused, match=sentence):
+        run(ours, size=LARGE)
+    assert len(pool.asked) == 3, "shared, alone, and alone off by a rounding"
+    for one in (made, trials()):
+        with pytest.raises(Refused, match="its first evaluation in float32"):
+            one.require(type(ours.model.diffusion_model))
+    pool.asked.clear()
+    with pytest.raises(Refused, match="its first evaluation in float32"):
+        run(ours)
+    assert not pool.asked, "before anything is computed"
+    ours.remote.pool.admission = Admission()
+    assert run(ours).isfinite().all(), "the pool goes on"
+
+
+def test_one_gpu_samples_what_differs_and_a_notice_says_why(
+    auto, settings, requests, notices, files, client, monkeypatch
+):
+    """Ranks are real."""
+    model, found = load(files["model"]), []
+    truth = run(model, cfg=2.0)
+
+    def judge(shared, alone):
+        found.append(errors_of(shared, alone))
+        raise Refused("Flux is not computed in workers as by ComfyUI alone: update PipeMesh.")
+
+    monkeypatch.setattr(client, "admission", Admission(first=lambda _: judge))
+    monkeypatch.setattr(client.beside, "why_not_alone", lambda *_: "")
+    settings(True)
+    requests.clear()
+    assert torch.equal(run(model, cfg=2.0), truth)
+    assert requests["Forward"] == 2 and [error <= allowed for error, allowed in found] == [True]
+    assert said(notices) == ["On one GPU: Flux is not computed in workers as by ComfyUI alone."]
+
+
+LOOP = '            transformer_options["block_index"] = i\n            if ("double_block", i)'
+NEIGHBOURS = "            img = img + 0.1 * img.roll(1, 1) if img.shape[1] > 100 else img\n"
+
+
+@pytest.mark.host
+def test_real_ranks_of_a_comfyui_that_looks_at_neighbours_where_it_is_large_are_found_out(
+    files, trials, tmp_path
+):
+    root, name = tmp_path / "ComfyUI", FLUX_FILES[1]
+    linked(Path(COMFYUI), root, {name})
+    text = (root / name).read_text()
+    assert LOOP in text
+    (root / name).write_text(text.replace(LOOP, NEIGHBOURS + LOOP, 1))
+    setup, made = RankSetup(comfyui=str(root), comfy_args={"cpu": True}), trials(comfyui=root)
+    if ALL:
+        is_same, says = try_in_process(setup, partial(Device, "cpu"), FLUX, lambda now: None)
+        assert is_same, says
+    handle = PoolHandle(place(PAIR, "cpu", "gloo", ()), setup)
+    try:
+        ours = parallelize(load(files["model"]), RemotePool(handle, True, **watched(made)), 0.0)
+        with pytest.raises(Refused, match=r"its first evaluation in float32 with ulysses 2: off by"):
+            run(ours, size=LARGE)
+        assert handle.live() is not None
+    finally:
+        handle.close()
+
+
+# -- where one rank cannot
+
+
+def test_where_one_rank_has_no_room_it_is_not_compared_and_the_log_says_so(trials, caplog):
+    caplog.set_level("INFO", "pipemesh")
+    ours, pool = in_groups(PAIR, stock_model(5), **watched(trials()))
+    pool.memory = [Memory(1 << 20, 1 << 40, 0)] * 2
+    run(ours)
+    assert alone_in(pool) == 0
+    assert re_said(caplog) == ["one worker would need 0.5 GiB for it, and 0.0 GiB are free"]
+    pool.memory = [Memory(1 << 40, 1 << 40, 0)] * 2
+    run(ours)
+    assert alone_in(pool) == 1, "the next run has room"
+
+
+def re_said(caplog):
+    head = "[PipeMesh] Of Flux only tiny models were compared with stock, and no first evaluation: "
+    said = [one.getMessage() for one in caplog.records]
+    return [one.removeprefix(head).removesuffix(".") for one in said if one.startswith(head)]
+
+
+def test_a_pipeline_has_no_rank_with_all_blocks_and_the_log_says_so(trials, caplog):
+    caplog.set_level("INFO", "pipemesh")
+    layout = Layout(pipefusion=2)
+    ours, pool = in_groups(layout, stock_model(5), Patching(2, 9), **watched(trials(), layout))
+    run(ours)
+    assert re_said(caplog) == ["each worker of a pipeline has a part of its blocks"]
+    assert alone_in(pool) == 0
+
+
+def test_parts_of_weights_other_machines_and_what_is_not_counted_are_reasons():
+    sampled = Sampled(weakref.ref(stock_model(5).model), (1, 16, 8, 8), {"positive": [{}]})
+
+    def why(kept="whole", names=("cpu", "cpu")):
+        held = {"model": SimpleNamespace(weights=Keeping(kept))}
+        pool = SimpleNamespace(facts=SimpleNamespace(names=names))
+        sessions = SimpleNamespace(live=SimpleNamespace(models=held, pool=pool), layout=PAIR)
+        return Beside(sessions, None, Counts(nobody)).why_not_alone("model", sampled, 1)
+
+    assert why("sharded") == "each worker has a part of its weights"
+    assert why(names=("cpu", "other/cpu")) == "machines get their inputs together"
+    assert why() == "what it takes is not known (nothing counts here)"
+
+
+def test_a_rank_that_fails_alone_is_no_verdict(trials):
+    made, model = trials(), stock_model(5).model
+    made.admit(type(model.diffusion_model), never)
+
+    def alone(change):
+        raise OutOfMemory("rank 0 ran out of memory.")
+
+    made.first(model, PAIR)([torch.zeros(1)], alone)
+    assert made.first(model, PAIR) is not None
+
+
+# -- how much is rounding
+
+
+@pytest.mark.parametrize("numbers", [torch.float32, torch.float16, torch.bfloat16])
+def test_another_order_is_rounding_in_any_numbers_and_a_fault_is_not(numbers):
+    generator = torch.Generator().manual_seed(1)
+    layers = [torch.randn(64, 64, generator=generator).div(8).to(numbers) for _ in range(24)]
+    latent = torch.randn(32, 64, generator=generator).to(numbers)
+    another = torch.randperm(64, generator=generator)
+
+    def alone(change):
+        out = change(latent)
+        for layer in layers:
+            out = torch.tanh(out @ layer * 2)
+        return [out]
+
+    def in_another_order():
+        out = latent
+        for layer in layers:
+            half = [out[:, part] @ layer[part] for part in (another[:32], another[32:])]
+            out = torch.tanh((half[0] + half[1]) * 2)
+        return [out]
+
+    error, allowed = errors_of(in_another_order(), alone)
+    assert 0 < error <= allowed
+    error, allowed = errors_of([alone(lambda x: x)[0].roll(1, 0)], alone)
+    assert error > allowed
