@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.commands.fingerprints import with_host
-from pipemesh.lab.commands.parity import stock_model
+from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.rank_setup import RankSetup
@@ -157,7 +157,7 @@ def test_one_gpu_samples_what_differs_and_a_notice_says_why(
     monkeypatch.setattr(client.beside, "why_not_alone", lambda *_: "")
     settings(True)
     requests.clear()
-    assert torch.equal(run(model, cfg=2.0), truth)
+    assert relative_error(run(model, cfg=2.0), truth) <= BOUND
     assert requests["Forward"] == 2 and [error <= allowed for error, allowed in found] == [True]
     assert said(notices) == ["On one GPU: Flux is not computed in workers as by ComfyUI alone."]
 
@@ -220,7 +220,8 @@ def test_a_pipeline_has_no_rank_with_all_blocks_and_the_log_says_so(trials, capl
 
 
 def test_parts_of_weights_other_machines_and_what_is_not_counted_are_reasons():
-    sampled = Sampled(weakref.ref(stock_model(5).model), (1, 16, 8, 8), {"positive": [{}]})
+    model = stock_model(5).model
+    sampled = Sampled(weakref.ref(model), (1, 16, 8, 8), {"positive": [{}]})
 
     def why(kept="whole", names=("cpu", "cpu")):
         held = {"model": SimpleNamespace(weights=Keeping(kept))}
@@ -257,14 +258,14 @@ def test_another_order_is_rounding_in_any_numbers_and_a_fault_is_not(numbers):
     def alone(change):
         out = change(latent)
         for layer in layers:
-            out = torch.tanh(out @ layer * 2)
+            out = out + torch.tanh(out @ layer)
         return [out]
 
     def in_another_order():
         out = latent
         for layer in layers:
             half = [out[:, part] @ layer[part] for part in (another[:32], another[32:])]
-            out = torch.tanh((half[0] + half[1]) * 2)
+            out = out + torch.tanh(half[0] + half[1])
         return [out]
 
     error, allowed = errors_of(in_another_order(), alone)

@@ -7,6 +7,8 @@ import torch
 from ...parallel_runtime.client.alone import Alone, as_it_is
 from .rounding import FACTOR, bound_of_one, off_by_a_rounding, relative_error
 
+MOST = 2.0  # of the output's scale: what is further off is another output, however much is rounding
+
 
 def errors_of(shared: list[torch.Tensor], alone: Alone) -> tuple[float, float]:
     """Returns how far ``shared`` is off, and how much is rounding, in units of the output's scale.
@@ -16,7 +18,7 @@ def errors_of(shared: list[torch.Tensor], alone: Alone) -> tuple[float, float]:
     truth = alone(as_it_is)
     error, allowed = furthest(shared, truth), max(bound_of_one(one.dtype) for one in truth)
     if error > allowed:
-        allowed = max(allowed, FACTOR * furthest(alone(off_by_a_rounding), truth))
+        allowed = min(MOST, max(allowed, FACTOR * furthest(alone(off_by_a_rounding), truth)))
     return error, allowed
 
 

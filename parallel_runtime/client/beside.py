@@ -105,7 +105,7 @@ class Beside:
         is_up = session is not None and name in session.models
         model, conds = sampled.model(), [one for several in sampled.conds.values() for one in several]
         if model is None or not conds:
-            return 0
+            raise NotCounted("nothing is sampled")
         whole = self._counts.of(model, conds, sampled.shape, is_up)
         if rows:
             return beside_bytes(whole, Layout(), 1, rows)
