@@ -93,10 +93,10 @@ def test_it_costs_one_evaluation_once_for_each_comfyui_class_and_numbers(trials,
     counted = {}
     for why, numbers, changed in (
         ("after a restart", torch.float32, {}),
+        ("a tested ComfyUI", torch.bfloat16, {"known": with_host(NOTHING, "9.9", Path(COMFYUI))}),
+        ("turned off", torch.bfloat16, {"is_on": False}),
         ("other numbers", torch.bfloat16, {}),
         ("those again", torch.bfloat16, {}),
-        ("a tested ComfyUI", torch.float32, {"known": with_host(NOTHING, "9.9", Path(COMFYUI))}),
-        ("turned off", torch.float32, {"is_on": False}),
     ):
         again, pool = in_groups(PAIR, stock_model(5, numbers), **watched(trials(**changed)))
         run(again)
@@ -106,10 +106,10 @@ def test_it_costs_one_evaluation_once_for_each_comfyui_class_and_numbers(trials,
     run(again)
     assert counted == {
         "after a restart": 0,
-        "other numbers": 1,
-        "those again": 0,
         "a tested ComfyUI": 0,
         "turned off": 0,
+        "other numbers": 1,
+        "those again": 0,
     }
     assert alone_in(pool) == 1, "another PipeMesh"
 
