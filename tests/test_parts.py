@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.bench.forwards import StandinExchange
-from pipemesh.parallel_runtime.comm.parts import ALIGNED_BYTES, Parts, counts_of, flags_of, padded, runs_of
+from pipemesh.parallel_runtime.comm.parts import Parts, counts_of, flags_of, padded, runs_of
 from pipemesh.parallel_runtime.layout import Split
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,9 +52,9 @@ def test_each_rank_gets_its_heads_of_all_tokens_whatever_the_split(sizes, tensor
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.booleans(), st.sampled_from(DTYPES))
 def test_every_part_begins_at_an_aligned_place_and_has_room_for_its_flag(counts, is_flagged, dtype):
     sizes = padded(counts, is_flagged, dtype)
-    assert all(start * dtype.itemsize % ALIGNED_BYTES == 0 for start in accumulate(sizes))
+    assert all(start * dtype.itemsize % 128 == 0 for start in accumulate(sizes))
     assert all(
-        count + is_flagged <= size < count + is_flagged + ALIGNED_BYTES
+        count + is_flagged <= size < count + is_flagged + 128
         for count, size in zip(counts, sizes, strict=True)
     )
 

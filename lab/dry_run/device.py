@@ -147,6 +147,7 @@ class WatchedDevice(DeviceCounts):
             sent = nbytes_of(sending) - splits[1][own] * sending.element_size()
         elif name == "_allgather_base_":
             sent = nbytes_of(args[0]) - nbytes_of(args[1])
+            places = [args[1], *args[0].split(args[1].numel())]
         elif name == "send":
             sent = sum(map(nbytes_of, args[0]))
         self.messages[name] += sent

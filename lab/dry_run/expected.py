@@ -26,6 +26,7 @@ from .ranks import RankFigures
 from .rows import WholeByRows
 
 WITHIN = 0.02
+ASKS = "_ask"  # ranks ask each other so before the messages of a first evaluation
 Stage = tuple[int, int]  # blocks [first, end)
 
 
@@ -123,4 +124,7 @@ def misses(whole: WholeByRows, layout: Layout, figures: RankFigures, is_sharded:
         found.append(
             f"counts {sum(figures.sent_bytes.values())} sent bytes, and torch was given {figures.wired_bytes}"
         )
-    return found + [f"waits for the device: {wait}" for wait in figures.watched.later_waits if wait.is_ours]
+    if figures.watched.unaligned:
+        found.append(f"{figures.watched.unaligned} places of messages that are not aligned")
+    waits = {*figures.watched.later_waits, *(one for one in figures.watched.waits if one.function != ASKS)}
+    return found + [f"waits for the device: {wait}" for wait in waits if wait.is_ours]

@@ -97,15 +97,21 @@ class Exchange(Mover):
             into[0].dtype,
             torch.device("cpu") if self.via_cpu else into[0].device,
         )
-        places = self._places(message)
-        places.to.put(sent)
+        places = here = self._places(message)
+        if message.device != into[0].device:  # one copy crosses each way, from or to pinned memory
+            here = Places(*(one._replace(buffer=into[0].new_empty(len(one.buffer))) for one in places))
+        here.to.put(sent)
+        if here is not places:
+            places.to.buffer.copy_(here.to.buffer)
         room = self._room(message)
         if self.in_step is not None:
             self.in_step.enter(self.axis, message)
         flag = self._pass(places, wish or 0.0, room)
         if self.in_step is not None:
             self.in_step.leave_with(flag)
-        places.come.take(into)
+        if here is not places:
+            here.come.buffer.copy_(places.come.buffer)
+        here.come.take(into)
         return 0.0 if flag is None else flag
 
     def make_room(self, what: Hashable) -> None:
@@ -190,10 +196,13 @@ class Exchange(Mover):
         # switches of threads fewer at every exchange.
         works, pieces = [], zip(receiving.split(receive_sizes), sending.split(send_sizes), strict=True)
         for rank, (incoming, outgoing) in enumerate(pieces):
+            peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
             if rank == self.rank:
                 incoming.copy_(outgoing)
-            else:
-                peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
-                works += [dist.irecv(incoming, peer, self.group), dist.isend(outgoing, peer, self.group)]
+                continue
+            if incoming.numel():
+                works.append(dist.irecv(incoming, peer, self.group))
+            if outgoing.numel():
+                works.append(dist.isend(outgoing, peer, self.group))
         for work in works:
             work.wait()

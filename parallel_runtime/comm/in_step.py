@@ -210,6 +210,7 @@ class InStep:
         steps = list(known.steps_of(expected.confirmed))
         self._course = Course(known, (self._width, expected.kind), expected.lasts, expected.confirmed, steps)
         self.confirmed, self.has_asked = 0, bool(expected.confirmed)
+        self.flag = 0.0
         self._is_over = self._is_broken = bool(expected.confirmed) and not steps
         if self._is_broken:
             raise RuntimeError(

@@ -74,7 +74,11 @@ class Parts(NamedTuple):
 
     def _places(self, first: int, shape: Sequence[int], offset: int) -> torch.Tensor:
         strides = [*accumulate(reversed(shape[2:]), int.__mul__, initial=1)][::-1]
-        return self.buffer.as_strided(shape, (self.sizes[first], *strides), sum(self.sizes[:first]) + offset)
+        return self.buffer.as_strided(
+            shape,
+            (self.sizes[first], *strides),
+            self.buffer.storage_offset() + sum(self.sizes[:first]) + offset,
+        )
 
 
 def padded(counts: Sequence[int], is_flagged: bool, dtype: torch.dtype) -> list[int]:

@@ -210,13 +210,19 @@ class SequenceAttention(ABC):
         heads = Split.by(self._comm.shares.heads, q_BHQD.shape[1], exchange.size)
         own = q_BHQD.narrow(1, heads.starts[exchange.rank], heads.sizes[exchange.rank])
         (k_BhLD, v_BhLD), flag = self._heads_for_tokens(kv, heads, joint)
-        self._comm.in_step.decide(flag)
+        self._decide(flag)
         if own.shape[1]:
             options = {**options, "skip_reshape": True, "skip_output_reshape": True}
             own = attention(own, k_BhLD, v_BhLD, own.shape[1], None, **options)
         out = own.new_empty(own.shape[0], heads.total, *own.shape[2:])
         self._from_all(own, runs_of(out, 1, heads.sizes))
         return out
+
+    def _decide(self, flag: Flag) -> None:
+        """Decide on the flag that came last, where ranks share the sequence: a rank that has failed
+        knows no other.
+        """
+        self._comm.in_step.decide(self._comm.in_step.flag if self._comm.size > 1 else flag)
 
     def _joint_of(self, rows: Shards, count: int) -> Joint:
         """Return the streams that attend together, told by how many local rows they have."""

@@ -128,7 +128,7 @@ class SequenceSharding(SequenceAttention):
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
         if self._comm.ring.size > 1:
             return self._around_the_ring(call, qkv, mask, flag)
-        self._comm.in_step.decide(flag)
+        self._decide(flag)
         if not call.own_heads:
             return qkv[0]
         if order is not None:

@@ -198,7 +198,7 @@ class Costs:
         """
         layout, own = self.layout, self._attentions_of[blocks]
         elements = max((one.output_elements for one, _ in own), default=0)
-        buffers = 6 * elements * ITEM_BYTES * (layout.ulysses > 1)
+        buffers = 8 * elements * ITEM_BYTES * (layout.ulysses > 1)
         buffers += (6 * ITEM_BYTES + 2 * FP32_BYTES) * elements * (layout.ring > 1)
         held = sum(
             count * one.attended.tokens * one.attended.heads * one.attended.head_dim for one, count in own

@@ -93,7 +93,7 @@ class PatchSharding(SequenceAttention):
     def over_all_keys(self, call: Call, qkv: QKV, flag: Flag) -> torch.Tensor:
         """Attend to all keys as they were last seen."""
         if self._comm.ring.size == 1:
-            self._comm.in_step.decide(flag)
+            self._decide(flag)
         q_BhgD, *kv = qkv
         layer, rows = self._kv.next_layer(), self._kept(call.rows, call.joint)
         if layer == 0 and self._kv.is_new:
