@@ -185,7 +185,7 @@ def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     if together.always:
         assert warm.mode == f"all of them at once, because of {together.always}"
     elif refers and together.arguments:
-        assert warm.mode == f"all of them at once, because of {both_sides(*together.arguments)}"
+        assert warm.mode == f"all of them at once, because of {both_sides(together.arguments[0])}"
     elif together.refiners:
         assert (
             warm.mode

@@ -157,7 +157,7 @@ def test_of_shared_weights_a_rank_patches_its_own_alone(monkeypatch):
     monkeypatch.setattr(resident, "write_tree", lambda *_: None)
     monkeypatch.setattr(resident, "taken_apart", lambda tensor: tensor)
     model = SimpleNamespace(
-        rank=0,
+        _mesh=SimpleNamespace(rank=0),
         unpatch=lambda: None,
         patcher=SimpleNamespace(patches={}),
         sets=SimpleNamespace(begin=ended.append),

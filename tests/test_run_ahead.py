@@ -110,6 +110,7 @@ class Rank:
             "on_rank": self._evaluate,
             "end_run": self.method.end_run,
             "model": model,
+            "kept": None,
         }
         self.handler.models["m"] = SimpleNamespace(
             **held, begin=lambda part, *expected: self.method.begin(part, Expected(*expected))
