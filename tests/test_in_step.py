@@ -299,6 +299,8 @@ def test_a_rank_that_fails_leaves_with_all_others_whatever_they_know(place, know
         turns = [Turn(act) for act in [*before, evaluate(width=2, fails=(who, place)), evaluate(width=2)]]
         played(LAYOUT, turns)
         assert not turns[-2].acts[0].succeeded and turns[-1].acts[0].succeeded
+        left = {outcome for rank, (outcome, _) in turns[-2].acts[0].answers.items() if rank != who}
+        assert place not in PLACES[:2] or left == {Stopped}, "they compute on with nothing"
 
 
 @st.composite
