@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...launcher.commands.plan import parsed_size
@@ -119,7 +119,7 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
     """
     from ...parallel_runtime.planner.prediction import sharded_bytes
     from ..dry_run import expected
-    from ..dry_run.ranks import DryRanks, Watched
+    from ..dry_run.ranks import DryRanks
 
     model = DryRanks(*RELEASED[chosen.name], extent)
     whole = model.whole()
@@ -153,8 +153,7 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
                 yield {**here, "misses": [f"{type(error).__name__}: {error}".strip()]}
                 continue
             misses = expected.misses(whole, layout, figures, is_sharded=chosen.kept == "sharded")
-            own = asdict(replace(figures, watched=Watched()))
-            del own["watched"]
+            own = {name: value for name, value in vars(figures).items() if name != "watched"}
             watched = {
                 "waits": {str(wait): count for wait, count in figures.watched.waits.items()},
                 "later_waits": {str(wait): count for wait, count in figures.watched.later_waits.items()},

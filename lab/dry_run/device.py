@@ -144,12 +144,12 @@ class WatchedDevice(DeviceCounts):
                 for part in whole.split(sizes)
             ]
             own = dist.ProcessGroup.unbox(group).rank()
-            sent = nbytes_of(sending) - splits[1][own] * sending.element_size()
+            sent = sending.nbytes - splits[1][own] * sending.element_size()
         elif name == "_allgather_base_":
-            sent = nbytes_of(args[0]) - nbytes_of(args[1])
+            sent = args[0].nbytes - args[1].nbytes
             places = [args[1], *args[0].split(args[1].numel())]
         elif name == "send":
-            sent = sum(map(nbytes_of, args[0]))
+            sent = sum(tensor.nbytes for tensor in args[0])
         self.messages[name] += sent
         self.unaligned += sum(
             one.numel() > 0 and one.storage_offset() * one.element_size() % PACK_BYTES > 0 for one in places
@@ -187,10 +187,6 @@ class WatchedEvent(Driver):
 def dry_device(mode: FakeTensorMode) -> AbstractContextManager[WatchedDevice]:
     """Compute on the device that is not there, watched. ``mode`` has the tensors of before."""
     return computing_dry(mode, WatchedDevice())
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def rows_of(packet: Any, args: tuple) -> int:

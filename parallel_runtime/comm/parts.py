@@ -6,7 +6,7 @@ of 4 ranks are the runs 3, 3 and 2, 2. A run of a tensor is a view (ranks, *shap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -21,13 +21,19 @@ ALIGNED_BYTES = 128
 
 def runs_of(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Return each rank's part of ``tensor``, which is of these ``sizes`` along ``dim``."""
-    runs, start = [], 0
+    return [
+        tensor.narrow(dim, start, ranks * size).unflatten(dim, (ranks, size)).movedim(dim, 0)
+        for start, ranks, size in alike(sizes)
+    ]
+
+
+def alike(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, ranks, size) of neighbouring ranks whose parts are of one size."""
+    start = 0
     for size, same in groupby(sizes):
         ranks = len(list(same))
-        part = tensor.narrow(dim, start, ranks * size).unflatten(dim, (ranks, size))
-        runs.append(part.movedim(dim, 0))
+        yield start, ranks, size
         start += ranks * size
-    return runs
 
 
 def to_all(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
@@ -89,9 +95,4 @@ def padded(counts: Sequence[int], is_flagged: bool, dtype: torch.dtype) -> list[
 
 def flags_of(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Return the last element of each rank's part, (ranks,) by run."""
-    flags, start = [], 0
-    for size, same in groupby(sizes):
-        ranks = len(list(same))
-        flags.append(buffer[start + size - 1 : start + ranks * size : size])
-        start += ranks * size
-    return flags
+    return [buffer[start + size - 1 : start + ranks * size : size] for start, ranks, size in alike(sizes)]
