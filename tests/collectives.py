@@ -74,6 +74,9 @@ class World:
     of the ranks, as a mesh has them.
     """
 
+    device_type = "cpu"
+    via_cpu = False
+
     def __init__(self, layout, backend: str, monkeypatch, speeds=()):
         self.layout, self.backend, self.speeds = layout, backend, speeds
         self.members: dict[str, tuple[int, ...]] = {}
@@ -116,8 +119,8 @@ class World:
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
                 how = {
-                    "device_type": "cpu",
-                    "via_cpu": False,
+                    "device_type": self.device_type,
+                    "via_cpu": self.via_cpu,
                     "wants_stop": wants_stop,
                     "speeds": self.speeds,
                 }
@@ -163,7 +166,7 @@ class World:
         """``work(mesh, rank_run)`` on every rank; ``choose``: which of those that can go on does
         so. Raises Stuck.
         """
-        self.runs = [RankRun(self, rank, work) for rank in range(self.layout.world_size)]
+        self.runs = self.started(work)
         waits_for = {}
         ready = list(self.runs)
         while ready:
@@ -174,6 +177,9 @@ class World:
             if going and not ready:
                 raise Stuck([str(run.trace[-1]) for run in going])
         return [run.trace for run in self.runs]
+
+    def started(self, work: Callable) -> list[RankRun]:
+        return [RankRun(self, rank, work) for rank in range(self.layout.world_size)]
 
     # -- torch.distributed
 
