@@ -9,7 +9,7 @@ import argparse
 import ast
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -100,32 +100,34 @@ def under_pipefusion(plan: TokenPlan) -> tuple[str, str]:
     return "approximate", "; ".join([*notes, *(f"whole with {name}" for name in together.arguments)])
 
 
-def transformers(comfyui: Path) -> list[str]:
-    """Returns the transformers and UNets of a ComfyUI's model types, as ``module:Class``."""
-    tree = ast.parse((comfyui / "comfy" / "model_base.py").read_text(encoding="utf-8"))
+def transformers(comfyui: Path) -> dict[str, list[str]]:
+    """Returns the transformers and UNets of a ComfyUI's model types, as ``module:Class``, and of
+    each those types' names.
+    """
+    tree = ast.parse((comfyui / "comfy" / "model_base.py").read_bytes())
     imported = {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    values = [
-        keyword.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-        if keyword.arg == "unet_model"
-    ]
-    values += [
-        default
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        for argument, default in zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
-        if argument.arg == "unet_model"
-    ]
-    names = {ast.unparse(value) for value in values}
-    dotted = {imported.get(name, ":".join(name.rpartition(".")[::2])) for name in names}
-    return sorted(name for name in dotted if name.startswith("comfy."))
+    found: dict[str, list[str]] = {}
+    for model in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for name in map(ast.unparse, given_as("unet_model", model)):
+            kind = imported.get(name, ":".join(name.rpartition(".")[::2]))
+            if kind.startswith("comfy."):
+                found.setdefault(kind, []).append(model.name)
+    return dict(sorted(found.items()))
+
+
+def given_as(name: str, within: ast.AST) -> Iterator[ast.expr]:
+    """Yields what calls give an argument of this name, and its defaults."""
+    for node in ast.walk(within):
+        if isinstance(node, ast.Call):
+            yield from (one.value for one in node.keywords if one.arg == name)
+        elif isinstance(node, ast.arguments):
+            defaults = zip(reversed(node.args), reversed(node.defaults), strict=False)
+            yield from (default for one, default in defaults if one.arg == name)
 
 
 def in_groups(classes: Sequence[str]) -> dict[str, str]:
@@ -218,7 +220,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     form.add_argument("--json", action="store_true", help="one object")
     form.add_argument("--markdown", action="store_true", help="docs/FAMILIES.md")
     options = parser.parse_args(argv)
-    table, classes = rows(), transformers(Path(host.comfyui))
+    table, classes = rows(), [*transformers(Path(host.comfyui))]
     if options.json:
         answer = {"families": [asdict(row) for row in table]}
         print(json.dumps({**answer, "in_groups": in_groups(classes), "one_gpu": on_one_gpu(classes)}))

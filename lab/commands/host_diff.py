@@ -18,6 +18,8 @@ from ...launcher.errors import LaunchError
 from ...parallel_runtime.families import WHOLE, WITHOUT_PLAN
 from ...parallel_runtime.families.every import FAMILIES
 from ...parallel_runtime.watch.fingerprint import HostFiles
+from .drafted import draft
+from .families import transformers
 from .fingerprints import classes
 
 OPTIONS = "transformer_options"
@@ -58,8 +60,10 @@ def lines(old: Path, new: Path) -> Iterator[str]:
     yield from (f"  {name}" for name in sorted(of_most))
     yield "New classes of transformers:"
     known = {*classes(), *WHOLE.models, *WITHOUT_PLAN}
-    older = transformers(old)
-    yield from (f"  {kind}" for kind in sorted(transformers(new) - known - older))
+    older, newer = transformers(old), transformers(new)
+    for kind in sorted(newer.keys() - known - older.keys()):
+        yield f"  {kind}"
+        yield from (f"    {line}" for line in draft(new, kind, newer[kind]))
     yield "Keys of transformer_options:"
     first_keys, now_keys = option_keys(old), option_keys(new)
     yield from (f"  new {key}" for key in sorted(now_keys - first_keys))
@@ -68,29 +72,6 @@ def lines(old: Path, new: Path) -> Iterator[str]:
     for file, names in SEAMS.items():
         texts = [definitions(root / file, names) for root in (old, new)]
         yield from (f"  {file}: {name}" for name in names if texts[0].get(name) != texts[1].get(name))
-
-
-def transformers(root: Path) -> set[str]:
-    """Returns what ``unet_model`` of the models in comfy/model_base.py stands for."""
-    tree = ast.parse((root / "comfy" / "model_base.py").read_bytes())
-    imported = {
-        alias.asname or alias.name: f"{node.module}:{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    named = [
-        ast.unparse(keyword.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-        if keyword.arg == "unet_model"
-    ]
-    return {
-        imported[name] if name in imported else ":".join(name.rpartition(".")[::2])
-        for name in named
-        if name in imported or name.startswith("comfy.")
-    }
 
 
 def option_keys(root: Path) -> set[str]:

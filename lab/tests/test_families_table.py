@@ -24,7 +24,7 @@ def test_docs_families_is_what_the_registry_says():
     host.
     """
     text, hosts = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8"), families.tested_hosts()
-    assert hosts[comfyui_version.__version__] == families.transformers(Path(COMFYUI))
+    assert hosts[comfyui_version.__version__] == [*families.transformers(Path(COMFYUI))]
     assert text == families.markdown(families.rows(), hosts)
 
 

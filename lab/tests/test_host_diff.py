@@ -12,12 +12,12 @@ from comfy.ldm.new.model import Newcomer
 class Flux:
     def __init__(self): super().__init__(unet_model=comfy.ldm.flux.model.Flux)
 class New:
-    def __init__(self): super().__init__(unet_model=Newcomer)
+    def __init__(self, model_config, device=None, unet_model=Newcomer): super().__init__(unet_model=unet_model)
 class BaseModel:
     def apply_model(self, x): return x
 """
 OLD = {
-    "model_base.py": BASE.replace("unet_model=Newcomer", "unet_model=comfy.ldm.flux.model.Flux"),
+    "model_base.py": BASE.replace("=Newcomer", "=comfy.ldm.flux.model.Flux"),
     "ldm/flux/model.py": "class Flux:\n    def forward(self, x, transformer_options): return transformer_options.get('block')\n",
     "ops.py": "def cast_bias_weight(): pass\n",
 }
@@ -25,6 +25,20 @@ NEW = {
     "model_base.py": BASE.replace("return x", "return x + 1"),
     "ldm/flux/model.py": OLD["ldm/flux/model.py"].replace(".get('block')", "['kept']"),
     "ops.py": OLD["ops.py"],
+    "supported_models.py": """
+class NewOne(BASE):
+    unet_config = {"image_model": "new"}
+    latent_format = comfy.latent_formats.Wide
+    def get_model(self, state_dict): return model_base.New(self)
+""",
+    "latent_formats.py": "class Wide(LatentFormat):\n    latent_channels = 48\n    latent_dimensions = 3\n",
+    "ldm/new/model.py": """
+class Parent:
+    def __init__(self, width, depth=40, image_model=None, dtype=None): self.layers = ModuleList()
+class Newcomer(Parent):
+    def forward(self, x, c):
+        for i, layer in enumerate(self.layers): x = layer(x, context=c)
+""",
 }
 
 
@@ -50,6 +64,12 @@ def test_changed_functions_new_classes_option_keys_and_seams_are_named(trees, ca
         "Code of most families that differs:",
         "New classes of transformers:",
         "  comfy.ldm.new.model:Newcomer",
+        "    Blocks(path='layers'): layer(x, context=c)",
+        "    Sample(name='newone', form=Form(config_class='NewOne', config=lambda size: {",
+        "        'width': ...,",
+        "        'depth': 40,",
+        "        'image_model': 'new',",
+        "    }), latents={'even': (1, 48, 3, 8, 6), 'odd': (1, 48, 3, 7, 10)})",
         "Keys of transformer_options:",
         "  new kept",
         "  gone block",
