@@ -2,7 +2,8 @@
 
 import os
 
-WAN_FILE, FLUX_FILES = "comfy/ldm/wan/model.py", ("comfy/ldm/flux/layers.py", "comfy/ldm/flux/model.py")
+WAN_FILE, ATTENTION_FILE = "comfy/ldm/wan/model.py", "comfy/ldm/modules/attention.py"
+FLUX_FILES = "comfy/ldm/flux/layers.py", "comfy/ldm/flux/model.py"
 
 
 def linked(source, target, real, inside=""):

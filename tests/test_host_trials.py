@@ -2,17 +2,24 @@
 one that is known is not. Trees of ComfyUI with one file changed are found, and judged as they are.
 """
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from comfy.ldm.flux.model import Flux
+from comfy.ldm.modules import attention
+from comfy.ldm.wan.model import WanModel
 from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.commands.doctor import about_host
 from pipemesh.launcher.pool.devices import Device
 from pipemesh.launcher.pool.rank_setup import RankSetup, rank_setup_from
@@ -22,15 +29,18 @@ from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts, unteste
 from pipemesh.launcher.trial.process import try_in_process
 from pipemesh.launcher.trial.standing import HostCode
 from pipemesh.launcher.trial.trying import request, samples_of, tried
+from pipemesh.nodes.status.collection import host_status
+from pipemesh.nodes.status.figures import HostStatus
 from pipemesh.parallel_runtime.client.alone import Admission
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 
 from .conftest import ALL, COMFYUI
-from .host_trees import FLUX_FILES, WAN_FILE, linked
+from .host_trees import ATTENTION_FILE, FLUX_FILES, WAN_FILE, linked
 from .models import load, run
 
+ROOT = Path(__file__).resolve().parent.parent
 NOTHING = KnownHosts((), {}, {})
 FLUX, WAN = "comfy.ldm.flux.model:Flux", "comfy.ldm.wan.model:WanModel"
 SAME = (True, "9 comparisons")
@@ -107,6 +117,21 @@ def test_auto_mode_has_one_gpu_until_the_verdict_and_a_pool_by_hand_waits_for_it
     assert [(one.name, one.is_same) for one in made.verdicts()] == [("Flux", True)]
     (notice,) = noticed
     assert re.match(r"Flux of this ComfyUI \(9.9\) is not the one .* and \d+ more differ\)", notice)
+
+
+def test_the_status_names_what_was_tested_verified_here_refused_and_is_being_compared(trials, monkeypatch):
+    trial, made = Trial(), trials()
+    monkeypatch.setattr(made._trials, "_try", trial)
+    assert host_status(made) == HostStatus("9.9", tuple(known_hosts().versions))
+    for transformer, is_same in ((Flux, True), (WanModel, False)):
+        trial.answer = is_same, "compared"
+        trial.ends.clear()
+        future = made.begin(transformer)
+        assert host_status(made).pending == (transformer.__name__,)
+        trial.ends.set()
+        future.result(60)
+    told = host_status(made)
+    assert (told.verified, told.refused, told.pending) == (("Flux",), ("WanModel",), ())
 
 
 def test_a_notice_names_the_functions_that_are_not_known(trials):
@@ -230,6 +255,49 @@ CALL = (
 LOOP = '        for i, block in enumerate(self.blocks):\n            transformer_options["block_index"] = i\n'
 PATCHES = '        patches = transformer_options.get("patches", {})\n\n        if e.ndim < 4:'
 PROJECTED = "x = torch.nn.functional.linear(x, block.self_attn.o.weight)"
+IMPORT = "from comfy.ldm.modules.attention import optimized_attention\n"
+FORWARD, HEAD = (
+    "    def forward(self, x, timestep, context, clip_fea=None,",
+    "        # head\n        x = self.head(x, e)\n",
+)
+# As ComfyUI's model compiler brackets what it records, where it manages the memory of a GPU
+BRACKETS = """
+import comfy.memory_management
+
+def begin(device):
+    assert not comfy.memory_management.aimdo_enabled, "what ranks allocate is recorded"
+
+def end():
+    pass
+
+def bracketed(function):
+    def inside(self, *given, **more):
+        begin(None)
+        made = function(self, *given, **more)
+        end()
+        return made
+    return inside
+
+"""
+QKV = "            q.view(b, s, n * d),\n            k.view(b, s, n * d),\n            self.v(x).view(b, s, n * d),\n"
+# As newer ComfyUIs hand over tensors that attention may free; an older one is given the class
+WRAPPER = "def wrap_attn(func):\n    @functools.wraps(func)\n    def wrapper(*args, **kwargs):\n"
+CLASS = """class AttentionTensorContainer:
+    def __init__(self, tensor):
+        self.take = lambda: tensor
+
+"""
+TAKEN = (
+    "        args = tuple(one.take() if isinstance(one, AttentionTensorContainer) else one for one in args)\n"
+)
+CONTAINER = (
+    (WAN_FILE, IMPORT, IMPORT.replace("import ", "import AttentionTensorContainer, ")),
+    *(
+        ()
+        if hasattr(attention, "AttentionTensorContainer")
+        else ((ATTENTION_FILE, WRAPPER, CLASS + WRAPPER + TAKEN),)
+    ),
+)
 HOST_MUTANTS = {  # how a newer ComfyUI may differ -> file, text, what stands instead, whether ranks can
     "a fused helper": (((WAN_FILE, LOOP, f"{LOOP}            {PROJECTED}\n"),), False),
     "an extra argument": (
@@ -250,8 +318,15 @@ HOST_MUTANTS = {  # how a newer ComfyUI may differ -> file, text, what stands in
         ((WAN_FILE, LOOP, f"{LOOP}            x = x + 0.1 * x.roll(1, 1)\n"),),
         False,
     ),
-    "a bracket around forward": (
-        ((WAN_FILE, CALL, CALL.replace("block(x", "(lambda *given, **more: block(*given, **more))(x")),),
+    "a container around q, k, v": ((*CONTAINER, (WAN_FILE, QKV, f"            *map(AttentionTensorContainer, ({QKV}            )),\n")), True),
+    "brackets around forward, its loop and each block": (
+        (
+            (WAN_FILE, IMPORT, f"{IMPORT}{BRACKETS}"),
+            (WAN_FILE, FORWARD, f"    @bracketed\n{FORWARD}"),
+            (WAN_FILE, LOOP, f"        begin(x.device)\n{LOOP}"),
+            (WAN_FILE, CALL, CALL.replace("block(x", "bracketed(block)(x")),
+            (WAN_FILE, HEAD, f"        end()\n{HEAD}"),
+        ),
         True,
     ),
     "a reordered return": (
@@ -299,6 +374,25 @@ def test_the_trial_judges_another_comfyui_by_what_ranks_compute_of_it(tree, way)
     found, says = try_in_process(setup, partial(Device, "cpu"), kind_of(edits), told.append)
     assert found == is_same, says
     assert told or not is_same
+
+
+@pytest.mark.host
+@pytest.mark.skipif(not ALL, reason="a minute for each ComfyUI")
+@pytest.mark.parametrize("way", HOST_MUTANTS)
+def test_a_full_comparison_with_stock_says_of_another_comfyui_what_the_trial_says(tree, way):
+    """All pairs of ranks, tokens, heads, cfg, masks, samplers; weights are whole and shared out."""
+    edits, is_same = HOST_MUTANTS[way]
+    host = replace(ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]), comfyui=str(tree(edits)))
+    found = {}
+    for sample, weights in product(samples_of(kind_of(edits)), ("whole", "sharded")):
+        asked = ("--cover", "--family", sample.name, "--weights", weights)
+        command = [sys.executable, "-m", "lab", "parity", *asked]
+        env = {**os.environ, "PIPEMESH_HOST": host.to_json()}
+        ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        said = f"{ran.stdout[-500:]}{ran.stderr[-2000:]}"
+        assert not ran.returncode or re.search("^BAD |^pipemesh: ", said, re.MULTILINE), said
+        found[sample.name, weights] = ran.returncode == 0
+    assert all(found.values()) == is_same, found
 
 
 @pytest.mark.host

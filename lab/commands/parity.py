@@ -24,6 +24,7 @@ from ...launcher.trial.sampled import conditioning as conditioning
 from ...launcher.trial.sampled import empty_latent_of, sampled
 from ...parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
 from ...parallel_runtime.families.sample import Sample
+from ...parallel_runtime.planner.ways import WAYS
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -157,11 +158,11 @@ def stock_model(
 
 class Bench:
     """Stock models, their parallel twins and what stock computes, each made once. ``clients``:
-    (ulysses, ring) -> a RemotePool.
+    (ulysses, ring) -> a RemotePool. ``weights``: how ranks keep them.
     """
 
-    def __init__(self, clients: Callable[..., RemotePool]):
-        self._clients = clients
+    def __init__(self, clients: Callable[..., RemotePool], weights: str = "whole"):
+        self._clients, self._weights = clients, weights
         self.stock = cache(lambda heads, family=PLAIN: stock_model(heads, family=family))
         self.stock_bf16 = cache(lambda heads, family=PLAIN: stock_model(heads, torch.bfloat16, family=family))
         self.truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
@@ -181,7 +182,7 @@ class Bench:
     def _parallel(self, stock: Any, layout: tuple[int, int]) -> Any:
         from ...parallel_runtime.client.remote_patcher import parallelize
 
-        return parallelize(stock, self._clients(*layout), holds_ui_device=False)
+        return parallelize(stock, self._clients(*layout), holds_ui_device=False, weights=self._weights)
 
     def error(self, case: Case) -> float:
         truth = self.truth(replace(case, method="ulysses1"))  # it does not depend on the method
@@ -214,6 +215,7 @@ def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument(
         "--ranks", type=int, choices=sorted({ulysses * ring for ulysses, ring in METHODS.values()})
     )
+    parser.add_argument("--weights", choices=WAYS, default="whole", help="how ranks keep them")
     parser.add_argument("--cover", action="store_true", help="only the cover that the tests run")
     parser.add_argument(
         "--bf16",
@@ -288,7 +290,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True
         )
 
-    bench = Bench(clients)
+    bench = Bench(clients, options.weights)
     figure, (least, most) = (bench.bf16_ratio, BF16_BOUNDS) if options.bf16 else (bench.error, (0.0, BOUND))
     bad = 0
     for case in cases:
