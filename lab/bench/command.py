@@ -35,6 +35,7 @@ NAMES = (
     "distribution",
     "plan",
     "against",
+    "trial",
 )
 MIN_ROUNDS = 25
 ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
@@ -76,7 +77,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         nargs="*",
         default=(),
         metavar="WORD",
-        help="cells of quality with these words: patches=4 steps=28 euler; cases of against",
+        help="cells of quality with these words: patches=4 steps=28 euler; cases of against and of trial",
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, for against")
     options = parser.parse_args(argv)

@@ -110,5 +110,5 @@ class Options:
     rounds: int = 25
     pictures: Path | None = None  # a folder for the pictures of benches that draw some
     prompts: int | None = None  # captions that benches of pictures sample; None is their own choice
-    only: tuple[str, ...] = ()  # words that quality's cells have, or cases of against
+    only: tuple[str, ...] = ()  # words that quality's cells have, or cases of against or trial
     against: Path | None = None  # another checkout

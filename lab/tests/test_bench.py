@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.lab.bench import against, hop, load, mixed, pipefusion, plan, sp
+from pipemesh.lab.bench import against, hop, load, mixed, pipefusion, plan, sp, trial
 from pipemesh.lab.bench import command as bench
 from pipemesh.lab.bench import compile as compile_bench
 from pipemesh.lab.bench.capacity import capacity
@@ -300,6 +300,21 @@ def test_the_hop_bench_runs(monkeypatch):
     assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")} | {
         ("memory_only", "hop_ms_p50")
     }
+
+
+def test_the_trial_bench_has_the_seconds_of_each_class_that_is_asked_for(monkeypatch):
+    """Its trials are played: they run in the tests of the trial."""
+    asked = []
+    monkeypatch.setattr(trial, "try_in_process", lambda *given: asked.append(given[2]) or (True, ""))
+    figures = list(trial.bench(Options(host=host(), rounds=2, only=("ltx",))))
+    names = ("ltx LTXAVModel", "ltx LTXVModel")
+    assert [one.rpartition(":")[2] for one in asked] == [name.split()[1] for name in names]
+    each = ("fingerprint_s", "trial_s", "is_same")
+    assert [(one.case, one.metric) for one in figures] == [
+        *((name, metric) for name in names for metric in each),
+        ("all", "trial_s"),
+    ]
+    assert all(one.estimate.value > 0 and one.is_met for one in figures)
 
 
 @by_request

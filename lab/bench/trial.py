@@ -1,0 +1,42 @@
+"""Measure what it takes to find out whether ranks compute as an unknown ComfyUI does: the seconds
+of a class's fingerprint, and of its trial, each from nothing, as for the first MODEL of a class.
+``--only`` takes words of the cases, such as ``wan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from ...launcher.pool.devices import Device
+from ...launcher.pool.rank_setup import RankSetup
+from ...launcher.trial.process import try_in_process
+from ...parallel_runtime.families import FILES
+from ...parallel_runtime.watch.fingerprint import HostFiles
+from ..commands.fingerprints import classes
+from .figures import Figure, Goal, Options, estimate, exactly
+from .lockstep import timed
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    root, total, found = Path(options.host.comfyui), 0.0, list[bool]()
+    setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True})
+
+    def read(kind: str) -> bool:
+        return bool(HostFiles(root).fingerprint(kind).functions)
+
+    def compare(kind: str) -> None:
+        found.append(try_in_process(setup, partial(Device, "cpu"), kind, lambda now: None)[0])
+
+    for kind in filter(read, classes()):
+        case = f"{FILES[kind]} {kind.partition(':')[2]}"
+        if options.only and not any(word in case for word in options.only):
+            continue
+        reads = [timed(partial(read, kind)) for _ in range(options.rounds)]
+        yield Figure("trial", case, "fingerprint_s", estimate(reads, median), "s")
+        total += (took := timed(partial(compare, kind)))
+        yield Figure("trial", case, "trial_s", exactly(took), "s")
+        yield Figure("trial", case, "is_same", exactly(found[-1]), "", Goal(at_least=1))
+    yield Figure("trial", "all", "trial_s", exactly(total), "s")
