@@ -66,6 +66,7 @@ def cover():
     return [(family, form, "2", weights) for family, form, weights in ways]
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("family", "form", "ranks", "weights"), PRODUCT if ALL else cover())
 def test_int8_weights_that_a_helper_computes_with_are_the_whole_ones(
     written, monkeypatch, family, form, ranks, weights
