@@ -362,8 +362,12 @@ def test_a_ring_refuses_what_a_layer_prefers(monkeypatch):
 PACK = '''
 """In place of packs with attention of their own, from their published behaviour."""
 
+from pathlib import Path
+
 import torch
 from comfy.ldm.modules.attention import attention_pytorch, wrap_attn
+
+SEEN = Path(__file__).with_name("seen")
 
 
 class Sparse:
@@ -384,6 +388,8 @@ def sparse_override(sparse, previous):
         places = torch.arange(q.shape[2] if skip_reshape else q.shape[1])
         near = (places[:, None] // 4 == places[None] // 4) | (places[None] < 4)
         sparse.seen.add(len(places))
+        with SEEN.open("a") as file:
+            print(heads, len(places), file=file)
         bias = torch.zeros(near.shape, dtype=q.dtype).masked_fill(~near, float("-inf"))
         bias = bias if mask is None else bias + mask
         return func(q, k, v, heads, bias, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs)
@@ -465,12 +471,13 @@ def evaluation(override):
 
 
 def test_an_override_that_looks_at_places_gets_all_tokens_in_comfyuis_order(pack, monkeypatch):
-    sparse = pack.Sparse({1})
-    inner = as_comfyui_chooses(attention.attention_pytorch)
-    patcher, asked, truth = evaluation(pack.sparse_override(sparse, None))
-    assert inner is not None
+    """Those of the heads that a rank has: 2 and 1 of 3."""
+    patcher, asked, truth = evaluation(pack.sparse_override(pack.Sparse({1}), None))
+    ((heads, tokens),) = {tuple(line.split()) for line in pack.SEEN.read_text().splitlines()}
+    pack.SEEN.unlink()
     (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, [asked], monkeypatch)
     assert relative_error(ours, truth) <= BOUND
+    assert heads == "3" and {*pack.SEEN.read_text().splitlines()} == {f"{count} {tokens}" for count in (1, 2)}
 
 
 @pytest.mark.parametrize("layout", [Layout(pipefusion=2), Layout(ulysses=2, pipefusion=2)])

@@ -384,6 +384,25 @@ def test_a_run_that_ended_early_says_so_and_why_in_place_of_a_speed(page, screen
         page.evaluate(UNCOUNTED)
 
 
+def test_this_comfyui_what_was_tested_and_what_was_verified_here_are_named(page):
+    made = example()
+    tested = {"version": made["host"]["tested"][0]}
+    other = {"version": "9.9", "verified": ["Flux"], "refused": ["Wan"], "pending": ["LTXVModel", "Lens"]}
+    try:
+        for host, said in (
+            (tested, "ComfyUI {version} is one that PipeMesh was tested with."),
+            (
+                other,
+                "PipeMesh was not tested with ComfyUI {version}. Verified here on the CPU: Flux. Not computed by the"
+                " pool, because its images differ: Wan. Being compared with stock: LTXVModel, Lens.",
+            ),
+        ):
+            page.evaluate(SAYS % json.dumps(made | {"host": made["host"] | host}))
+            shown(page, said.format(**host))
+    finally:
+        page.evaluate(UNCOUNTED)
+
+
 FOCUSED = "document.activeElement.dataset.key ?? ''"
 
 

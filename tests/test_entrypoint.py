@@ -285,6 +285,13 @@ def test_a_comfyui_that_pipemesh_was_not_tested_with_is_told_of():
         assert untested(tested[0], is_tried=is_tried) == ""
 
 
+def test_the_log_says_so_when_comfyui_starts(monkeypatch, caplog, request):
+    caplog.set_level("INFO", "pipemesh")
+    monkeypatch.setattr("comfyui_version.__version__", "99.0.0")
+    request.getfixturevalue("modules")
+    assert any("ComfyUI 99.0.0 is not one that PipeMesh was tested with" in one for one in caplog.messages)
+
+
 def test_a_model_that_is_looked_at_imports_the_file_of_its_own_family_alone(modules):
     class Flux:
         """Named as ComfyUI's."""

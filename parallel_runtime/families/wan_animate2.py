@@ -29,8 +29,7 @@ POSE = Branch(
     along=(Along(arg="freqs", dim=1, streams=("pose",)),),
     kept=KEPT,
 )
-(BLOCKS,) = wan.PLAN.blocks
-HW = Boundary(arg="hw", streams=wan.IMG)
+(BLOCKS,), HW = wan.PLAN.blocks, Boundary(arg="hw", streams=wan.IMG)
 PLAN = replace(
     wan.PLAN,
     family="wan_animate2",
