@@ -1,6 +1,6 @@
 """Measure what it takes to find out whether ranks compute as an unknown ComfyUI does: the seconds
 of a class's fingerprint, and of its trial, each from nothing, as for the first MODEL of a class.
-``--only`` takes words of the cases, such as ``wan``.
+``--only`` takes words of the cases: the file of a family, or the name of a class.
 """
 
 from __future__ import annotations
