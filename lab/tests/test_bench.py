@@ -22,6 +22,7 @@ from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
+from pipemesh.parallel_runtime.families import FILES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.measured import read, this_machine
@@ -306,9 +307,9 @@ def test_the_trial_bench_has_the_seconds_of_each_class_that_is_asked_for(monkeyp
     """Its trials are played: they run in the tests of the trial."""
     asked = []
     monkeypatch.setattr(trial, "try_in_process", lambda *given: asked.append(given[2]) or (True, ""))
-    figures = list(trial.bench(Options(host=host(), rounds=2, only=("ltx",))))
-    names = ("ltx LTXAVModel", "ltx LTXVModel")
-    assert [one.rpartition(":")[2] for one in asked] == [name.split()[1] for name in names]
+    figures = list(trial.bench(Options(host=host(), rounds=2, only=("LTX",))))
+    assert [kind.rpartition(":")[2] for kind in asked] == ["LTXAVModel", "LTXVModel"]
+    names = [f"{FILES[kind]} {kind.rpartition(':')[2]}" for kind in asked]
     each = ("fingerprint_s", "trial_s", "is_same")
     assert [(one.case, one.metric) for one in figures] == [
         *((name, metric) for name in names for metric in each),
