@@ -1,5 +1,5 @@
-"""PipeMesh Pool and PipeMesh Parallelize. Nothing is started here: the pool comes up when the MODEL
-is first sampled.
+"""PipeMesh Pool, PipeMesh Parallelize and PipeMesh Parallelize VAE. Nothing is started here: the
+pool comes up when the MODEL is first sampled, or the VAE first used.
 """
 
 from __future__ import annotations
@@ -65,4 +65,22 @@ def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
         def execute(cls, model: ModelPatcher, pool: Choice | None = None) -> io.NodeOutput:
             return io.NodeOutput(runtime().parallelized(model, pool))
 
-    return [PipeMeshPool, PipeMeshParallelize]
+    class PipeMeshParallelizeVAE(io.ComfyNode):
+        @classmethod
+        def define_schema(cls) -> io.Schema:
+            return schema(
+                "PipeMeshParallelizeVAE",
+                [io.Vae.Input("vae"), Pool.Input("pool", optional=True)],
+                [io.Vae.Output()],
+                search_aliases=["multi gpu", "decode", "encode", "tiled"],
+            )
+
+        @classmethod
+        def validate_inputs(cls, vae: Any = None, pool: Any = None) -> bool | str:
+            return require_links(vae=vae, pool=pool)
+
+        @classmethod
+        def execute(cls, vae: Any, pool: Choice | None = None) -> io.NodeOutput:
+            return io.NodeOutput(runtime().parallelized_vae(vae, pool))
+
+    return [PipeMeshPool, PipeMeshParallelize, PipeMeshParallelizeVAE]

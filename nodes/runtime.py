@@ -25,6 +25,7 @@ from ..parallel_runtime.client.alone import Admission
 from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
+from ..parallel_runtime.client.remote_vae import parallelize_vae, stock_of, why_by_stock
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.crossing.attention import why_no_parts
@@ -49,6 +50,7 @@ UNTRIED = (
     "{} has no token plan, and nobody has tried it on several GPUs: each computes whole images of it, which"
     " are compared with those of one GPU in the first step."
 )
+BY_STOCK = "This VAE is decoded and encoded by ComfyUI on one device: {}."
 log = logging.getLogger("pipemesh")
 
 
@@ -155,7 +157,7 @@ class Runtime:
         pool = self._pool(choice.placement)
         self.trials.begin(type(model.model.diffusion_model))
         device = own_device()
-        begins = partial(self._begins, pool)
+        begins = partial(tell_of_mode, self._teller, pool)
         made = parallelize(
             model,
             pool,
@@ -189,6 +191,35 @@ class Runtime:
             self.notices.tell(f"On one GPU: {why_one_gpu()}")
             return model
         return self.parallelize(model, choice)
+
+    def parallelized_vae(self, vae: Any, choice: Choice | None) -> Any:
+        """Make a copy of ``vae`` that the pool of this choice decodes and encodes, or without one
+        the pool that samples, if there is one, or all devices. A VAE that cannot be cut, or that
+        has one device, is itself, and a notice says so. Raises LayoutError.
+        """
+        if self.fault:
+            raise LayoutError(self.fault)
+        vae, choice = stock_of(vae), choice or self.default_choice()
+        placement = choice.placement
+        why = (
+            why_one_gpu()
+            if placement.is_one_gpu
+            else "the pool spans several machines"
+            if placement.other_machines
+            else "stages of a pipeline hold parts of models"
+            if placement.layout.stages > 1
+            else why_by_stock(vae)
+        )
+        if why:
+            self.notices.tell(BY_STOCK.format(why.removesuffix(".")))
+            return vae
+        names = [device.name for device in placement.devices]
+        return parallelize_vae(vae, partial(self._pool_for, choice), len(names), own_device() in names)
+
+    def _pool_for(self, choice: Choice) -> RemotePool:
+        """Return the live pool that this choice may have led to: what samples decodes too."""
+        live = (one for one in list(self._pools) if choice.covers(one) and self._keeper.handle(one).live())
+        return self._pool(next(live, choice.placement))
 
     def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Sampling]) -> PlannedLayout:
         """Choose the layout of an open choice for what is about to be sampled. The wait for its
@@ -270,12 +301,13 @@ class Runtime:
             if only is None or only.covers(placement)
         ]
 
-    def _begins(self, pool: RemotePool, mode: str) -> None:
-        """Tell the user how a run in patches, which begins now, is sampled."""
-        text = f"PipeMesh samples in patches, {mode}."
-        if pool.last_run is not None:
-            pool.last_run.mode = mode
-        self._teller.tell(Told(text, stays=True))
+
+def tell_of_mode(teller: Teller, pool: RemotePool, mode: str) -> None:
+    """Tell the user how a run in patches, which begins now, is sampled."""
+    text = f"PipeMesh samples in patches, {mode}."
+    if pool.last_run is not None:
+        pool.last_run.mode = mode
+    teller.tell(Told(text, stays=True))
 
 
 def device_of_ranks(default_choice: Callable[[], Choice]) -> Device:

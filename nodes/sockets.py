@@ -14,7 +14,7 @@ from ..parallel_runtime.texts import english
 UNTRIED = True  # on a GPU: nodes are marked as experimental until lab/docs/CUDA.md has a run there
 Pool = io.Custom("PIPEMESH_POOL")
 # Which node makes what a socket takes; else "the node that makes it"
-FROM = {"pool": "PipeMesh Pool", "model": "a loader or PipeMesh Parallelize"}
+FROM = {"pool": "PipeMesh Pool", "model": "a loader or PipeMesh Parallelize", "vae": "a loader"}
 
 
 def schema(node: str, inputs: list[io.Input], outputs: list[io.Output], **more: Any) -> io.Schema:

@@ -317,6 +317,7 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
 NODES = (
     "PipeMeshPool",
     "PipeMeshParallelize",
+    "PipeMeshParallelizeVAE",
     "PipeMeshKSampler",
     "PipeMeshKSamplerAdvanced",
     "PipeMeshReport",

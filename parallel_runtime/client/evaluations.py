@@ -32,6 +32,7 @@ from .run import Run, measured
 from .session import Session, Sessions, Ticket, WrittenArguments
 
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
+IN_PLACE = (CONTROL, "samples")  # ranks take the rows that they need from where it lies
 # With every evaluation; the last is of a second latent
 CHANGING = (CONTROL, "transformer_options", "a_timestep")
 
@@ -230,7 +231,7 @@ class Evaluations:
         """Has ``rank`` write its last output, which took more room than the latent, into a larger
         place. Returns it. Raises OutputTooLarge where the rank may have computed another since.
         """
-        if session.pool.facts.stages > 1:
+        if session.pool.facts.stages > 1 and len(ticket.ranks) > 1:
             raise ModelError(
                 f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1."
             )
@@ -249,7 +250,7 @@ class Evaluations:
         """
         run, tensor = ticket.run, session.pool.arena.segment.tensor
         seen = self._looked_at.setdefault(run, set())
-        if (branch := ticket.part._replace(patch=None)) not in seen:
+        if run.is_told and (branch := ticket.part._replace(patch=None)) not in seen:
             seen.add(branch)
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
@@ -325,7 +326,7 @@ def write_arguments(
         argument = path.partition("/")[0]
         kind.append((path, tensor.shape, tensor.dtype))
         if argument in changing:
-            return frame.put(tensor, in_place=argument == CONTROL)
+            return frame.put(tensor, in_place=argument in IN_PLACE)
         if assume:
             ref, is_right = session.conditioning.assume(branch, path, tensor)
             checks.append(is_right)

@@ -58,6 +58,7 @@ class Run:
     is_sampled: bool = False
     joined: list[str] = field(default_factory=list)
     ended_s: float = 0.0  # 0 while it goes on
+    is_told = True  # of its figures, and of numbers that are not finite
 
     def number_of(self, branch: Hashable) -> int:
         """Returns the number by which ranks know this branch of the run."""
@@ -80,6 +81,12 @@ class Run:
         self.id = number
         self.branches.clear()
         self.groups.clear()
+
+
+class Aside(Run):
+    """A run of what no sampler samples."""
+
+    is_told = False
 
 
 def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from ..errors import PipeMeshError, RunCancelled
 from ..wire.messages import EndRun
-from .run import Run
+from .run import Aside, Run
 from .session import Session, Sessions
 
 # For ranks to free what they keep of a run; the next request waits for those that need longer
@@ -55,6 +55,11 @@ class Runs:
         to the sampled one's, ends with it, and adds to the same figures.
         """
         return self._open.get(model) or self._join(model)
+
+    def beside(self, model: str) -> Run:
+        """Begins a run of what no sampler samples."""
+        self.end(model)
+        return self._opened(Aside(next(self._ids), model))
 
     def _join(self, model: str) -> Run:
         sampled = next((run for run in reversed(self._open.values()) if run.is_sampled), None)

@@ -212,5 +212,32 @@ def build_from_state(source: dict[str, Any]) -> Any:
     return patcher
 
 
+def describe_vae(vae: Any) -> Source:
+    """In the UI: the source of a VAE. Its weights are sent as they are, whatever loaded them."""
+    path = file_of(vae.patcher)
+    file = stat_file(path) if path and os.path.exists(path) else None
+    return Source(model=f"vae-{vae.patcher.clone_base_uuid.hex}", file=file)
+
+
+def vae_source(vae: Any) -> dict[str, Any]:
+    """In the UI: the tree from which a rank builds a VAE."""
+    model = vae.first_stage_model
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return {"vae": type(model).__name__, "dtype": vae.vae_dtype, "state": state}
+
+
+def build_vae(source: dict[str, Any], device: torch.device) -> torch.nn.Module:
+    """In a rank: the module that decodes and encodes, of ``vae_source``'s tree. Raises Refused."""
+    import comfy.sd
+
+    model = comfy.sd.VAE(sd=source["state"], device=device, dtype=source["dtype"]).first_stage_model
+    if type(model).__name__ != source["vae"] or model.state_dict().keys() != source["state"].keys():
+        raise Refused(
+            f"ComfyUI makes another VAE of the weights of this {source['vae']}: leave PipeMesh Parallelize"
+            " VAE out."
+        )
+    return model.to(device)
+
+
 def _no_tensor(path: str, _tensor: Any) -> Any:
     raise TypeError(f"{path} is a tensor")

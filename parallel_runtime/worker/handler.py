@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -13,7 +14,7 @@ from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
 from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
-from ..crossing.source import build_from_state, call_factory, find_here
+from ..crossing.source import build_from_state, build_vae, call_factory, find_here
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..layout import ALONE
@@ -25,6 +26,7 @@ from .arena_io import NOTHING, ArenaIO
 from .compiling import compilation_noted
 from .device_memory import DeviceMemory
 from .resident import CountingRank, ResidentModel
+from .resident_vae import ResidentVAE
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class RequestHandler:
         kernels: Kernels = TORCHS,
         joining: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self.models: dict[str, ResidentModel] = {}
+        self.models: dict[str, ResidentModel | ResidentVAE] = {}
         self._mesh = mesh
         self._device = device
         self._memory = memory
@@ -92,7 +94,7 @@ class RequestHandler:
             case SetWeightPatches():
                 self._set_weight_patches(request, segments, rank)
             case Adopt():
-                self.models[request.model].adopt(request.keeps)
+                self._transformer(request.model).adopt(request.keeps)
             case EndRun():
                 self._end_run(request.model)
             case Release():
@@ -115,6 +117,11 @@ class RequestHandler:
             with self._joining():
                 open_weights(self._mesh)
         source = decode_tree(request.source, segments[0].tensor if segments else no_tensors)
+        if "vae" in source:
+            model = build_vae(source, self._device)
+            self.models[request.model] = ResidentVAE(model, self._device, self._mesh, rank)
+            self._count_models()
+            return
         if "factory" in source:
             args = self._checked(source["args"], source["file"])
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
@@ -141,7 +148,7 @@ class RequestHandler:
         self, request: SetWeightPatches, segments: list[Segment], rank: CountingRank
     ) -> None:
         payload = decode_tree(request.payload, segments[0].tensor)
-        model, place = self.models[request.model], segments[1] if request.shared is not None else None
+        model, place = self._transformer(request.model), segments[1] if request.shared is not None else None
         if request.recalled:
             model.recall(request.patches_id, payload["objects"], rank)
             model.sets.keep(request.keeps)
@@ -151,6 +158,10 @@ class RequestHandler:
                 request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank
             )
         self._memory.give_back()
+
+    def _transformer(self, name: str) -> ResidentModel:
+        """The model, which is none that has no weight patches."""
+        return cast("ResidentModel", self.models[name])
 
     def _release(self, name: str) -> None:
         model = self.models.pop(name, None)
@@ -195,7 +206,9 @@ class RequestHandler:
                 model.method.fail(request.request)
             raise
 
-    def _evaluated(self, model: ResidentModel, request: Forward, rank: CountingRank) -> Done | Enqueued:
+    def _evaluated(
+        self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
+    ) -> Done | Enqueued:
         model.begin(request.part, request.kind, request.confirmed)
         self._io.arena.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 ROOMS = (
     "comm.ring",
+    "comm.rows",
     "comm.stage_link",
     "methods.blocks",
     "methods.pipefusion.kv_buffer",
@@ -17,6 +18,7 @@ ROOMS = (
     "methods.shards",
     "worker.device_memory",
     "worker.resident",
+    "worker.resident_vae",
 )
 
 models = weakref.WeakSet()  # that this rank holds

@@ -162,3 +162,14 @@ def runs_out_of_memory():
 
 
 PLACES = ("input", "first block", "attention", "last block")
+
+
+def a_vae_sees_no_rows_beside_its_band():
+    def beside(real):
+        def broken(self, x, window):
+            x, above, below = real(self, x, window)
+            return x, above, None if below is None else below.zero_()
+
+        return broken
+
+    put(rooms.rows.RowExchange, "beside", beside)

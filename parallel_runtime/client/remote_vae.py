@@ -1,0 +1,227 @@
+"""A stock VAE in, a stock VAE out: decoded and encoded in a pool by bands of rows.
+
+``first_stage_model`` is a stand-in whose ``decode`` and ``encode`` go to the ranks; what ComfyUI's
+VAE does around them stays its own: loading, batches, what comes before and after, and tiles where
+memory runs out. Read: comfy/sd.py (VAE), comfy/model_management.py @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.sd import VAE
+
+from ..comm.bands import ROWS, Bands
+from ..crossing.source import describe_vae, vae_source
+from ..errors import OutOfMemory, Refused
+from ..layout import ALONE
+from ..vae_modules import why_not_in_bands
+from ..weights.quantised import stored_bytes
+from .branch import Branch
+from .evaluations import Work
+from .interrupt import held, interrupted, interrupting
+from .remote_pool import RemotePool
+from .session import Session
+
+ROUNDING = 1e-3  # of a picture's scale
+FRAMES, ROWS_EACH = 5, 6  # that are compared: rows of each rank, of the smallest picture in the VAE
+log = logging.getLogger("pipemesh")
+
+
+class RemoteVAE:
+    """A VAE in a pool. ``pool_of`` finds the pool, again at each load. ``holds_ui_device``: a rank
+    is on the UI's own device.
+    """
+
+    def __init__(self, vae: Any, pool_of: Callable[[], RemotePool], holds_ui_device: bool):
+        self.vae = vae  # the stock one
+        self.holds_ui_device = holds_ui_device
+        self._pool_of = pool_of
+        self._at: tuple[RemotePool, str] | None = None  # the pool, and the VAE's name there
+        self._compared: set[tuple[str, int]] = set()  # what was, and by how many ranks
+
+    @property
+    def session(self) -> Session | None:
+        return self._at[0].session if self._at is not None else None
+
+    def share(self) -> int:
+        """Returns the bytes on the UI's own device once ranks hold it."""
+        return stored_bytes(self.vae.first_stage_model.parameters()) if self.holds_ui_device else 0
+
+    def is_held(self) -> bool:
+        return self._at is not None and self._at[0].residency.holds(self._at[1])
+
+    def release(self) -> None:
+        if self._at is not None:
+            self._at[0].residency.release(self._at[1])
+
+    @interrupting
+    def bring_up(self) -> tuple[RemotePool, str]:
+        """Has every rank of a live pool hold the VAE. Raises Refused, ModelError, PoolFailed."""
+        pool = self._pool_of()
+        if pool.session is not None and pool.session.tickets:
+            raise Refused(
+                "A VAE cannot be used in the pool while a pipeline samples there: give the VAE from the"
+                " loader to the node that decodes while it samples."
+            )
+        if self._at is not None and pool is not self._at[0]:
+            self.release()
+        source = pool.residency.use(self.vae.first_stage_model, partial(describe_vae, self.vae))
+        self._at = pool, source.model
+        pool.sessions.settle(interrupted)
+        pool.runs.end_owed()
+        while not pool.residency.is_ready(source.model, ""):
+            pool.residency.load(source, partial(vae_source, self.vae), interrupted)
+        return self._at
+
+    @interrupting
+    def compute(self, work: str, samples: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """Returns what the stock ``work``, decode or encode, returns. Raises what ComfyUI takes for
+        memory that ran out, where it does.
+        """
+        pool, model = self.bring_up()
+        unit = 1 if work == "decode" else self.vae.spacial_compression_encode()
+        width = pool.layout.widths[-1]
+        ranks = pool.layout.members(0, width)
+        with held(pool.turn):
+            run = pool.runs.beside(model)
+
+        def dispatch(samples: torch.Tensor, ranks: tuple[int, ...], width: int) -> torch.Tensor:
+            arguments = {"samples": samples, "work": work, "unit": unit, "options": options}
+            return pool.evaluations.dispatch(run, [Work(arguments, Branch(), ranks, width)], interrupted)[0]
+
+        try:
+            if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
+                return dispatch(samples, (0,), ALONE)
+            if len(ranks) > 1 and (work, len(ranks)) not in self._compared:
+                part = samples[:1, :, :FRAMES] if samples.dim() == 5 else samples[:1]
+                part = part[..., : ROWS_EACH * len(ranks) * unit, : ROWS_EACH * unit].contiguous()
+                require_same(
+                    type(self.vae.first_stage_model).__name__,
+                    dispatch(part, ranks, width),
+                    dispatch(part, (0,), ALONE),
+                )
+                self._compared.add((work, len(ranks)))
+            return dispatch(samples, ranks, width)
+        except OutOfMemory as error:
+            log.warning("[PipeMesh] %s", error)
+            raise torch.OutOfMemoryError(str(error)) from error
+        finally:
+            pool.runs.end(model)
+
+
+def require_same(kind: str, bands: torch.Tensor, alone: torch.Tensor) -> None:
+    """Raises Refused where a row that ranks made together is further from what one made than
+    rounding explains: ComfyUI's code is another than that which was cut.
+    """
+    off = (bands.float() - alone.float()).square().movedim(ROWS, 0).flatten(1).mean(1).sqrt().max()
+    share = float(off / alone.float().square().mean().sqrt())
+    if share > max(ROUNDING, 4 * torch.finfo(alone.dtype).eps):
+        raise Refused(
+            f"{kind} by bands of rows is {share:.1%} off from what one device makes of a part of this"
+            " picture: leave PipeMesh Parallelize VAE out, and report it."
+        )
+
+
+class FirstStage:
+    """Stands in for a VAE's ``first_stage_model``."""
+
+    def __init__(self, remote: RemoteVAE):
+        self.remote = remote
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.remote.vae.first_stage_model, name)
+
+    def decode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.remote.compute("decode", samples, options)
+
+    def encode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.remote.compute("encode", samples, options)
+
+
+class VAEPatcher(ModelPatcher):
+    """What ComfyUI's memory manager knows of a VAE in a pool: nothing of it is in the UI."""
+
+    model: FirstStage
+
+    def model_size(self) -> int:
+        return self.model.remote.share()
+
+    def loaded_size(self) -> int:
+        return self.model_size() if self.model.remote.is_held() else 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device if self.model.remote.is_held() else self.offload_device
+
+    def get_free_memory(self, device: torch.device) -> int:
+        """Returns the free bytes of the rank that has least: how many images ComfyUI gives to one
+        call depends on it.
+        """
+        session = self.model.remote.session
+        if session is None:
+            return super().get_free_memory(device)
+        return min(memory.free for memory in session.pool.memory)
+
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        before = self.loaded_size()
+        self.model.remote.bring_up()
+        return self.loaded_size() - before
+
+    def partially_unload(
+        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        freed = self.loaded_size()
+        self.model.remote.release()
+        return freed
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        if unpatch_all:
+            self.model.remote.release()
+        return self.model
+
+    def deepclone_multigpu(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise Refused(
+            "This VAE is on the devices of a pool: put the node that chooses its device before PipeMesh"
+            " Parallelize VAE, or leave that out."
+        )
+
+
+def why_by_stock(vae: Any) -> str:
+    """Returns why a VAE is decoded by ComfyUI itself; empty where a pool can do it."""
+    if type(vae) is not VAE or "decode" in vars(vae) or "encode" in vars(vae) or not hasattr(vae, "patcher"):
+        return "it is no VAE of ComfyUI's own"
+    if vae.patcher.patches or vae.patcher.object_patches:
+        return "it has weight patches"
+    return why_not_in_bands(vae.first_stage_model)
+
+
+def stock_of(vae: Any) -> Any:
+    """Returns the VAE that came from a loader."""
+    model = getattr(vae, "first_stage_model", None)
+    return model.remote.vae if isinstance(model, FirstStage) else vae
+
+
+def parallelize_vae(vae: Any, pool_of: Callable[[], RemotePool], ranks: int, holds_ui_device: bool) -> Any:
+    """Makes a copy of a stock VAE that is computed in a pool of so many ``ranks``, as ``RemoteVAE``
+    has the rest. Nothing is started or loaded before it is used.
+    """
+    made = copy(vae)
+    made.first_stage_model = FirstStage(RemoteVAE(vae, pool_of, holds_ui_device))
+    patcher = vae.patcher
+    made.patcher = VAEPatcher(made.first_stage_model, patcher.load_device, patcher.offload_device)
+    made.device = torch.device("cpu")  # what goes to ranks, and comes back, lies in shared memory
+    for name in ("memory_used_decode", "memory_used_encode"):
+        setattr(made, name, partial(part_of, getattr(vae, name), ranks))
+    return made
+
+
+def part_of(memory_used: Callable[..., float], ranks: int, *args: Any, **kwargs: Any) -> float:
+    return memory_used(*args, **kwargs) / ranks

@@ -1,0 +1,74 @@
+"""Exchange rows of pictures among the ranks of a sequence, each of which has a band of them.
+
+Every message brings the wishes to stop, and ranks leave behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import Refused
+from .bands import ROWS, Bands, Window
+from .mesh import SequenceComm
+
+
+class RowExchange:
+    """Exchanges rows of the pictures that come of one picture, which is cut into ``bands``."""
+
+    def __init__(self, comm: SequenceComm):
+        self._comm = comm
+        self.bands = Bands(())
+
+    def of_all(self, own: int) -> tuple[int, ...]:
+        """Return every rank's rows of a picture of which this rank has ``own``."""
+        return self.bands.scaled(self._comm.rank, own)
+
+    def exchange(self, to: Sequence[torch.Tensor], come: Sequence[torch.Tensor]) -> None:
+        """Send each rank its part ``to`` it, and have what comes from each in its part of ``come``.
+        Raises Stopped on all ranks alike.
+        """
+        flag = self._comm.world.all_to_all(
+            [[part.unsqueeze(0) for part in to]],
+            [part.unsqueeze(0) for part in come],
+            self._comm.stop.wish(),
+        )
+        self._comm.in_step.decide(flag)
+
+    def beside(
+        self, x: torch.Tensor, window: Window
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return a band, and the rows above and below it that its neighbours have; None beyond the
+        picture.
+        """
+        rank, last = self._comm.rank, self._comm.size - 1
+        if rank < last:  # what is over is what the model has put under its picture
+            x = x.narrow(ROWS, 0, x.shape[ROWS] - x.shape[ROWS] % window.stride)
+        rows = x.shape[ROWS]
+        if rows < max(window.above, window.below):
+            raise Refused(f"A band of {rows} rows is less than a convolution reads: take fewer ranks.")
+        nothing = x.narrow(ROWS, 0, 0)
+        to, come = [nothing] * (last + 1), [nothing] * (last + 1)
+        above = below = None
+        if rank:
+            above = x.new_empty((*x.shape[:ROWS], window.above, x.shape[-1]))
+            to[rank - 1], come[rank - 1] = x.narrow(ROWS, 0, window.below), above
+        if rank < last:
+            below = x.new_empty((*x.shape[:ROWS], window.below, x.shape[-1]))
+            to[rank + 1], come[rank + 1] = x.narrow(ROWS, rows - window.above, window.above), below
+        self.exchange(to, come)
+        return x, above, below
+
+    def gathered(self, output: torch.Tensor) -> torch.Tensor:
+        """Return all rows on the first rank, its own on others."""
+        nothing = output.narrow(ROWS, 0, 0)
+        to, come = [nothing] * self._comm.size, [nothing] * self._comm.size
+        to[0] = output
+        if self._comm.rank:
+            self.exchange(to, come)
+            return output
+        sizes = self.of_all(output.shape[ROWS])
+        every = output.new_empty((*output.shape[:ROWS], sum(sizes), output.shape[-1]))
+        self.exchange(to, every.split(sizes, ROWS))
+        return every

@@ -1,0 +1,192 @@
+"""Decode and encode with a VAE by bands of rows, one for each rank of a sequence; exactly.
+
+A convolution is given the rows beside its band by the ranks that have them. Group norms are of all
+ranks' rows. At attention each rank has the queries of its rows, and all keys.
+
+Legend: B batch, C channels, R rows, W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..comm.bands import ROWS, Bands, Window
+from ..comm.in_step import Expected, KnownSteps
+from ..comm.late import to_device
+from ..comm.mesh import SequenceComm
+from ..comm.rows import RowExchange
+from ..errors import Refused
+from ..patches import Part
+from .method import ALONE, Facts, free_frames
+
+Own = Callable[..., torch.Tensor]
+
+
+class BandsOfRows:
+    """The method of a VAE. What it hooks are attributes of modules of this rank's model.
+
+    ``on_progress`` is called before every message.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: SequenceComm,
+        device: torch.device,
+        on_progress: Callable[[], None] = lambda: None,
+    ):
+        self._model = model
+        self._device = device
+        self._comm = comm
+        self._on_progress = on_progress
+        self._known = KnownSteps()
+        self._rows = RowExchange(comm)
+        self._put: list[tuple[nn.Module, str, Any]] = []
+
+    def attach(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.kernel_size[ROWS] > 1:
+                self._put_in(module, "_conv_forward", self._convolve)
+            elif isinstance(module, nn.GroupNorm):
+                self._put_in(module, "forward", self._normalise)
+            elif hasattr(module, "optimized_attention"):
+                self._put_in(module, "optimized_attention", self._attend)
+
+    def _put_in(self, module: nn.Module, name: str, hook: Callable[..., torch.Tensor]) -> None:
+        self._put.append((module, name, vars(module).get(name)))
+        setattr(module, name, partial(hook, module, getattr(module, name)))
+
+    def detach(self) -> None:
+        while self._put:
+            module, name, before = self._put.pop()
+            delattr(module, name)
+            if before is not None:
+                setattr(module, name, before)
+
+    def begin(self, part: Part, expected: Expected = ALONE) -> None:
+        self._comm.begin(len(self._put))
+        self._comm.in_step.begin(self._known, expected)
+
+    def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
+        """Compute this rank's band of ``samples``; the first rank returns all of the picture."""
+        samples, in_step = arguments["samples"], self._comm.in_step
+        try:
+            in_step.agree()
+            in_step.expect(tuple(samples.shape))
+            rows, size = samples.shape[ROWS], self._comm.size
+            weights = self._comm.shares.tokens or ()
+            bands = Bands.of(rows, arguments["unit"], size, weights) if size > 1 else Bands((rows,))
+            if bands is None:
+                raise Refused(f"{rows} rows cannot be cut into bands for {size} ranks.")
+            self._rows.bands, rank = bands, self._comm.rank
+            own = samples.narrow(ROWS, bands.start(rank), bands.rows[rank])
+            output = forward(to_device(own.clone(), self._device), **arguments["options"])
+            output = self._rows.gathered(output) if size > 1 else output
+            in_step.end(number)
+            return output
+        except Exception as error:
+            free_frames(error)
+            self.fail(number)
+            raise
+
+    def fail(self, number: int) -> None:
+        self._comm.in_step.fail()
+
+    def end_run(self) -> None:
+        self._known.end_run()
+        self._comm.free_buffers()
+
+    @property
+    def facts(self) -> Facts:
+        in_step = self._comm.in_step
+        return Facts("all" if in_step.is_even else "some", in_step.confirmed)
+
+    # -- in the VAE's modules
+
+    def _is_alone(self) -> bool:
+        """Note progress; where this rank has all rows, leave here if that is wished."""
+        self._on_progress()
+        if self._comm.size == 1:
+            self._comm.in_step.decide(self._comm.stop.wish())
+        return self._comm.size == 1
+
+    def _convolve(
+        self, module: nn.Conv2d, own: Own, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Convolve a band as if it were a picture, then once more the output rows at its edges, of
+        the rows that neighbours have: so no copy is made of the band, but of one that is all edge.
+        """
+        if self._is_alone():
+            return own(x, *args, **kwargs)
+        *_, padding, _columns = map(int, module.padding)
+        window = Window(module.kernel_size[ROWS], module.stride[ROWS], padding, module.dilation[ROWS])
+        band, above, below = self._rows.beside(x, window)
+        rows = band.shape[ROWS]
+        if rows < window.of(3):
+            edge = band.new_zeros((*band.shape[:ROWS], padding, band.shape[-1]))
+            with no_rows_added(module):
+                whole = (edge if above is None else above, band, edge if below is None else below)
+                return own(torch.cat(whole, ROWS), *args, **kwargs)
+        out = own(x, *args, **kwargs)
+        with no_rows_added(module):
+            if above is not None and (count := window.outputs(window.above)):
+                strip = torch.cat((above, band.narrow(ROWS, 0, window.of(count) - window.above)), ROWS)
+                out.narrow(ROWS, 0, count).copy_(own(strip, *args, **kwargs))
+            if below is not None and (count := window.outputs(window.below)):
+                kept = window.of(count) - window.below
+                strip = torch.cat((band.narrow(ROWS, rows - kept, kept), below), ROWS)
+                out.narrow(ROWS, out.shape[ROWS] - count, count).copy_(own(strip, *args, **kwargs))
+        return out
+
+    def _normalise(self, module: nn.GroupNorm, own: Own, x: torch.Tensor) -> torch.Tensor:
+        if self._is_alone():
+            return own(x)
+        grouped = x.reshape(x.shape[0], module.num_groups, -1).float()
+        mine = torch.stack(torch.var_mean(grouped, -1, correction=0))
+        del grouped
+        every = mine.new_empty((self._comm.size, *mine.shape))
+        self._rows.exchange(list(mine.expand(every.shape)), list(every))
+        rows = torch.tensor(self._rows.of_all(x.shape[ROWS]), dtype=mine.dtype)
+        share = to_device(rows / rows.sum(), x.device).view(-1, 1, 1)
+        var, mean = every.unbind(1)
+        of_all = (share * mean).sum(0)
+        var = (share * (var + (mean - of_all).square())).sum(0)
+        shape = (*x.shape[:2], *[1] * (x.dim() - 2))
+        inverse = torch.rsqrt(var + module.eps).repeat_interleave(x.shape[1] // module.num_groups, 1)
+        of_all = of_all.repeat_interleave(x.shape[1] // module.num_groups, 1)
+        scale = inverse * module.weight.float()
+        shift = module.bias.float() - of_all * scale
+        return (x * scale.view(shape)).add_(shift.view(shape)).to(x.dtype)
+
+    def _attend(
+        self, module: nn.Module, own: Own, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend from this rank's rows (B, C, R, W) to all rows, of one head."""
+        if self._is_alone():
+            return own(q, k, v)
+        kv, shape = torch.stack((k, v)).movedim(ROWS, 0).contiguous(), q.shape
+        sizes = self._rows.of_all(shape[ROWS])
+        every = kv.new_empty((sum(sizes), *kv.shape[1:]))
+        self._rows.exchange([kv] * self._comm.size, list(every.split(sizes)))
+        q, k, v = (one.flatten(2).transpose(1, 2).unsqueeze(1) for one in (q, *every.movedim(0, ROWS)))
+        out = F.scaled_dot_product_attention(q, k, v)
+        return out.squeeze(1).transpose(1, 2).reshape(shape)
+
+
+@contextmanager
+def no_rows_added(module: nn.Conv2d) -> Iterator[None]:
+    """Inside, a convolution adds no zeros above and below."""
+    padding = module.padding
+    *before, _rows, columns = map(int, padding)
+    module.padding = (*before, 0, columns)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        module.padding = padding  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,46 @@
+"""Which VAEs can be computed by bands of rows: those all of whose modules are listed here.
+
+Each does the same to every row, or is hooked by ``methods/vae_bands.py``. Read: comfy/ldm/models/
+autoencoder.py, comfy/ldm/modules/diffusionmodules/model.py, comfy/ldm/wan/vae.py and vae2_2.py,
+comfy/ops.py @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+KNOWN = {
+    "comfy.ldm.models.autoencoder": "AutoencoderKL AutoencodingEngine DiagonalGaussianRegularizer",
+    "comfy.ldm.modules.diffusionmodules.model": ("Encoder Decoder ResnetBlock AttnBlock Downsample Upsample"),
+    "comfy.ldm.wan.vae": (
+        "WanVAE Encoder3d Decoder3d ResidualBlock Resample AttentionBlock RMS_norm CausalConv3d"
+    ),
+    "comfy.ldm.wan.vae2_2": (
+        "WanVAE Encoder3d Decoder3d ResidualBlock Resample Down_ResidualBlock Up_ResidualBlock AvgDown3D"
+        " DupUp3D"
+    ),
+    "comfy.ops": ("disable_weight_init.Conv2d disable_weight_init.Conv3d disable_weight_init.GroupNorm"),
+    "torch.nn": "Module ModuleList Sequential Identity Dropout SiLU Upsample ZeroPad2d BatchNorm2d",
+}
+NAMES = {(module, name) for module, names in KNOWN.items() for name in names.split()}
+PUT_IN_PLACE = ("forward", "_conv_forward", "encode", "decode")  # of a module's own class
+
+
+def why_not_in_bands(model: nn.Module) -> str:
+    """Return why ``model`` cannot be computed by bands of rows; empty where it can."""
+    for path, module in model.named_modules():
+        kind = type(module)
+        place = "torch.nn" if kind.__module__.startswith("torch.nn.modules.") else kind.__module__
+        if (place, kind.__qualname__) not in NAMES:
+            return f"nobody has tried to cut its {kind.__name__} ({path or 'itself'}) into bands of rows"
+        named = [name for name in PUT_IN_PLACE if name in vars(module)]
+        if named or module._forward_pre_hooks or module._forward_hooks:
+            what = named[0] if named else "hooks"
+            return f"a node has put code of its own into it ({path}.{what})"
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)) and (
+            module.padding_mode != "zeros" or isinstance(module.padding, str)
+        ):
+            return f"its edges are {module.padding_mode} ({path})"
+        if getattr(module, "sample", False) is True or getattr(module, "carried", False):
+            return f"its {kind.__name__} ({path}) draws random numbers or keeps frames"
+    return ""

@@ -1,0 +1,46 @@
+"""Hold a VAE on a rank, which decodes and encodes by bands of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..comm.in_step import Expected
+from ..comm.mesh import Mesh
+from ..errors import Refused
+from ..methods.method import Rank
+from ..methods.vae_bands import BandsOfRows
+from ..patches import Part
+from ..vae_modules import why_not_in_bands
+
+
+class ResidentVAE:
+    """``model`` is the host's own, on this rank's device. Raises Refused where it has a module that
+    is not known. It has no weight patches.
+    """
+
+    patches_id = ""
+    kept = None
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, mesh: Mesh, rank: Rank):
+        if why := why_not_in_bands(model):
+            raise Refused(f"{type(model).__name__}: {why}.")
+        self._model = model
+        self.method = BandsOfRows(model, mesh.sequence, device, rank.tick)
+        self.nbytes = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        self.method.attach()
+
+    def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
+        self.method.begin(part, Expected(kind, confirmed))
+
+    def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
+        """``arguments["work"]``: decode or encode."""
+        work = getattr(self._model, arguments["work"])
+        return self.method.forward(work, arguments, number)
+
+    def end_run(self) -> None:
+        self.method.end_run()
+
+    def detach(self) -> None:
+        self.method.detach()

@@ -1,0 +1,170 @@
+"""A stock VAE in, a stock VAE out: what ComfyUI's VAE does, and what comes of it, is as ever, and
+real ranks compute it.
+"""
+
+import logging
+
+import pytest
+import torch
+from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.nodes.runtime import Runtime
+from pipemesh.nodes.settings import Choice
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.remote_vae import FirstStage, parallelize_vae
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.layout import Layout
+
+from .fake_pools import cpus, fake_setup
+from .models import run
+from .test_pool_faults import Once, confined, in_forward, kill
+from .vaes import image_weights, loaded, noise, video_weights
+
+
+def parallel(vae, client):
+    return parallelize_vae(vae, lambda: client, 2, holds_ui_device=False)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return {"image": loaded(image_weights()), "video": loaded(video_weights())}
+
+
+CASES = {
+    "images": ("image", lambda vae: vae.decode(noise(3, 16, 9, 6))),
+    "a video": ("video", lambda vae: vae.decode(noise(1, 16, 3, 7, 4))),
+    "one row, which one rank has": ("video", lambda vae: vae.decode(noise(1, 16, 1, 1, 4))),
+    "tiles": ("image", lambda vae: vae.decode_tiled(noise(1, 16, 20, 12), tile_x=8, tile_y=8, overlap=2)),
+    "frames to a latent": ("video", lambda vae: vae.encode(noise(5, 57, 40, 3).sigmoid())),
+    "one picture to a latent": ("video", lambda vae: vae.encode(noise(1, 48, 32, 3).sigmoid())),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_vae_in_a_pool_gives_what_stock_gives(case, stock, client, requests):
+    kind, use = CASES[case]
+    vae = stock[kind]
+    with torch.inference_mode():
+        truth, ours = use(vae), use(parallel(vae, client))
+    assert requests["Forward"] and truth.shape == ours.shape and truth.dtype == ours.dtype
+    assert relative_error(ours, truth) <= BOUND
+
+
+def test_a_vae_whose_code_cannot_be_cut_as_it_was_is_refused_before_a_picture_is_made_of_it(stock, broken):
+    vae = parallel(stock["image"], broken("a_vae_sees_no_rows_beside_its_band", 2))
+    with pytest.raises(Refused, match=r"^Autoencod\w+ by bands of rows is [\d.]+% off from what one device"):
+        vae.decode(noise(1, 16, 24, 6))
+
+
+def test_ranks_in_groups_are_one_sequence_for_a_vae_and_a_pipeline_leaves_it_to_one(stock, clients):
+    with torch.inference_mode():
+        truth = stock["video"].decode(noise(1, 16, 2, 6, 4))
+    for layout in ((1, 1, 1, 2), (1, 1, 2)):
+        ours = parallel(stock["video"], clients(*layout)).decode(noise(1, 16, 2, 6, 4))
+        assert relative_error(ours, truth) <= BOUND
+
+
+def test_a_vae_beside_a_sampled_model_is_loaded_once_and_no_report_takes_it_for_the_last_run(
+    stock, pair, client, requests
+):
+    _, model = pair
+    vae = parallel(stock["video"], client)
+    run(model)
+    last = client.last_run
+    vae.decode(noise(1, 16, 1, 6, 4))
+    requests.clear()
+    run(model, callback=lambda *_: vae.decode(noise(1, 16, 1, 6, 4)))
+    assert requests["Load"] == requests["Release"] == 0
+    assert client.last_run is not last and len(client.last_run.evaluations) == 3
+
+
+def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, client):
+    import comfy.model_management as mm
+
+    vae = parallel(stock["video"], client)
+    vae.decode(noise(1, 16, 1, 6, 4))
+    assert vae.patcher.current_loaded_device() == vae.patcher.load_device
+    _, model = vae.first_stage_model.remote.bring_up()
+    assert client.residency.holds(model)
+    mm.unload_all_models()
+    assert not client.residency.holds(model)
+
+
+def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(stock, client):
+    import comfy.model_management as mm
+
+    vae, latent = parallel(stock["video"], client), noise(1, 16, 3, 8, 6)
+    truth = vae.decode(latent)
+    pool = client.session.pool
+    once = Once(lambda: in_forward(pool, 1, 30), mm.interrupt_current_processing)
+    with pytest.raises(mm.InterruptProcessingException):
+        vae.decode(noise(1, 16, 9, 32, 24))
+    once.join()
+    assert torch.equal(vae.decode(latent), truth) and client.session.pool is pool
+
+
+def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_pool_goes_on(
+    stock, client, caplog
+):
+    """Ranks may not map what the arena has grown by."""
+    vae, latent = parallel(stock["image"], client), noise(1, 16, 8, 6)
+    truth = vae.decode(latent)
+    pool, tiles = client.session.pool, []
+    vae.decode_tiled_ = lambda samples: tiles.append(samples.shape) or truth.movedim(-1, 1)
+    with caplog.at_level(logging.WARNING), confined(pool.ranks.pids, room=4 << 20):
+        vae.decode(noise(1, 16, 512, 512))
+    assert tiles == [(1, 16, 512, 512)]
+    assert any("Rank 0 on cpu ran out of memory while computing" in one for one in caplog.messages)
+    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks could not map it
+    assert torch.equal(vae.decode(latent), truth) and client.session.pool is pool
+    pool.arena.give(low, 8 << 20)
+
+
+def test_a_rank_killed_while_decoding_is_named_and_the_next_is_right(stock, setup):
+    handle = PoolHandle(cpus(2), setup)
+    try:
+        vae, latent = parallel(stock["video"], RemotePool(handle, shares_weights=True)), noise(1, 16, 2, 6, 4)
+        truth = vae.decode(latent)
+        pool = handle.live()
+        once = Once(lambda: in_forward(pool, 1, 30), lambda: kill(pool, 1))
+        with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed .* while computing: run again"):
+            vae.decode(noise(1, 16, 9, 32, 24))
+        once.join()
+        assert torch.equal(vae.decode(latent), truth)
+    finally:
+        handle.close()
+
+
+def test_a_vae_that_cannot_be_cut_is_itself_and_a_notice_says_why(stock):
+    from comfy.sd import VAE
+
+    runtime = Runtime(fake_setup())
+    two = Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
+
+    def why(vae, choice=two):
+        assert runtime.parallelized_vae(vae, choice) is vae
+        return runtime.notices.latest()[0].text
+
+    tiny = VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
+    assert why(tiny).startswith("This VAE is decoded and encoded by ComfyUI on one device: nobody has tried")
+    stages = Choice(place(Layout(pipefusion=2), "cpu", "auto", ()))
+    assert why(stock["video"], stages).endswith(": stages of a pipeline hold parts of models.")
+    patched = loaded(video_weights())
+    patched.patcher.patches = {"conv1.weight": []}
+    patched.patcher.patches["conv1.weight"].append(1)
+    assert why(patched).endswith(": it has weight patches.")
+
+
+def test_a_vae_in_a_pool_is_parallelized_anew_from_the_stock_one_and_stands_for_it(stock):
+    runtime = Runtime(fake_setup())
+    made = runtime.parallelized_vae(stock["video"], Choice(place(Layout(ulysses=2), "cpu", "auto", ())))
+    again = runtime.parallelized_vae(made, Choice(place(Layout(ulysses=3), "cpu", "auto", ())))
+    assert isinstance(made.first_stage_model, FirstStage) and made is not stock["video"]
+    assert again.first_stage_model.remote.vae is stock["video"]
+    assert made.get_sd().keys() == stock["video"].get_sd().keys()
+    assert made.memory_used_decode((1, 16, 1, 8, 8), torch.float32) * 2 == pytest.approx(
+        stock["video"].memory_used_decode((1, 16, 1, 8, 8), torch.float32)
+    )
+    with pytest.raises(Refused, match="put the node that chooses its device before"):
+        made.patcher.deepclone_multigpu()
