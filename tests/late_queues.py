@@ -112,7 +112,7 @@ class Scheduler:
 
 class Box:
     """The GPUs of all processes. ``give_way(op)``: lets others go on: where an operation is given,
-    until a queue can move.
+    until a queue can move. ``own``: of whoever is no other process; ``done``: operations, so far.
     """
 
     def __init__(self, seed=0, at_once=False):
@@ -120,8 +120,8 @@ class Box:
         self.queues = []
         self.pinned = set()  # memory of the CPU
         self.give_way = None
-        self._now = 0
-        self._own = Gpu(self)
+        self.done = 0
+        self.own = Gpu(self)
 
     def queue(self):
         self.queues.append(Queue(self.scheduler.speed()))
@@ -133,7 +133,7 @@ class Box:
         process = getcurrent()
         while process is not None and not hasattr(process, "gpu"):
             process = process.parent
-        return self._own if process is None else process.gpu
+        return self.own if process is None else process.gpu
 
     def can_move(self):
         return any(queue.can_move for queue in self.queues)
@@ -148,8 +148,8 @@ class Box:
         with torch._C._DisableTorchDispatch():
             for _ in range(random.randint(1, 6)):
                 if queue.can_move:
-                    self._now += 1
-                    queue.move(self._now)
+                    self.done += 1
+                    queue.move(self.done)
         return True
 
     def pass_time(self):

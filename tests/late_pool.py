@@ -1,0 +1,164 @@
+"""ComfyUI's process and all ranks of a pool in one process, each with a late GPU (late_ranks.py).
+The client, the pool's conversation, the wire, the ranks' loop and methods are the product's own.
+
+What the client gives back of the arena is overwritten at once.
+"""
+
+import os
+import select
+import socket
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.pool import WorkerPool
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.session import Resident, ResidentState
+from pipemesh.parallel_runtime.comm.in_step import Expected
+from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.wire.arena import Board
+from pipemesh.parallel_runtime.wire.channel import Channel
+from pipemesh.parallel_runtime.wire.messages import Close, FromRank, Memory, ToRank
+from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
+from pipemesh.parallel_runtime.worker import rank_loop
+from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
+from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
+from pipemesh.parallel_runtime.worker.handler import RequestHandler
+
+from .fake_pools import fake_setup
+from .joint_model import PLAN, Model
+from .late_device import DEVICE, late_device
+from .late_queues import Stuck
+from .late_ranks import LateRank, LateWorld, Process
+
+TURNS = 20_000  # in which no message comes and nothing is computed
+
+
+class PatientChannel(Channel):
+    """A rank's. While nothing has come, others go on."""
+
+    def pump(self):
+        while not select.select([self], [], [], 0)[0]:
+            self.world.give_way(None)
+        self.world.idle_turns = 0
+        return super().pump()
+
+
+class Ranks:
+    """The pool's ranks, in the place of processes."""
+
+    fault, spans_machines, are_killed = "", False, False
+
+    def __init__(self, world):
+        pairs = [socket.socketpair() for _ in range(world.layout.world_size)]
+        self.channels = [Channel(ours, FromRank) for ours, _ in pairs]
+        self.theirs = [PatientChannel(theirs, ToRank) for _, theirs in pairs]
+        self._world = world
+        for channel in self.theirs:
+            channel.world = world
+
+    def send(self, request, group, fds, check):
+        for rank in group:
+            self.channels[rank].send(request, fds)
+
+    def listen(self, wait_s):
+        self._world.give_way(None)
+        readable = select.select(self.channels, [], [], 0)[0]
+        return [
+            (rank, message)
+            for rank, channel in enumerate(self.channels)
+            if channel in readable
+            for message, _ in channel.pump()
+        ]
+
+    def has_lost_one(self, idle):
+        return False
+
+    def last_lines(self, rank):
+        return ""
+
+    def stop(self, grace_s):
+        """A pool that fails: the test tells of it."""
+
+
+class PoolWorld(LateWorld):
+    """``ui(remote)``: what ComfyUI's process does; ``prepare(rank, model)``: what is odd there."""
+
+    idle_turns = done = 0
+
+    def __init__(self, layout, box, monkeypatch, backend, ui, prepare):
+        super().__init__(layout, box, monkeypatch, backend)
+        self._ui, self._prepare = ui, prepare
+        self.pool = WorkerPool(place(layout, "cpu", "gloo", ()), fake_setup())
+        self.ranks = self.pool.ranks = self.pool._conversation._ranks = Ranks(self)
+        self.pool._life, self.pool.memory = "ready", [Memory(0, 0, 0)] * layout.world_size
+        arena = self.pool.arena
+        give = arena.give
+
+        def overwritten(offset, nbytes):
+            arena.segment.tensor(TensorRef(offset, (nbytes,), "uint8")).fill_(255)
+            give(offset, nbytes)
+
+        monkeypatch.setattr(arena, "give", overwritten)
+        monkeypatch.setattr(rank_loop, "LOOK_S", 0)
+        # A rank's thread is its process's main one
+        monkeypatch.setattr(
+            rank_loop, "threading", SimpleNamespace(current_thread=lambda: 0, main_thread=lambda: 0)
+        )
+
+    def give_way(self, op):
+        self.idle_turns = self.idle_turns + 1 if self.done == self.box.done else 0
+        self.done = self.box.done
+        if self.idle_turns > TURNS:
+            raise Stuck("everybody waits for a message")
+        super().give_way(op)
+
+    def started(self, work):
+        return [*super().started(work), Process(partial(LateRank, self, 0, self._use), self.box)]
+
+    def _use(self, _mesh, run):
+        run.gpu = self.box.own
+        handle = SimpleNamespace(layout=self.layout, ensure=lambda *_: self.pool, live=lambda: self.pool)
+        remote = RemotePool(handle, shares_weights=self.layout.stages == 1)
+        remote.sessions.open(lambda: False).models["m"] = Resident(state=ResidentState.READY)
+        self._ui(remote)
+        for channel in self.ranks.channels:
+            channel.send(Close())
+
+    def serve(self, mesh, run):
+        arena = self.pool.arena.segment
+        segment = Segment(os.dup(arena.fd), arena.nbytes)
+        memory = DeviceMemory(DEVICE, mesh.rank)
+        loop = rank_loop.RankLoop(self.ranks.theirs[mesh.rank], Board(segment), mesh.rank, memory, DEVICE)
+        run.wants_stop = loop.wants_stop
+        handler = RequestHandler(mesh, DEVICE, memory, ArenaIO(segment, DEVICE), away=False)
+        model = Model(4)
+        method = make_method(model, PLAN, mesh, loop, (2, 2) if mesh.layout.stages > 1 else ())
+        model.to(DEVICE)
+        method.attach()
+        self._prepare(mesh.rank, model)
+        handler.models["m"] = SimpleNamespace(
+            method=method,
+            patches_id="",
+            kept=None,
+            begin=lambda part, *expected: method.begin(part, Expected(*expected)),
+            on_rank=lambda arguments, number: method.forward(model, arguments, number),
+            end_run=method.end_run,
+            nbytes=0,
+        )
+        loop.serve(handler)
+        segment.close()
+
+
+def pooled(layout, ui, backend="nccl", seed=0, *, at_once=False, prepare=lambda rank, model: None):
+    """Has ``ui`` use a pool. Returns the ranks' GPUs."""
+    with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
+        world = PoolWorld(layout, box, patch, backend, ui, prepare)
+        try:
+            world.run(world.serve)
+        finally:
+            for channel in (*world.ranks.channels, *world.ranks.theirs):
+                channel.close()
+            world.pool.arena.close()
+        return world.gpus

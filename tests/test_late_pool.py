@@ -1,0 +1,177 @@
+"""Between ComfyUI's process and ranks on late GPUs nothing is read before it is there, nor
+overwritten while it is needed: with evaluations in flight, where one is stopped, where one fails.
+"""
+
+from collections import defaultdict, deque
+from functools import cache
+from itertools import count
+
+import pytest
+import torch
+from greenlet import getcurrent
+from pipemesh.parallel_runtime.client.branch import Branch
+from pipemesh.parallel_runtime.client.evaluations import Work
+from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.patches import Part
+
+from .joint_model import CONDS, Model
+from .late_pool import pooled
+from .test_late_methods import on_gpu
+
+STEPS, IN_FLIGHT = 3, 3
+PATCHES = ((0, 4, False), (4, 4, False), (8, 5, True))
+LAYOUTS = [(Layout(ulysses=2), "nccl"), (Layout(ulysses=2), "gloo"), (Layout(pipefusion=2), "nccl")]
+
+
+def arguments_of(step, branch):
+    cond = CONDS[branch]
+    return {"img": cond["img"] * (-1.5) ** step, **{name: cond[name] for name in ("txt", "mask")}}
+
+
+def asked(layout):
+    """What is evaluated, in order: (step, branch, patch)."""
+    whole = [(0, branch, None) for branch in (0, 1)]
+    patches = PATCHES if layout.pipefusion > 1 else (None,)
+    return whole + [
+        (step, branch, patch) for step in range(1, STEPS) for patch in patches for branch in (0, 1)
+    ]
+
+
+class Sampler:
+    """What ComfyUI's process does: the same run twice, with evaluations in flight. ``stops``: from
+    which one on the user wants the first to stop.
+    """
+
+    def __init__(self, layout, stops=-1):
+        self.layout, self.stops = layout, stops
+        self.runs = []  # of each the outputs, or the error that it ends with
+
+    def __call__(self, remote):
+        for _ in range(2):
+            try:
+                self.runs.append(self.sampled(remote))
+            except (RunCancelled, ModelError) as error:
+                self.runs.append(type(error))
+                self.stops = -1
+                remote.evaluations.abandon()
+            remote.runs.end("m")
+
+    def sampled(self, remote):
+        run, evaluations = remote.runs.begin("m"), remote.evaluations
+        tickets, outputs, given = deque(), [], {}
+
+        def collect():
+            place, ticket = tickets.popleft()
+            output = evaluations.collect(ticket, lambda: place >= self.stops >= 0)
+            outputs.append(output.to("cpu", copy=True))
+
+        for place, (step, branch, patch) in enumerate(asked(self.layout)):
+            if (step, branch) not in given:
+                given[step, branch] = {**on_gpu(arguments_of(step, branch)), "transformer_options": {}}
+            name = Branch((str(branch),))
+            part = Part(run.id, run.number_of(name), patch)
+            tickets.append((place, evaluations.submit(run, Work(given[step, branch], name), part)))
+            if len(tickets) == IN_FLIGHT:
+                collect()
+        while tickets:
+            collect()
+        return outputs
+
+
+@cache
+def at_once(layout, backend):
+    sampler = Sampler(layout)
+    pooled(layout, sampler, backend, at_once=True)
+    return sampler.runs[0]
+
+
+def assert_same(outputs, expected):
+    assert isinstance(outputs, list), outputs
+    assert len(outputs) == len(expected)
+    for place, (one, other) in enumerate(zip(outputs, expected, strict=True)):
+        assert torch.equal(one, other), place
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("layout", "backend"), LAYOUTS, ids=str)
+def test_evaluations_in_flight_read_and_write_what_is_theirs(layout, backend, seed):
+    sampler, expected = Sampler(layout), at_once(layout, backend)
+    pooled(layout, sampler, backend, seed)
+    for outputs in sampler.runs:
+        assert_same(outputs, expected)
+    model = Model(4)
+    for (step, branch, patch), output in zip(asked(layout), expected, strict=True):
+        if patch is None:
+            with torch.inference_mode():
+                truth = model(**arguments_of(step, branch), transformer_options={})
+            assert torch.allclose(output, truth, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "backend"), LAYOUTS, ids=str)
+def test_after_a_run_that_is_stopped_or_fails_the_next_is_right(layout, backend):
+    expected = at_once(layout, backend)
+    for seed, error in enumerate((RunCancelled, ModelError)):
+
+        def prepare(rank, model, error=error):
+            entered = count()
+
+            def fail(*_):
+                if next(entered) == 3:
+                    raise ZeroDivisionError
+
+            if error is ModelError and rank == layout.world_size - 1:
+                model.blocks[-1].register_forward_pre_hook(fail)
+
+        sampler = Sampler(layout, stops=3 if error is RunCancelled else -1)
+        pooled(layout, sampler, backend, seed, prepare=prepare)
+        assert sampler.runs[0] is error
+        assert_same(sampler.runs[1], expected)
+
+
+@pytest.mark.parametrize(("layout", "backend"), [one for one in LAYOUTS if one[1] == "nccl"], ids=str)
+def test_amid_a_run_ranks_wait_for_nothing_behind_which_their_gpu_is_idle(layout, backend):
+    seen = defaultdict(list)
+
+    def prepare(rank, model):
+        def note(*_):
+            gpu = getcurrent().gpu
+            seen[rank].append((gpu.waits["copy"], gpu.idle.total()))
+
+        model.register_forward_pre_hook(note)
+
+    pooled(layout, Sampler(layout), backend, prepare=prepare)
+    for noted in seen.values():
+        ends = len(asked(layout))
+        amid = noted[ends - ends // 3 : ends]
+        assert len(set(amid)) == 1, amid
+
+
+def test_a_sampler_that_writes_in_place_and_an_output_larger_than_the_latent():
+    """The text counts as the latent here, and of the second prompt it is smaller than the image."""
+    outputs = []
+
+    def sample(remote):
+        run, given = remote.runs.begin("m"), [on_gpu(cond) for cond in CONDS]
+        for step in range(3):
+            works = [Work(one, Branch((str(branch),))) for branch, one in enumerate(given)]
+            found = [remote.evaluations.dispatch(run, [work], lambda: False)[0] for work in works]
+            outputs.append([one.to("cpu", copy=True) for one in found])
+            for one, output in zip(given, found, strict=True):
+                one["img"].mul_(-1.5).add_(output.repeat(1, 1, 3))
+            if step == 1:
+                given[0]["mask"].mul_(0.5)
+        remote.runs.end("m")
+
+    pooled(Layout(ulysses=2), sample, seed=2)
+    model = Model(4)
+    given = [{**cond, "img": cond["img"].clone()} for cond in CONDS]
+    for step, found in enumerate(outputs):
+        for one, output in zip(given, found, strict=True):
+            with torch.inference_mode():
+                truth = model(**one)
+            assert torch.allclose(output, truth, atol=1e-4), step
+            one["img"] = one["img"] * -1.5 + truth.repeat(1, 1, 3)
+        if step == 1:
+            given[0]["mask"] = given[0]["mask"] * 0.5
