@@ -3,6 +3,9 @@ all of them.
 """
 
 import math
+import sys
+from functools import reduce
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.attention import kernels
 from pipemesh.parallel_runtime.attention.kernels import attention_with_lse, explicit, partial_attention
+from pipemesh.parallel_runtime.attention.merging import Partial, in_one, merged
+from pipemesh.parallel_runtime.attention.trial import chosen_merge
 
+CPU = torch.device("cpu")
 BOUND = {torch.float32: 5e-6, torch.bfloat16: 4e-2}
 
 
@@ -45,7 +51,7 @@ def in_parts(q, k, v, mask, cuts):
     for size in cuts:
         part = slice(offset, offset + size)
         here = partial_attention(q, k[:, :, part], v[:, :, part], None if mask is None else mask[..., part])
-        partial = here if partial is None else kernels.merge(partial, here)
+        partial = here if partial is None else merged(partial, here)
         offset += size
     return partial.out
 
@@ -133,12 +139,12 @@ def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
     out, lse = attention_with_lse(q, k, v, blind)
     assert lse[0, 0, 0] == -math.inf and out[0, 0, 0].abs().max() == 0
     parts = [partial_attention(q, k, v, mask) for mask in (blind, None)]
-    for merged in (
-        kernels.merge(*parts),
-        kernels.merge(*reversed(parts)),
-        kernels.merge(kernels.merge(parts[0], parts[0]), parts[1]),
+    for made in (
+        merged(*parts),
+        merged(*reversed(parts)),
+        merged(merged(parts[0], parts[0]), parts[1]),
     ):
-        assert torch.allclose(merged.out[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
+        assert torch.allclose(made.out[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1, 3, 5), (2, 4, 3, 5), (2, 1, 1, 5), (1, 1, 3, 1)], ids=str)
@@ -148,3 +154,88 @@ def test_bias_rows_for_the_efficient_kernel_begin_aligned_and_are_held_once(shap
     assert torch.equal(bias, mask.expand(2, 4, 3, 5))
     assert all(stride % kernels.ALIGN == 0 for stride in bias.stride()[:3]) and bias.stride(3) == 1
     assert bias.untyped_storage().nbytes() == 4 * kernels.ALIGN * math.prod(shape[:-1])
+
+
+def step_by_step(parts):
+    """Merged as by the formula, operation by operation: the bits that a merge must have."""
+    out, level, weight = parts[0].out, parts[0].lse - math.log(parts[0].keys), parts[0].keys
+    for part in parts[1:]:
+        own = part.lse - math.log(part.keys)
+        top = torch.maximum(level, own)
+        a, b = (
+            many * (here - torch.where(top == -math.inf, 0.0, top)).exp()
+            for many, here in ((weight, level), (part.keys, own))
+        )
+        level, weight = top, torch.where(top == -math.inf, 1.0, a + b)
+        out = out.float() * (a / weight).unsqueeze(-1) + part.out.float() * (b / weight).unsqueeze(-1)
+    return out, level, weight
+
+
+def parts_of(seed, shape, dtype, count=4):
+    """Some rows look at nothing. As kernels have it, tokens may lie before heads."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, queries, dim = shape
+    parts = []
+    for number in range(count):
+        out = torch.randn(batch, queries, heads, dim, generator=generator).to(dtype).transpose(1, 2)
+        lse = 9 * torch.randn(batch, heads, queries, generator=generator)
+        lse[torch.rand(lse.shape, generator=generator) < 0.3] = -math.inf
+        parts.append(Partial(out.contiguous() if number % 2 else out, lse, float(3 + number)))
+    return parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("merge", [merged, in_one])
+def test_a_merge_and_one_operation_of_it_have_the_bits_of_the_formula(merge, dtype):
+    for seed, shape in enumerate([(2, 3, 7, 16), (1, 5, 1, 40), (2, 3, 0, 8)]):
+        parts = parts_of(seed, shape, dtype)
+        with torch.inference_mode(seed % 2 == 0):
+            made = reduce(merge, parts)
+        for found, due in zip((made.out, made.lse, made.weight), step_by_step(parts), strict=True):
+            assert torch.equal(found, due)
+        assert made.out.dtype == made.lse.dtype == made.weight.dtype == torch.float32
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The merge of a GPU, by Triton's interpreter on the CPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    name = "pipemesh.parallel_runtime.attention.fused_merge"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def merge(*parts):
+        out, level, weight = import_module(name).fused(*parts)
+        return Partial(out, level, weight=weight)
+
+    yield merge
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 16), (1, 5, 33, 40), (2, 3, 0, 8)], ids=str)
+def test_the_kernel_of_a_gpu_merges_as_its_operations_do(interpreted, shape, dtype):
+    parts = parts_of(1, shape, dtype)
+    made, due = (merge(reduce(merge, parts[:3]), merge(*parts[2:])) for merge in (interpreted, merged))
+    assert 0 in shape or made.out.stride() == due.out.stride()
+    for one, other in zip(made, due, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merge_in_one_kernel_is_used_where_it_is_right_and_refused_by_what_is_wrong(interpreted):
+    assert chosen_merge(CPU, interpreted) == (interpreted, [])
+
+    def wrong(change):
+        return chosen_merge(CPU, lambda *parts: change(merged(*parts)))
+
+    def fails(part):
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    for change, why in (
+        (lambda part: part._replace(lse=part.lse + 0.1), "it is off by"),
+        (lambda part: part._replace(out=part.out * torch.nan), "it is off by nan"),
+        (lambda part: part._replace(weight=part.weight * 1.01), "it is off by"),
+        (fails, "it cannot run (ModuleNotFoundError: No module named 'triton')."),
+    ):
+        merge, (sentence,) = wrong(change)
+        assert merge is merged and sentence.startswith(f"The merge in one kernel is not used: {why}")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pipemesh.lab.dry_run.device import WatchedDevice, dry_device
 from pipemesh.lab.dry_run.ranks import TURN, IdleRank, joined
+from pipemesh.parallel_runtime.attention.merging import Partial, in_one, merged
 from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
 from pipemesh.parallel_runtime.comm.mesh import open_weights
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
@@ -88,6 +89,18 @@ def test_kernels_count_by_the_bytes_that_they_read_and_write_but_for_products_an
         torch.zeros(16)
         rows @ rows.t()
     assert counts.moved - Counter({0: counts.moved[0]}) == {4 * (32 + 8 + 32): 1, 4 * (32 + 32): 1, 4 * 16: 1}
+
+
+def test_an_operation_of_the_packs_own_counts_by_what_it_stands_for_and_beside_that_as_one(mode):
+    with dry_device(mode) as counts, DEVICE:
+        parts = [Partial(torch.empty(1, 2, 4, 8), torch.empty(1, 2, 4), 3.0) for _ in range(2)]
+        merged(*parts)
+        alone, moved = counts.launches, counts.moved.copy()
+        assert alone > 10 and counts.spared == 0
+        in_one(*parts)
+    counts.moved[0] = moved[0] = 0  # what moves nothing is no kernel
+    assert counts.launches == 2 * alone and counts.moved == moved + moved
+    assert counts.launches - counts.spared == alone + 1
 
 
 def test_memory_counts_until_the_last_view_has_gone(mode):

@@ -13,6 +13,7 @@ from pipemesh.lab.dry_run.ranks import IdleRank, joined
 from pipemesh.parallel_runtime.attention import packages, trial
 from pipemesh.parallel_runtime.attention.kernels import (
     CPU_FLASH,
+    CUDA_CUDNN,
     CUDA_EFFICIENT,
     CUDA_FLASH,
     EXPLICIT,
@@ -50,6 +51,9 @@ def ask(dtype=torch.float16, dim=128, masked=False, capability=HOPPER, device="c
     [
         (ask(capability=TURING), CUDA_EFFICIENT),
         (ask(capability=AMPERE), CUDA_FLASH),
+        (ask(), CUDA_CUDNN),
+        (ask(torch.bfloat16, capability=BLACKWELL), CUDA_CUDNN),
+        (ask(dim=96), CUDA_FLASH),
         (ask(masked=True), CUDA_EFFICIENT),
         (ask(torch.float32), CUDA_EFFICIENT),
         (ask(torch.bfloat16, 264), CUDA_EFFICIENT),
@@ -230,7 +234,7 @@ def test_no_package_is_imported_for_a_device_that_it_does_not_suit(installed, mo
 
 def test_what_is_not_installed_is_neither_used_nor_refused(installed):
     installed()
-    assert tried(CPU).refused == () and tried(CPU).order == (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, EXPLICIT)
+    assert tried(CPU).refused == () and tried(CPU).order == TORCHS.order
 
 
 def test_a_package_that_cannot_be_imported_is_named_with_the_error(installed, on_hopper, monkeypatch):

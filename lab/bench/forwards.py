@@ -173,7 +173,7 @@ class StandinRing(Ring):
         return ordinary(self._buffers.get((slot, dtype, device)), super()._buffer(slot, count, dtype, device))
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list:
-        arriving[-1] = 0.0
+        arriving[0] = 0.0
         return []
 
 

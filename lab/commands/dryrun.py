@@ -73,7 +73,7 @@ def cover() -> Iterator[Chosen]:
     blocks, for the time it takes, also with its weights shared out; and some rows of the documents'
     table.
     """
-    kinds = (layouts(2)[2], layouts(8)[0], layouts(4)[3], layouts(8)[4], layouts(2)[1], layouts(4)[5])
+    kinds = (layouts(2)[2], layouts(8)[0], layouts(4)[3], layouts(8)[4], layouts(8)[1], layouts(4)[5])
     models = (
         one
         for family in FAMILIES
@@ -158,6 +158,7 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
                 "waits": {str(wait): count for wait, count in figures.watched.waits.items()},
                 "later_waits": {str(wait): count for wait, count in figures.watched.later_waits.items()},
                 "launches": figures.watched.launches,
+                "merged_in_one": figures.watched.launches - figures.watched.spared,
                 "stock_launches": whole.launches,
                 "unaligned": figures.watched.unaligned,
             }

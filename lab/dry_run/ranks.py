@@ -16,6 +16,8 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
+from ...parallel_runtime.attention.kernels import TORCHS
+from ...parallel_runtime.attention.merging import in_one
 from ...parallel_runtime.comm.in_step import Expected
 from ...parallel_runtime.comm.mesh import Mesh, connect, open_weights
 from ...parallel_runtime.families.plan import TokenPlan
@@ -35,18 +37,21 @@ from .rows import WholeByRows, count_by_rows
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
 WARM_UP = Part(1, 0)
+AS_TRIED = TORCHS._replace(merge=in_one)  # on a GPU with Triton
 
 
 @dataclass(frozen=True)
 class Watched:
     """What a device would be asked for. ``waits`` of the first evaluation; ``later_waits`` of one
-    whose messages ranks know, ``launches`` of kernels in it, a message as one, and ``unaligned``
-    places of messages, which NCCL copies byte by byte. A pipeline has but one evaluation.
+    whose messages ranks know, ``launches`` of kernels in it, a message as one, ``spared`` of which
+    are none where a merge is one, and ``unaligned`` places of messages, which NCCL copies byte by
+    byte. A pipeline has but one evaluation.
     """
 
     waits: Mapping[Wait, int] = field(default_factory=dict)
     later_waits: Mapping[Wait, int] = field(default_factory=dict)
     launches: int = 0
+    spared: int = 0
     unaligned: int = 0
 
 
@@ -102,7 +107,7 @@ class DryRanks(DryModel):
             turns, held = None, 0
             idle = IdleRank(parts)
             sizes = [stage.size for stage in stages] if layout.stages > 1 else ()
-            method = make_method(transformer, self.plan, mesh, idle, sizes)
+            method = make_method(transformer, self.plan, mesh, idle, sizes, AS_TRIED)
             if kept == "sharded":
                 open_weights(mesh)
             if layout.stages == 1:  # where ranks ask each other, as on a GPU
@@ -122,7 +127,7 @@ class DryRanks(DryModel):
                     forward = getattr(transformer, forward_name(transformer))
                     for idle.at, part in enumerate(parts):
                         if idle.at == 1:
-                            counts.flops = counts.launches = counts.unaligned = 0
+                            counts.flops = counts.launches = counts.spared = counts.unaligned = 0
                             counts.messages.clear()
                             counts.waits.clear()
                             sent = Sent(mesh)
@@ -138,7 +143,7 @@ class DryRanks(DryModel):
                         dict(counts.waits),
                     )
                     if layout.stages == 1:
-                        counts.launches = counts.unaligned = 0
+                        counts.launches = counts.spared = counts.unaligned = 0
                         counts.waits.clear()
                         method.begin(WARM_UP, Expected(confirmed=method.facts.confirmed))
                         with nullcontext() if turns is None else turns.evaluation():
@@ -161,7 +166,7 @@ class DryRanks(DryModel):
                 wired_bytes=wired_bytes,
                 peak_bytes=peak_bytes - held,
                 kept_bytes=kept_bytes - held,
-                watched=Watched(waits, dict(counts.waits), counts.launches, counts.unaligned),
+                watched=Watched(waits, dict(counts.waits), counts.launches, counts.spared, counts.unaligned),
                 stage=(stage.first, stage.end),
                 cut=self._cut(whole, parts),
             )

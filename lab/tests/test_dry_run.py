@@ -24,7 +24,7 @@ from pipemesh.parallel_runtime.planner.whole import Shareable
 from pipemesh.tests.conftest import ALL, ROOT
 from pipemesh.tests.planned import attention_alone
 
-AT_MOST = {"ulysses": 1.3, "ring": 5.5}  # kernels of a rank, over those of one GPU
+AT_MOST = {"ulysses": 1.3, "ring": 2.0}  # kernels of a rank, over those of one GPU: a merge as one
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,16 @@ def test_every_method_is_tried(records):
     assert kinds >= {(), *((axis,) for axis in axes), *combinations(axes, 2)}
 
 
-def test_a_rank_of_ulysses_launches_little_more_than_one_gpu_and_each_message_is_aligned(records):
+def test_a_rank_launches_at_most_so_many_kernels_and_each_message_is_aligned(records):
     of = {
         name: [one for one in records if "stock_launches" in one and is_alone(one, name)] for name in AT_MOST
     }
     assert of["ulysses"] and of["ring"]
     assert {
-        f"{one['model']}, {one['equation']}: {one['launches']} kernels for {one['stock_launches']}"
+        f"{one['model']}, {one['equation']}: {one['merged_in_one']} kernels for {one['stock_launches']}"
         for name, ranked in of.items()
         for one in ranked
-        if one["launches"] > AT_MOST[name] * one["stock_launches"]
+        if one["merged_in_one"] > AT_MOST[name] * one["stock_launches"]
     } == set()
     assert {one["unaligned"] for one in records if "unaligned" in one} == {0}
     assert {name for ranked in of.values() for one in ranked for name in one["later_waits"]} == set()

@@ -1,5 +1,5 @@
-"""Compute attention over a part of the keys, and merge such parts exactly by the log-sum-exp (lse)
-of their scores.
+"""Compute attention over a part of the keys, and the log-sum-exp (lse) of their scores, by which
+``merging`` puts parts together.
 
 Every kernel holds scores and their sums in fp32 whatever q's dtype, so a host that asks for that
 precision has it. A query that may look at none of the keys given has out = 0 and lse = -inf: it
@@ -9,8 +9,7 @@ Here are torch's own kernels; those of other packages are in ``packages``, and `
 which of all a device can be trusted with.
 
 Legend: B batch, H heads, Q query tokens, K key tokens, D head dim; ``lse`` is (B, H, Q) in fp32.
-Sources: FlashAttention (arXiv 2205.14135, section 3.1) for the merge, torch 2.11's aten kernels
-(native_functions.yaml).
+Source: torch 2.11's aten kernels (native_functions.yaml).
 """
 
 from __future__ import annotations
@@ -23,25 +22,15 @@ import torch
 
 from ..errors import ModelError
 from .hosts import NO_PARTS
+from .merging import Merge, Partial, merged
 
 ALIGN = 16  # the efficient kernel wants rows of its bias to begin at multiples of 16 elements
 
 AMPERE, HOPPER = 8, 9  # major compute capabilities
+CUDNN_DIMS = (64, 128)  # cuDNN takes others by its version; these are tried
 
 OutLse = tuple[torch.Tensor, torch.Tensor]
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "float | None"], OutLse]
-
-
-class Partial(NamedTuple):
-    """Attention over some of the keys, whose exp(scores) add up to ``weight * exp(level)``.
-
-    ``level`` is (B, H, Q) in fp32, ``weight`` the same or the number of keys. They are two numbers
-    because beside a level of -1e9 fp32 keeps nothing of log(weight).
-    """
-
-    out: torch.Tensor
-    level: torch.Tensor
-    weight: torch.Tensor | float
 
 
 class Ask(NamedTuple):
@@ -67,6 +56,10 @@ class Ask(NamedTuple):
         return on_gpu and self.is_half and not self.is_masked and self.dim % 8 == 0 and self.dim <= 256
 
     @property
+    def suits_cudnn(self) -> bool:
+        return self.suits_flash and self.capability[0] >= HOPPER and self.dim in CUDNN_DIMS
+
+    @property
     def suits_efficient(self) -> bool:
         return self.device == "cuda" and self.dim % 8 == 0 and (self.is_half or self.dtype == torch.float32)
 
@@ -84,11 +77,13 @@ class Usable(NamedTuple):
 
 class Kernels(NamedTuple):
     """The kernels of a rank: the first of ``order`` that suits is taken, and the last suits
-    all that is exact. ``refused``: a sentence for each one that was found wrong.
+    all that is exact. ``refused``: a sentence for each one that was found wrong. ``merge``: what
+    puts parts together.
     """
 
     order: tuple[Usable, ...]
     refused: tuple[str, ...] = ()
+    merge: Merge = merged
 
     def choose(self, ask: Ask) -> Usable:
         """Raises ModelError where none computes as the host does."""
@@ -112,28 +107,7 @@ def partial_attention(
 ) -> Partial:
     """Attend over some of the keys. The arguments are those of ``attention_with_lse``."""
     out, lse = attention_with_lse(q, k, v, mask, scale, kernels, host)
-    keys = max(1, k.shape[2])
-    return Partial(out, lse - math.log(keys), float(keys))
-
-
-def merge(first: Partial, second: Partial) -> Partial:
-    """Return the attention over both sets of keys, in fp32.
-
-    A row that one large number closes everywhere (-1e9, the smallest of the dtype) comes out as in
-    one softmax over all keys: their mean. Only a row whose largest score is such a number, while
-    other keys are closed by a larger one or by -inf, is inexact: a kernel's lse does not tell how
-    many keys have the largest score, so parts weigh by all their keys.
-    """
-    level = torch.maximum(first.level, second.level)
-    a, b = (share(part, level) for part in (first, second))
-    weight = torch.where(level == -math.inf, 1.0, a + b)  # a query that looks at nothing yet: 0 / 1
-    out = first.out.float() * (a / weight).unsqueeze(-1) + second.out.float() * (b / weight).unsqueeze(-1)
-    return Partial(out, level, weight)
-
-
-def share(part: Partial, level: torch.Tensor) -> torch.Tensor:
-    """Return the part's sum of exp(scores), in units of exp(level)."""
-    return part.weight * (part.level - torch.where(level == -math.inf, 0.0, level)).exp()
+    return Partial(out, lse, float(max(1, k.shape[2])))
 
 
 def attention_with_lse(
@@ -196,6 +170,13 @@ def cuda_flash(
     return out, lse[..., : q.shape[2]].float()
 
 
+def cuda_cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> OutLse:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, scale=scale)
+    return out, lse.reshape(q.shape[:3]).float()
+
+
 def cuda_efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> OutLse:
@@ -226,6 +207,7 @@ def explicit(
 
 CPU_FLASH = Usable("torch's flash attention for CPUs", cpu_flash, lambda ask: ask.device == "cpu")
 CUDA_FLASH = Usable("torch's flash attention", cuda_flash, lambda ask: ask.suits_flash)
+CUDA_CUDNN = Usable("cuDNN's attention", cuda_cudnn, lambda ask: ask.suits_cudnn)
 CUDA_EFFICIENT = Usable("torch's efficient attention", cuda_efficient, lambda ask: ask.suits_efficient)
 EXPLICIT = Usable("attention without a fused kernel", explicit, lambda ask: True)
-TORCHS = Kernels((CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, EXPLICIT))
+TORCHS = Kernels((CPU_FLASH, CUDA_CUDNN, CUDA_FLASH, CUDA_EFFICIENT, EXPLICIT))

@@ -7,12 +7,15 @@ the names of their arguments. A wrong lse gives a wrong image without a word.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 
 from .kernels import TORCHS, Ask, Kernel, Kernels, Usable, capability_of, explicit
+from .merging import Merge, Partial, in_one, merged
 from .packages import PACKAGES, Candidate
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -34,6 +37,7 @@ class Bounds(NamedTuple):
 # Of the same half-precision q, k and v; an lse in half precision would be off by 0.016
 EXACT = Bounds(0.06, 5e-3)
 ROUNDED = Bounds(0.4, 0.1)  # queries and keys in 8 bits
+MERGED = 1e-4  # of values around one, in fp32
 
 
 class Fault(NamedTuple):
@@ -127,7 +131,46 @@ def tried(
             refused.append(f"{own.name} is not used: {fault.text}.")
         else:
             usable.append(own)
-    return Kernels((*usable, torchs[-1]), tuple(refused))
+    merge = merged
+    if device.type == "cuda":
+        merge, why = chosen_merge(device)
+        refused += why
+    return Kernels((*usable, torchs[-1]), tuple(refused), merge)
+
+
+def chosen_merge(device: torch.device, wanted: Merge = in_one) -> tuple[Merge, list[str]]:
+    """Try to merge in one kernel, parts of each precision. Return it, or ``merged`` and a sentence
+    that says why.
+    """
+    try:
+        offs = [merge_difference(device, wanted, dtype) for dtype in (*HALVES, torch.float32)]
+        off = next((off for off in offs if not off <= MERGED), None)  # NaN too
+        fault = "" if off is None else f"it is off by {off:.2g} (rounding: {MERGED:g})"
+    except Exception as error:  # noqa: BLE001 whatever Triton meets
+        fault = f"it cannot run ({described(error)})"
+    return (merged, [f"The merge in one kernel is not used: {fault}."]) if fault else (wanted, [])
+
+
+def merge_difference(device: torch.device, wanted: Merge, dtype: torch.dtype) -> float:
+    """Return how much a merge differs from ``merged``, of values around one; of larger ones, as a
+    part of them. Each part has queries that look at nothing.
+    """
+    batch, heads, queries, keys = SIZES
+    random = torch.Generator().manual_seed(keys)
+    parts = []
+    for blind in (slice(0, 4), slice(2, 6), slice(3, 7)):
+        out = torch.randn(batch, queries, heads, DIMS[0], generator=random).to(dtype).transpose(1, 2)
+        lse = 9 * torch.randn(batch, heads, queries, generator=random)
+        lse[..., blind] = -math.inf
+        parts.append(Partial(out.to(device), lse.to(device), float(keys)))
+    found, due = (reduce(merge, parts) for merge in (wanted, merged))
+    pairs = zip((found.out, found.level, found.weight), (due.out, due.level, due.weight), strict=True)
+    finite = [[torch.as_tensor(one).clamp(min=-1e9) for one in pair] for pair in pairs]
+    return float(
+        torch.cat([((one - other) / other.abs().clamp(min=1.0)).flatten() for one, other in finite])
+        .abs()
+        .max()
+    )
 
 
 def taken(candidate: Candidate, device: torch.device, due: Sequence[Ask]) -> Usable | str:

@@ -87,9 +87,14 @@ class Parts(NamedTuple):
         )
 
 
+def unit_of(dtype: torch.dtype) -> int:
+    """Return the elements between aligned places."""
+    return max(1, ALIGNED_BYTES // dtype.itemsize)
+
+
 def padded(counts: Sequence[int], is_flagged: bool, dtype: torch.dtype) -> list[int]:
     """Return the elements that each rank's part takes, with its flag and what fills it up."""
-    unit = max(1, ALIGNED_BYTES // dtype.itemsize)
+    unit = unit_of(dtype)
     return [-(-(count + is_flagged) // unit) * unit for count in counts]
 
 

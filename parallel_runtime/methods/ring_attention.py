@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..attention.hosts import inexact
-from ..attention.kernels import Kernels, Partial, merge, partial_attention
+from ..attention.kernels import Kernels, Partial, partial_attention
 from ..comm.in_step import Flag
 from ..comm.mesh import SequenceComm
 from .shards import KeysByFrame
@@ -67,7 +67,7 @@ class RingAttention:
                 passing(block.source, kv)
                 mask, (k, v) = mask_of(block.source) if mask_of is not None else None, kv
                 here = partial_attention(q_BhgD, k, v, mask, scale, self._kernels, host)
-                partial = here if partial is None else merge(partial, here)
+                partial = here if partial is None else self._kernels.merge(partial, here)
             except Exception as error:  # noqa: BLE001 raised below
                 failure = error
         if failure is not None:
@@ -80,16 +80,14 @@ class RingAttention:
         self, more: KeysByFrame, q_BhgD: torch.Tensor, start: int, scale: float | None, host: str
     ) -> Partial:
         """Attend to the keys of each query's frame. ``start``: the place of the first query."""
-        out, level = (
-            torch.zeros_like(q_BhgD),
-            q_BhgD.new_full(q_BhgD.shape[:3], -torch.inf, dtype=torch.float32),
-        )
+        out = torch.zeros_like(q_BhgD)
+        lse = q_BhgD.new_full(q_BhgD.shape[:3], -torch.inf, dtype=torch.float32)
         for rows, keys in more.segments(start, start + q_BhgD.shape[2]):
             if keys is not None:
                 k, v = more.keys[:, :, keys], more.values[:, :, keys]
                 part = partial_attention(q_BhgD[:, :, rows], k, v, None, scale, self._kernels, host)
-                out[:, :, rows], level[:, :, rows] = part.out, part.level
-        return Partial(out, level, float(more.tokens))
+                out[:, :, rows], lse[:, :, rows] = part.out, part.lse
+        return Partial(out, lse, float(more.tokens))
 
     def gather(self, kv_2BhKD: torch.Tensor, keys: Sequence[int], flag: Flag) -> torch.Tensor:
         """Return the keys and values of all places of the ring, one after another."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.hosts import inexact
-from ..attention.kernels import Kernels, Partial, merge, partial_attention
+from ..attention.kernels import Kernels, Partial, partial_attention
 from ..comm.in_step import Flag
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
@@ -186,11 +186,11 @@ class SequenceAttention(ABC):
             return out_BHQD if skip_output_reshape else out_BHQD.transpose(1, 2).flatten(2)
         k_BHlD, v_BHlD = joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2)
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels, host)
-        own = torch.cat((part.out.float(), part.level.unsqueeze(-1)), -1)
+        own = torch.cat((part.out.float(), part.lse.unsqueeze(-1)), -1)
         parts = own.new_empty(self._comm.size, *own.shape)
         self._comm.in_step.decide(self._from_all(own, [parts], self._comm.stop.wish()))
         whole = reduce(
-            merge,
+            self._kernels.merge,
             (
                 Partial(part[..., :-1], part[..., -1], float(max(1, count)))
                 for part, count in zip(parts, joint.counts, strict=True)

@@ -28,6 +28,7 @@ QUESTIONS = {torch.ops.prim.device.default, aten.is_pinned.default}  # they comp
 READS = {aten._local_scalar_dense.default, aten.equal.default}
 BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 MASKS = (torch.bool, torch.uint8)
+OWN = "pipemesh"
 UNREAD = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they write their first argument alone
 
 
@@ -64,14 +65,15 @@ class Memory:
 class DeviceCounts(TorchDispatchMode):
     """Counts while it is entered. ``value``: all that code reads of the device; ``chosen``: the
     share of its elements that a mask chooses. ``moved``: kernels beside products, attentions and
-    messages, by the bytes that they read and write. ``launches``: all kernels, a message as one.
+    messages, by the bytes that they read and write. ``launches``: all kernels, a message as one;
+    ``spared``: of those, the ones that are not where an operation of the pack's own is one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.value = 0.0
         self.chosen = 1.0
-        self.flops = self.launches = 0
+        self.flops = self.launches = self.spared = 0
         self.moved: Counter[int] = Counter()
         self.memory = Memory()
 
@@ -97,9 +99,11 @@ class DeviceCounts(TorchDispatchMode):
             with self:
                 return fused_attention(*args, **options)
         if func._overloadpacket not in flop_registry and func._can_decompose():
+            before = self.launches
             with self:
                 made = func.decompose(*args, **options)
             if made is not NotImplemented:
+                self.spared += (self.launches - before - 1) * (func.namespace == OWN)
                 return made
         return self.compute(func, args, options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -85,11 +86,15 @@ def uneven_split():
 
 def lse_merge():
     """Partial outputs are merged as if every key weighed the same, whatever its score."""
-    put(
-        rooms.ring_attention,
-        "merge",
-        lambda real: lambda a, b: real(*(part._replace(level=part.level * 0) for part in (a, b))),
-    )
+
+    def make(real):
+        def partial_attention(*args):
+            part = real(*args)
+            return part._replace(lse=part.lse * 0 + math.log(part.keys))
+
+        return partial_attention
+
+    put(rooms.ring_attention, "partial_attention", make)
 
 
 def ring_order():
