@@ -12,7 +12,7 @@ import pytest
 from pipemesh.launcher.pool import verdict
 from pipemesh.launcher.pool.conversation import StallClock
 from pipemesh.launcher.pool.crew import KEEP_MEMORY, rank_environment
-from pipemesh.launcher.pool.devices import Device, place
+from pipemesh.launcher.pool.devices import HIP_VARIABLE, Device, place
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.supervisor import LOG_LINES, Command, Supervisor
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
@@ -240,15 +240,48 @@ def test_between_hosts_gloo_and_nccl_take_the_interface_between_them_and_nccl_th
 
 
 def test_on_one_host_ranks_see_their_own_gpu_listen_on_loopback_alone_and_have_nothing_that_breaks_them():
-    breaks = dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"), "0")
+    breaks = dict.fromkeys(("RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"), "0")
+    breaks["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"  # ComfyUI's own choice
+    of_gpus = {
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     for backend in ("nccl", "gloo"):
         gpu = rank_environment(
             Device("cuda:0", "GPU-0"), backend, {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "eth0", **breaks}
         )
-        assert gpu == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "GPU-0", **loopback}
+        assert gpu == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "GPU-0", **loopback, **of_gpus}
     cpu = rank_environment(Device("cpu"), "gloo", {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"})
     assert cpu == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "", **loopback, **KEEP_MEMORY}
+
+
+@pytest.mark.parametrize(
+    ("allocator", "left"),
+    [
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,backend:cudaMallocAsync"},
+            "max_split_size_mb:512",
+        ),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+    ids=["joined to ComfyUI's", "of another name"],
+)
+def test_what_the_user_has_set_for_gpus_stays(allocator, left):
+    own = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0", "TORCH_NCCL_ENABLE_MONITORING": "1"}
+    env = rank_environment(Device("cuda:0", "GPU-0"), "nccl", {**own, **allocator})
+    assert {name: env[name] for name in own} == own
+    assert {name: value for name, value in env.items() if "ALLOC_CONF" in name} == {
+        next(iter(allocator)): left
+    }
+
+
+def test_amds_gpus_get_no_segments_that_grow():
+    amd = Device("cuda:0", "0", HIP_VARIABLE)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in rank_environment(amd, "nccl", {})
 
 
 @pytest.fixture

@@ -16,10 +16,18 @@ from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
 from ...parallel_runtime.wire.segment import Segment
 from ...parallel_runtime.wire.tree import encode_tree
 from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device, Placement
-from .rank_setup import COLLECTIVE_TIMEOUT_S, KEEP_MEMORY, SECRET_VARIABLE, RankSetup
+from .rank_setup import ALLOCATOR, COLLECTIVE_TIMEOUT_S, KEEP_MEMORY, SECRET_VARIABLE, RankSetup
 from .supervisor import Command, Supervisor
 
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+OF_GPUS = {
+    # NCCL's watchdog would end a rank before it answers with its GPU's error
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the pool itself judges who hangs
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",  # torch 2.7.0 chooses 1, with which NCCL 2.26 may hang
+    # Kernels of all communicators start in the order of the code, which all ranks have in common
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+}
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -49,24 +57,37 @@ def rank_environment(
     device: Device, backend: str, environ: dict[str, str], interface: str = ""
 ) -> dict[str, str]:
     """Returns a rank's environment: that of the starting process, less what breaks a rank
-    (allocator choices, other launchers' ranks, hidden GPUs). ``interface``: the one that leads to
-    other machines; without one, what ranks open to each other is for this machine alone.
+    (ComfyUI's choice of an allocator, other launchers' ranks, hidden GPUs), and what a GPU's takes
+    where the user has set nothing else. ``interface``: the one that leads to other machines;
+    without one, what ranks open to each other is for this machine alone.
 
     A CPU rank keeps freed memory (glibc), because fresh pages would cost it a quarter of a forward:
     at most 1 GiB. It goes back to the system when a model is released, and when a run of a pipeline
     ends.
     """
-    scrubbed = {*ALLOCATOR_VARIABLES, *LAUNCHER_VARIABLES, SECRET_VARIABLE, CUDA_VARIABLE, HIP_VARIABLE}
+    scrubbed = {*ALLOCATORS, *LAUNCHER_VARIABLES, SECRET_VARIABLE, CUDA_VARIABLE, HIP_VARIABLE}
     env = {
         key: value
         for key, value in environ.items()
         if key not in scrubbed and not key.startswith(LAUNCHER_PREFIXES)
     }
-    if not device.is_gpu:
-        env = {**KEEP_MEMORY, **env}
+    defaults = {**OF_GPUS, **allocator(device, environ)} if device.is_gpu else KEEP_MEMORY
+    env = {**defaults, **env}
     env[device.variable] = device.address if device.is_gpu else ""
     env["GLOO_SOCKET_IFNAME"] = interface or LOOPBACK
     return {"NCCL_SOCKET_IFNAME": interface, **env} if interface else {**env, "NCCL_SOCKET_IFNAME": LOOPBACK}
+
+
+def allocator(device: Device, environ: dict[str, str]) -> dict[str, str]:
+    """Returns the settings of torch's own allocator: the user's, of which ComfyUI has joined its
+    choice of another (``cuda_malloc.py``) to the end; else, on NVIDIA's GPUs, that segments grow,
+    so that less is lost between tensors of a run's sizes and of the next one's.
+    """
+    for name in ALLOCATORS:
+        parts = environ.get(name, "").split(",")
+        if own := ",".join(part for part in parts if not part.strip().startswith("backend:")):
+            return {name: own}
+    return {ALLOCATOR: "expandable_segments:True"} if device.variable == CUDA_VARIABLE else {}
 
 
 class Crew:

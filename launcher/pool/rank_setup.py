@@ -24,12 +24,17 @@ DEFAULT_STALL_S, DEFAULT_LOST_S = 300.0, 5.0
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 STALL_S_RANGE = (1.0, COLLECTIVE_TIMEOUT_S)
 LOST_S_RANGE = (2.0, 120.0)  # the kernel counts up to 127 unanswered probes, one a second
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it when it is imported
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 def start_as(environ: Mapping[str, str]) -> Callable[[Command], Process]:
     """Returns the function that starts a rank: it forks, unless PIPEMESH_FORK says 0."""
-    return process_of_its_own if environ.get(FORK_VARIABLE) == "0" else ForkServer(tuple(KEEP_MEMORY)).start
+    return (
+        process_of_its_own
+        if environ.get(FORK_VARIABLE) == "0"
+        else ForkServer((*KEEP_MEMORY, ALLOCATOR)).start
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
