@@ -130,6 +130,8 @@ class World:
                     for ulysses, ring, world, *_ in mesh.sequence._by_width.values()
                     for part in (ulysses.group, ring._group, world.group)
                 ]
+                if mesh.link is not None:
+                    used += [mesh.link._from_before, mesh.link._sends._group]
                 for group in (dist.group.WORLD, *(group for group in used if group is not None)):
                     ranks = tuple(dist.get_process_group_ranks(group))
                     name = f"group {group.group_name} {ranks}"
@@ -143,21 +145,29 @@ class World:
         opened = []
         self.opened.append(opened)
 
-        def meet(tensor, group=None):
+        def note(operation, counts, group, **more):
             ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-            opened.append(Event(rank, f"group of {ranks}", "all_to_all", (1,) * 2 * len(ranks)))
+            opened.append(Event(rank, f"group of {ranks}", operation, counts, **more))
+            return SimpleNamespace(wait=lambda: None)
 
-        patch.setattr(dist, "all_reduce", meet)
-        patch.setattr(
-            dist,
-            "send",
-            lambda tensor, peer: opened.append(Event(rank, "all", "send", (tensor.numel(),), peer=peer)),
-        )
-        patch.setattr(
-            dist,
-            "recv",
-            lambda tensor, peer: opened.append(Event(rank, "all", "receive", (tensor.numel(),), peer=peer)),
-        )
+        def meet(receiving, sending, receive_sizes, send_sizes, group):
+            note("all_to_all", (*send_sizes, *receive_sizes), group)
+
+        def post(operation):
+            return lambda tensor, peer, group=None, batch=-1: note(
+                operation, (tensor.numel(),), group, peer=peer, batch=batch
+            )
+
+        def batched(operations):
+            batch = rank * 100 + len(opened)
+            return [one.op(one.tensor, one.peer, one.group, batch=batch) for one in operations]
+
+        patch.setattr(dist, "get_backend", lambda group=None: "fake")
+        patch.setattr(dist, "all_to_all_single", meet)
+        patch.setattr(dist, "isend", post("send"))
+        patch.setattr(dist, "irecv", post("receive"))
+        patch.setattr(dist, "P2POp", self.P2POp)
+        patch.setattr(dist, "batch_isend_irecv", batched)
 
     def name_of(self, group) -> str:
         return "all" if group is None else self._names[id(group)]

@@ -5,7 +5,7 @@ All ranks run in this process, so orderings that only NCCL would hang on are fou
 """
 
 from functools import wraps
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -125,38 +125,48 @@ def test_every_rank_makes_the_same_groups_in_the_same_order(layout, monkeypatch)
             assert group is None or world.members[world.name_of(group)] == layout.group(axis, rank)
 
 
-def groups_of(layout, rank):
-    """The ranks of every group that this one's sequence has."""
-    used = [layout.group(axis.name, rank) for axis in layout.used() if axis.within == "sequence"]
-    return used if len(used) < 2 else [*used, tuple(layout.sequence(rank))]
+def opens(layout, rank):
+    """The ranks, the operation and the other end of each first message of ``rank``."""
+    for wide in map(layout.joined, layout.widths):
+        ring, ulysses = wide.group("ring", rank), wide.group("ulysses", rank)
+        if len(ring) > 1:
+            at = ring.index(rank)
+            yield from ((ring, "send", ring[(at + 1) % len(ring)]), (ring, "receive", ring[at - 1]))
+            yield tuple(wide.sequence(rank)), "all_to_all", -1
+        if len(ulysses) > 1:
+            yield ulysses, "all_to_all", -1
+    for before, after in pairwise(layout.of_stages(rank)):
+        if rank == after:
+            yield (before, after), "receive", before
+        if rank == before:
+            yield (before, after), "send", after
 
 
 @pytest.mark.cover(4)
 @pytest.mark.parametrize("layout", SEQUENCES + PIPELINES + IN_GROUPS, ids=Layout.equation)
-def test_every_connection_is_opened_at_the_start_in_one_order(layout, monkeypatch):
+def test_every_communicator_is_opened_by_the_operation_it_is_for_in_one_order(layout, monkeypatch):
     world = World(layout, "nccl", monkeypatch)
-    groups = {
-        event.group: ranks
-        for ranks in world.members.values()
-        for event in world.opened[ranks[0]]
-        if event.group == f"group of {ranks}"
-    }
+    groups = {f"group of {ranks}": ranks for ranks in world.members.values()}
     assert disagreements(world.opened, groups) == []
     assert has_an_order(world.opened, in_order=True)
-    for rank in range(layout.world_size):
-        met = {event.group for event in world.opened[rank] if event.operation == "all_to_all"}
-        used = [ranks for width in layout.widths for ranks in groups_of(layout.joined(width), rank)]
-        assert met == {f"group of {ranks}" for ranks in used}
-        peers = {event.peer for event in world.opened[rank] if event.operation != "all_to_all"}
-        at = layout.stage(rank)
-        assert peers == {*layout.of_stages(rank)[max(0, at - 1) : at + 2]} - {rank}
+    for rank, opened in enumerate(world.opened):
+        assert {(event.group, event.operation, event.peer) for event in opened} == {
+            (f"group of {ranks}", operation, peer) for ranks, operation, peer in opens(layout, rank)
+        }
+        assert {count for event in opened for count in event.counts} <= {0, 1}
+
+
+def test_a_pipeline_of_three_stages_posts_no_message_on_the_worlds_communicator(traced):
+    world, traces, _ = traced(Layout(pipefusion=3), "nccl", WARM + IN_PATCHES)
+    of = {event.group for trace in traces for event in trace if event.operation != "wait"}
+    assert sorted(world.members[group] for group in of) == [(0, 1), (1, 2)]
 
 
 def test_a_connection_that_fails_names_its_ranks(monkeypatch):
-    def fail(tensor, group=None):
+    def fail(operations):
         raise RuntimeError("no route")
 
-    monkeypatch.setattr(dist, "all_reduce", fail)
+    monkeypatch.setattr(dist, "batch_isend_irecv", fail)
     with (
         pytest.raises(RuntimeError, match="The ring group of ranks 0, 2 could not connect: no route"),
         joined(Layout(ulysses=2, ring=2), 0),

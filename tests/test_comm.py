@@ -3,6 +3,7 @@ messages, and when.
 """
 
 import weakref
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing, standin
 from pipemesh.lab.commands.parity import stock_model
+from pipemesh.lab.dry_run.ranks import joined as lone_rank
 from pipemesh.parallel_runtime.comm import ring as ring_module
 from pipemesh.parallel_runtime.comm.in_step import Expected, InStep, KnownSteps
-from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.comm.mesh import connect, open_weights
 from pipemesh.parallel_runtime.comm.parts import to_all
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.layout import Layout
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .models import evaluate
+from .test_parts import Kernels
 
 # -- one mesh
 
@@ -53,6 +56,24 @@ def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
     assert comm.ring._next == shown[(comm.ring.index + 1) % layout.ring][comm.ulysses.rank]
     assert comm.ring._previous == shown[comm.ring.index - 1][comm.ulysses.rank]
     assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
+
+
+def test_the_group_of_all_ranks_serves_an_axis_that_has_them_all_and_weights_have_their_own(monkeypatch):
+    gathered, gather = [], dist.all_gather_into_tensor
+    monkeypatch.setattr(
+        dist,
+        "all_gather_into_tensor",
+        lambda whole, *args, group, **more: (
+            gathered.append((whole.numel(), group)) or gather(whole, *args, group=group, **more)
+        ),
+    )
+    with lone_rank(Layout(ulysses=4), 1) as mesh:
+        assert mesh.sequence.ulysses.group is mesh.sequence.world.group is dist.group.WORLD
+        for _ in range(2):
+            open_weights(mesh)
+        (opened,) = gathered
+        assert opened[0] == 4 and opened[1] is not dist.group.WORLD
+        assert dist.get_process_group_ranks(opened[1]) == [0, 1, 2, 3]
 
 
 # -- messages
@@ -168,6 +189,37 @@ def test_the_stand_in_makes_the_calls_of_real_ranks_and_counts_their_bytes(ranks
         assert real["calls"] == alone["calls"]
         assert real["sent_bytes"] == alone["sent_bytes"] > 0
         assert {name for name, *_ in real["calls"]} == {"_move", *(["_pass_on"] if ring > 1 else [])}
+
+
+def walked(monkeypatch, size, wishing):
+    """The kernels of a walk beside its messages, and the largest wish, where one rank wishes."""
+    ring, steps = StandinRing(0, size), InStep(lambda failed, number: (failed, number), lambda flag: None)
+    kernels, at = Kernels(), count(1)
+    steps.begin(KnownSteps(), Expected("kind"))
+    steps.join(ring)
+
+    def passed_on(current, arriving):
+        before = kernels.count
+        arriving.fill_(-1.0)[0] = float(next(at) == wishing)
+        kernels.count = before
+        return []
+
+    monkeypatch.setattr(ring, "_pass_on", passed_on)
+    walk = ring.walk(torch.ones(2, 1, 4, 8, 16), [8] * size, 0.0)
+    for source in (0, *range(size - 1, 0, -1)):
+        with kernels:
+            block = next(walk)
+        assert block.source == source and block.kv.eq(-1.0 if source else 1.0).all()
+    with kernels:
+        assert next(walk, None) is None
+    return kernels.count, float(steps.flag)
+
+
+@pytest.mark.parametrize("size", [3, 4, 7, 8])
+def test_a_walk_of_any_number_of_ranks_is_the_kernels_of_two_and_tells_of_the_largest_wish(monkeypatch, size):
+    of_two, _ = walked(monkeypatch, 2, 1)
+    for wishing in range(size):
+        assert walked(monkeypatch, size, wishing) == (of_two, float(wishing > 0))
 
 
 def test_queries_that_share_keys_and_values_are_exact_over_two_ranks(ranks):

@@ -82,7 +82,7 @@ class Made(NamedTuple):
     rank: Foreseeing
 
 
-def arrived(buffer, _rank):
+def arrived(buffer, _rank, _group):
     """A message of the right request, of zeros, that is here already."""
     buffer.zero_()[-1:] = NUMBER
     return SimpleNamespace(wait=lambda: None)
@@ -105,7 +105,9 @@ def make(request, monkeypatch):
     monkeypatch.setattr(
         stage_link,
         "dist",
-        SimpleNamespace(irecv=arrived, isend=lambda _buffer, _rank: SimpleNamespace(wait=lambda: None)),
+        SimpleNamespace(
+            irecv=arrived, isend=lambda _buffer, _rank, _group: SimpleNamespace(wait=lambda: None)
+        ),
     )
 
     def make():

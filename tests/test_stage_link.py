@@ -33,10 +33,10 @@ class Network:
         self._sends = defaultdict(deque)
         self._receives = defaultdict(deque)
 
-    def isend(self, chunk, to):
+    def isend(self, chunk, to, group):
         return self._post(self._sends, (getcurrent().stage, to), chunk)
 
-    def irecv(self, chunk, sender):
+    def irecv(self, chunk, sender, group):
         return self._post(self._receives, (sender, getcurrent().stage), chunk)
 
     def _post(self, queues, ends, chunk):

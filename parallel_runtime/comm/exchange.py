@@ -158,6 +158,9 @@ class Exchange(Mover):
             )
         return self._laid[message]
 
+    def open(self, token: torch.Tensor) -> torch.Tensor:
+        return self.largest(token)
+
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
         """Return the largest of each element of ``flag`` (n,) in the group, by a message that is no
         step.

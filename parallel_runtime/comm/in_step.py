@@ -93,6 +93,10 @@ class Mover:
         """
         raise NotImplementedError
 
+    def open(self, token: torch.Tensor) -> torch.Tensor:
+        """Send ``token`` (1,) to each rank that messages go to, as they go; return what came."""
+        raise NotImplementedError
+
     def free_buffers(self) -> None:
         self._buffers.clear()
         self._laid.clear()

@@ -91,13 +91,14 @@ class SequenceComm:
     def size(self) -> int:
         return self.world.size
 
-    def share_weights(self, group: dist.ProcessGroup | None) -> None:
+    def share_weights(self, group: dist.ProcessGroup | None) -> ShardGather:
         """Have weights gathered in ``group``, which is of the ranks of this sequence."""
-        self.weights = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu)
-        self.weights.traffic = self.traffic
+        self.weights = gather = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu)
+        gather.traffic = self.traffic
         for paths in self._by_width.values():
-            paths.in_step.join(self.weights)
-        self.weights.in_step = self.in_step
+            paths.in_step.join(gather)
+        gather.in_step = self.in_step
+        return gather
 
     def _ask(self, has_failed: bool, known: int) -> tuple[bool, int]:
         """Ask all ranks of the sequence, as ``InStep`` has it."""
@@ -168,21 +169,25 @@ def connect(
     )
     stage, stages, link = layout.stage(rank), layout.of_stages(rank), None
     if len(stages) > 1:
+        between = link_groups(layout, rank)
+        before, after = (None, *stages)[stage], (*stages, None)[stage + 1]
         link = StageLink(
-            stages[stage - 1] if stage else None,
-            stages[stage + 1] if stage + 1 < len(stages) else None,
+            before,
+            after,
+            from_before=between.get((before, rank)),
+            to_after=between.get((rank, after)),
             via_cpu=via_cpu,
             device_type=device_type,
             traffic=sequence.traffic,
             before_waiting=lambda: tick(stage * STAGE_STEPS),
         )
-    open_connections(layout, rank, groups, sequence)
+    open_connections(layout, rank, sequence, link)
     for width in layout.widths[1:]:
         wider = layout.joined(width)
         groups = axis_groups(wider, rank)
         sequence.join(width, *paths_of(wider, rank, groups, via_cpu), shares_of(wider, rank, speeds))
         sequence.use(width)
-        open_connections(wider, rank, groups, sequence)
+        open_connections(wider, rank, sequence)
     sequence.join(ALONE, *paths_of(Layout(), 0, dict.fromkeys(OF_A_SEQUENCE), via_cpu))
     sequence.use(1)
     return Mesh(rank, layout, sequence, link, tuple(speeds))
@@ -205,37 +210,34 @@ def open_weights(mesh: Mesh) -> None:
     the group.
     """
     if mesh.sequence.weights is None:
-        group = own_group(mesh.layout.sequences(), mesh.rank)
-        mesh.sequence.share_weights(group)
-        if group is not None:
-            token = torch.zeros(1, device=mesh.sequence.device_type)
-            with naming("To gather weights,", dist.get_process_group_ranks(group)):
-                dist.all_reduce(token, group=group)
-                token.item()
+        gather = mesh.sequence.share_weights(new_group(mesh.layout.sequences(), mesh.rank))
+        if gather.size > 1:
+            with naming("To gather weights,", mesh.layout.sequence(mesh.rank)):
+                gather.open(torch.zeros(1, device=mesh.sequence.device_type)).sum().item()
 
 
-def open_connections(layout: Layout, rank: int, groups: Groups, sequence: SequenceComm) -> None:
-    """Send a first message in each group, outermost axis first, then from each stage to the next.
+def open_connections(
+    layout: Layout, rank: int, sequence: SequenceComm, link: StageLink | None = None
+) -> None:
+    """Send a first message in each group, outermost axis first, by the operation that it is for:
+    NCCL connects, and takes memory for, what the operation needs. Then from each stage to the next.
     Every rank must call it.
 
     Else the first evaluation would, and a failure there has no name. Raises RuntimeError that names
     the group.
     """
     token = torch.zeros(1, device=sequence.device_type)
-    for axis, group in groups.items():
-        if group is not None:
+    for axis, mover in (("ring", sequence.ring), ("ulysses", sequence.ulysses)):
+        if mover.size > 1:
             with naming(f"The {axis} group of", layout.group(axis, rank)):
-                dist.all_reduce(token, group=group)
-                token.item()  # NCCL tells of a failure here
-    if len(used_in_sequence(layout)) > 1:
+                mover.open(token).item()  # NCCL tells of a failure here
+    if sequence.size > 1 and sequence.ulysses.size < sequence.size:
         with naming("The sequence of", layout.sequence(rank)):
-            dist.all_reduce(token, group=sequence.world.group)
-            token.item()
-    for before, after in pairwise(layout.of_stages(rank)):
+            sequence.world.open(token).item()
+    for before, after in pairwise(layout.of_stages(rank)) if link else ():
         if rank in (before, after):
             with naming("The stages of", (before, after)):
-                dist.send(token, after) if rank == before else dist.recv(token, before)
-                token.item()
+                link.open(token, to_next=rank == before)
 
 
 @contextmanager
@@ -248,7 +250,7 @@ def naming(what: str, ranks: Sequence[int]) -> Iterator[None]:
 
 def axis_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup | None]:
     """Make the process groups along each axis of a sequence, outermost first; return this rank's.
-    Along others there is none: stages send from rank to rank, and groups of ranks that compute
+    Along others there is none: stages have a group for each link, and groups of ranks that compute
     forwards of their own send each other nothing. Every rank must call it.
     """
     return {axis: own_group(layout.lines(axis), rank) for axis in reversed(OF_A_SEQUENCE)}
@@ -262,15 +264,30 @@ def sequence_of(layout: Layout, rank: int, groups: Groups) -> dist.ProcessGroup 
     """Return the process group of the ranks that share this rank's sequence; it is that of an axis
     where the sequence has no other, and made where it has two. Every rank must call it.
     """
-    if layout.sequence_size == layout.world_size:
-        return dist.group.WORLD
     used = used_in_sequence(layout)
     if len(used) < 2:
         return groups[used[0]] if used else None
     return own_group(layout.sequences(), rank)
 
 
+def link_groups(layout: Layout, rank: int) -> dict[tuple[int | None, int | None], dist.ProcessGroup | None]:
+    """Make a group of each two stages that are neighbours: in one of all ranks, a receive that is
+    posted early would hold up the send behind it. Every rank must call it.
+    """
+    lines = [layout.of_stages(first) for first in range(layout.world_size) if layout.stage(first) == 0]
+    return {pair: own_group([pair], rank) for line in lines for pair in pairwise(line)}
+
+
 def own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """Return the process group of ``rank`` among ``members``: that of all ranks where they are all,
+    else as ``new_group`` makes it. Every rank must call it.
+    """
+    if len(members[0]) > 1 and len(members[0]) == dist.get_world_size():
+        return dist.group.WORLD
+    return new_group(members, rank)
+
+
+def new_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
     """Make a process group of each of ``members``, in their order; return that of ``rank``. None
     where ranks are alone. Every rank must call it.
     """

@@ -1,8 +1,9 @@
 """Pass keys and values around a ring of ranks: the next block travels while the current one is
 computed with.
 
-Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, with the origin's wish to
-stop as one extra element.
+Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, behind the origin's wish
+to stop. Each message begins where the wish of the one before it in its place is not overwritten, so
+that one kernel reads all wishes at the end.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .in_step import Flag, Mover
+from .parts import unit_of
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,27 @@ class Block:
 
 
 class RingMessage(NamedTuple):
-    """Elements of every rank's block, the flag not included."""
+    """The form (2, B, h, D) of every rank's block, and the keys of each."""
 
-    counts: tuple[int, ...]
+    form: tuple[int, int, int, int]
+    keys: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+class Hop(NamedTuple):
+    """Where a block lies, and where the message does that brings it."""
+
+    source: int
+    message: torch.Tensor
+    kv: torch.Tensor
+
+
+class Places(NamedTuple):
+    """The hops of a walk, and where their wishes to stop lie among others that are this rank's."""
+
+    hops: list[Hop]
+    wishes: torch.Tensor
 
 
 class Ring(Mover):
@@ -56,20 +75,24 @@ class Ring(Mover):
         ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag``: this rank's wish to
         stop.
         """
-        shape = list(kv.shape)
-        counts = tuple(shape[0] * shape[1] * shape[2] * count * shape[4] for count in keys)
-        message = RingMessage(counts, kv.dtype, torch.device("cpu") if self.via_cpu else kv.device)
+        *form, _, dim = kv.shape
+        device = torch.device("cpu") if self.via_cpu else kv.device
+        message = RingMessage((*form, dim), tuple(keys), kv.dtype, device)
         places = self._places(message)
-        places[0][: kv.numel()].copy_(kv.flatten())
-        wishes, largest = self._flags(message.dtype, message.device)
+        places.hops[0].kv.copy_(kv)
+        largest = places.wishes.new_empty(())
         if self.in_step is not None:
             self.in_step.enter(self.axis, message)
-        for step, (source, place) in enumerate(self._go_around(message, places, flag)):
-            wishes[step : step + 1].copy_(place[-1:])
-            block = place[:-1].view(*shape[:3], keys[source], shape[4])
-            yield Block(source, kv if step == 0 else block)
+        for hop in self._go_around(places, flag):
+            yield Block(hop.source, kv if hop is places.hops[0] else hop.kv)
         if self.in_step is not None:
-            self.in_step.leave_with(torch.amax(wishes, 0, out=largest))
+            self.in_step.leave_with(torch.amax(places.wishes, (), out=largest))
+
+    def open(self, token: torch.Tensor) -> torch.Tensor:
+        came = torch.zeros_like(token)
+        for work in self._pass_on(token, came):
+            work.wait()
+        return came
 
     def make_room(self, what: Hashable) -> None:
         assert isinstance(what, RingMessage)
@@ -78,29 +101,25 @@ class Ring(Mover):
     def go_through(self, what: Hashable, wish: float) -> torch.Tensor:
         """Walk the ring with whatever lies there as the own block; return the largest flag."""
         assert isinstance(what, RingMessage)
-        places, (wishes, largest) = self._places(what), self._flags(what.dtype, what.device)
-        for step, (_, place) in enumerate(self._go_around(what, places, wish)):
-            wishes[step : step + 1].copy_(place[-1:])
-        return torch.amax(wishes, 0, out=largest)
+        places = self._places(what)
+        largest = places.wishes.new_empty(())
+        for _ in self._go_around(places, wish):
+            pass
+        return torch.amax(places.wishes, (), out=largest)
 
-    def _go_around(
-        self, message: RingMessage, places: Sequence[torch.Tensor], flag: Flag
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each block's source and its place, the flag behind it, while the next arrives."""
-        current, source = places[0][: message.counts[self.index] + 1], self.index
-        current[-1:].fill_(flag)
-        for step in range(self.size):
-            arriving, works, coming = current, [], (source - 1) % self.size
+    def _go_around(self, places: Places, flag: Flag) -> Iterator[Hop]:
+        """Yield each hop while the next block arrives."""
+        places.wishes.fill_(flag)
+        for step, hop in enumerate(places.hops):
+            works = []
             if step < self.size - 1:
-                arriving = places[1 + step % 2][: message.counts[coming] + 1]
-                works = self._pass_on(current, arriving)
-                self.traffic.sent_bytes[self.axis] += current.nbytes
-            yield source, current
+                works = self._pass_on(hop.message, places.hops[step + 1].message)
+                self.traffic.sent_bytes[self.axis] += hop.message.nbytes
+            yield hop
             began = time.perf_counter()
             for work in works:
                 work.wait()
             self.traffic.waited_s[self.axis] += time.perf_counter() - began
-            current, source = arriving, coming
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
         """Start a send and a receive; return them to be waited for."""
@@ -110,14 +129,26 @@ class Ring(Mover):
         ]
         return dist.batch_isend_irecv(operations)
 
-    def _places(self, message: RingMessage) -> list[torch.Tensor]:
-        """Return three buffers, used in turn: one is sent, one (the same, or the own block) is
+    def _places(self, message: RingMessage) -> Places:
+        """Return three places, used in turn: one is sent, one (the same, or the own block) is
         computed with, and into one the next block arrives. All are there before the first is sent.
+
+        The messages of a place begin one unit apart, the last one's at the same unit in each. There
+        is the own wish wherever no message has its own.
         """
         if message not in self._laid:
-            own, largest = message.counts[self.index] + 1, max(message.counts) + 1
-            self._laid[message] = [
-                self._buffer(slot, own if slot == 0 else largest, message.dtype, message.device)
-                for slot in range(1 + min(2, self.size - 1))
-            ]
+            unit, turns = unit_of(message.dtype), max(1, self.size // 2)
+            counts = [prod(message.form) * keys for keys in message.keys]
+            stride = -(-(turns * unit + max(counts)) // unit) * unit
+            slots = min(3, self.size)
+            buffer = self._buffer("walk", slots * stride, message.dtype, message.device)
+            *form, dim = message.form
+            hops = []
+            for step in range(self.size):
+                source = (self.index - step) % self.size
+                slot, later = (2 - step % 2, (self.size - 1 - step) // 2) if step else (0, 0)
+                begin = slot * stride + (turns - 1 - later) * unit
+                whole = buffer[begin : begin + unit + counts[source]]
+                hops.append(Hop(source, whole, whole[unit:].view(*form, message.keys[source], dim)))
+            self._laid[message] = Places(hops, buffer.as_strided((slots, turns), (stride, unit)))
         return self._laid[message]

@@ -43,6 +43,12 @@ class ShardGather(Mover):
         """Keep nothing of a model."""
         self._models.pop(model, None)
 
+    def open(self, token: torch.Tensor) -> torch.Tensor:
+        came = token.new_zeros(self.size)
+        self._start(token, came)
+        self.wait()
+        return came
+
     def make_room(self, what: Hashable) -> None:
         self._places(what)
 

@@ -31,13 +31,15 @@ Works = Sequence["dist.Work | None"]  # torch's type: None where this rank is no
 class Sends:
     """The sends in flight to one rank, whose memory is kept until they have gone."""
 
-    def __init__(self, to: int | None, traffic: Traffic):
+    def __init__(self, to: int | None, group: dist.ProcessGroup | None, traffic: Traffic):
         self._to = to
+        self._group = group
         self._sending: deque[tuple[Works, torch.Tensor]] = deque()
         self._traffic = traffic
 
     def start(self, buffer: torch.Tensor) -> None:
-        self._sending.append(([dist.isend(chunk, self._to) for chunk in chunks_of(buffer)], buffer))
+        works = [dist.isend(chunk, self._to, self._group) for chunk in chunks_of(buffer)]
+        self._sending.append((works, buffer))
         self._traffic.sent_bytes[AXIS] += buffer.nbytes
         self.finish(but=IN_FLIGHT)
 
@@ -52,6 +54,7 @@ class Sends:
 
 class StageLink:
     """Receives from the rank ``previous`` and sends to ``next``: global ranks, None at the ends.
+    Messages go in the groups ``from_before`` and ``to_after``.
 
     ``via_cpu``: messages go through CPU memory; ``device_type``: where announcements lie.
     ``traffic``: where messages are counted. ``before_waiting`` is called before each wait for a
@@ -66,14 +69,17 @@ class StageLink:
         previous: int | None,
         next: int | None,
         *,
+        from_before: dist.ProcessGroup | None = None,
+        to_after: dist.ProcessGroup | None = None,
         via_cpu: bool,
         device_type: str = "cpu",
         traffic: Traffic | None = None,
         before_waiting: Callable[[], None] = lambda: None,
     ):
         self._previous = previous
+        self._from_before = from_before
         self.traffic = traffic or Traffic()
-        self._sends = Sends(next, self.traffic)
+        self._sends = Sends(next, to_after, self.traffic)
         self._via_cpu = via_cpu
         self._device_type = device_type
         self._before_waiting = before_waiting
@@ -81,6 +87,15 @@ class StageLink:
         self._posted: deque[tuple[Works, torch.Tensor]] = deque()
         # The number that came with a patch, and the one it should be
         self._unchecked: deque[tuple[LateValue, int]] = deque()
+
+    def open(self, token: torch.Tensor, *, to_next: bool) -> None:
+        """Send a first message to the next rank, or take that of the one before."""
+        if to_next:
+            self._sends.start(token)
+            self._sends.finish()
+        else:
+            wait_for([dist.irecv(token, self._previous, self._from_before)])
+        token.item()  # NCCL tells of a failure here
 
     def free_buffers(self) -> None:
         """Wait for the sends in flight, then free their memory. Call between runs, when the next
@@ -97,7 +112,7 @@ class StageLink:
         buffer, self._prepared = self._prepared, None
         if buffer is None or (buffer.numel(), buffer.dtype) != (count, dtype):
             buffer = torch.empty(count, dtype=dtype, device="cpu" if self._via_cpu else device)
-        works = [dist.irecv(chunk, self._previous) for chunk in chunks_of(buffer)]
+        works = [dist.irecv(chunk, self._previous, self._from_before) for chunk in chunks_of(buffer)]
         self._posted.append((works, buffer))
 
     def prepare(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -147,7 +162,7 @@ class StageLink:
     def _announcement(self) -> torch.Tensor:
         """Return (whether nothing follows, elements, place of their dtype in ``DTYPES``)."""
         announced = torch.zeros(3, dtype=torch.int64, device=self._device_type)
-        self._wait([dist.irecv(announced, self._previous)])
+        self._wait([dist.irecv(announced, self._previous, self._from_before)])
         return announced
 
     def _wait(self, works: Works) -> None:
