@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,8 @@ def fused(first: Partial, second: Partial) -> tuple[torch.Tensor, torch.Tensor, 
     a, b = (part.out if part.out.stride(-1) == 1 else part.out.contiguous() for part in (first, second))
     count = level.numel()
     if made.numel():
-        merge_rows[(triton.cdiv(count, ROWS),)](
+        launch: Any = merge_rows[(triton.cdiv(count, ROWS),)]
+        launch(
             *(a, first.lse.contiguous(), weight if first.weight is None else first.weight),
             *(b, second.lse.contiguous(), weight if second.weight is None else second.weight),
             *(made, level, weight),

@@ -234,8 +234,8 @@ def open_connections(
     if sequence.size > 1 and sequence.ulysses.size < sequence.size:
         with naming("The sequence of", layout.sequence(rank)):
             sequence.world.open(token).item()
-    for before, after in pairwise(layout.of_stages(rank)) if link else ():
-        if rank in (before, after):
+    for before, after in pairwise(layout.of_stages(rank)):
+        if link is not None and rank in (before, after):
             with naming("The stages of", (before, after)):
                 link.open(token, to_next=rank == before)
 

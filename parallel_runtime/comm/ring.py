@@ -34,7 +34,7 @@ class Block:
 class RingMessage(NamedTuple):
     """The form (2, B, h, D) of every rank's block, and the keys of each."""
 
-    form: tuple[int, int, int, int]
+    form: tuple[int, ...]
     keys: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
