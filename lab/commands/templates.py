@@ -117,7 +117,7 @@ def line_of(outcome: Outcome) -> str:
         else f" {outcome.error:.1e}" + (f" ({outcome.ratio:.2f} x)" if outcome.ratio is not None else "")
     )
     return (
-        f"{outcome.result:9} {outcome.name}{figure}  {outcome.seconds:.0f}"
+        f"{outcome.result:10} {outcome.name}{figure}  {outcome.seconds:.0f}"
         f" s{'  ' * bool(outcome.reason)}{outcome.reason}"
         f"{'  known by its name alone: ' * bool(outcome.by_name)}{', '.join(outcome.by_name)}"
     )

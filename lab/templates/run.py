@@ -51,7 +51,8 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Figures):
-    """What a template gave. ``result``: "same", "one GPU", "refused", "different" or "error".
+    """What a template gave. ``result``: "same", "one GPU", "refused", "different", "error",
+    or "other pack": stock cannot run it as it is installed.
 
     ``error``: the largest difference of a latent, in units of its scale, held to BOUND, or to what
     one rounding of every evaluation does to stock (``launcher/trial/rounding.py``). ``ratio``: of
@@ -95,10 +96,8 @@ class Tries:
         """Raises ServerError where the server is gone."""
         begun = time.perf_counter()
         if foreign := next((key for key, node in graph.items() if "class_type" not in node), None):
-            why = (
-                f"node {foreign} is of a class that this ComfyUI does not have: install the pack that has it"
-            )
-            return Outcome(name=name, result="error", reason=why)
+            why = f"node {foreign} is of a class that this ComfyUI has only with another pack"
+            return Outcome(name=name, result="other pack", reason=why)
         small = made_small(graph, self.info)
         facts: dict[str, Any] = {
             "name": name,

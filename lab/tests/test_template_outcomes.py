@@ -1,5 +1,5 @@
 """What the command says of a template, on a server that gives what a test wants: same, different,
-one GPU, refused or error.
+one GPU, refused, error, or of another pack.
 """
 
 from types import SimpleNamespace
@@ -52,11 +52,10 @@ class Server:
 def outcome_of(tmp_path):
     """An answer -> the outcome, and the graphs that were run."""
 
-    def tried(answer):
+    def tried(answer, template=None):
         server = Server(tmp_path, answer)
-        return Tries(server, {**INFO, "Loader": INFO["Loader"]}, {"ulysses": 2}).outcome(
-            "a", graph()
-        ), server.graphs
+        tries = Tries(server, {**INFO, "Loader": INFO["Loader"]}, {"ulysses": 2})
+        return tries.outcome("a", template or graph()), server.graphs
 
     return tried
 
@@ -116,6 +115,12 @@ def test_a_template_of_which_nothing_ran_in_the_pool_is_an_error(tmp_path):
         "error",
         0,
     )
+
+
+def test_a_template_with_a_node_of_another_pack_is_said_to_be_one_and_is_not_tried(outcome_of):
+    foreign = graph() | {"126:96": {"inputs": {}}}
+    outcome, graphs = outcome_of(lambda graph: TRUTH, foreign)
+    assert outcome.result == "other pack" and "126:96" in outcome.reason and graphs == []
 
 
 def test_other_latents_of_weights_that_were_never_quantised_are_different(outcome_of):
