@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from comfy_execution.utils import get_executing_context
 
 KEPT = 20
+OF_A_VAE = "This VAE is decoded and encoded by ComfyUI on one device"  # whatever is sampled later
 log = logging.getLogger("pipemesh")
 
 

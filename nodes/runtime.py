@@ -33,7 +33,7 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.refusals import require_plan
 from .here import all_devices, own_device, why_one_gpu
-from .notices import Notices
+from .notices import OF_A_VAE, Notices
 from .one_gpu import predicted
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
 from .room import room_on_devices
@@ -50,7 +50,6 @@ UNTRIED = (
     "{} has no token plan, and nobody has tried it on several GPUs: each computes whole images of it, which"
     " are compared with those of one GPU in the first step."
 )
-BY_STOCK = "This VAE is decoded and encoded by ComfyUI on one device: {}."
 log = logging.getLogger("pipemesh")
 
 
@@ -211,7 +210,7 @@ class Runtime:
             else why_by_stock(vae)
         )
         if why:
-            self.notices.tell(BY_STOCK.format(why.removesuffix(".")))
+            self.notices.tell(f"{OF_A_VAE}: {why.removesuffix('.')}.")
             return vae
         names = [device.name for device in placement.devices]
         return parallelize_vae(vae, partial(self._pool_for, choice), len(names), own_device() in names)

@@ -2,7 +2,8 @@
 
 Each does the same to every row, or is hooked by ``methods/vae_bands.py``. Read: comfy/ldm/models/
 autoencoder.py, comfy/ldm/modules/diffusionmodules/model.py, comfy/ldm/wan/vae.py and vae2_2.py,
-comfy/ops.py @ ComfyUI 0.30.0.
+comfy/ldm/hunyuan_video/vae.py and vae_refiner.py, comfy/ldm/cogvideo/vae.py, comfy/ops.py @ ComfyUI
+0.30.0.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 from torch import nn
 
 KNOWN = {
-    "comfy.ldm.models.autoencoder": "AutoencoderKL AutoencodingEngine DiagonalGaussianRegularizer",
-    "comfy.ldm.modules.diffusionmodules.model": ("Encoder Decoder ResnetBlock AttnBlock Downsample Upsample"),
+    "comfy.ldm.models.autoencoder": (
+        "AutoencoderKL AutoencodingEngine DiagonalGaussianRegularizer EmptyRegularizer"
+    ),
+    "comfy.ldm.modules.diffusionmodules.model": (
+        "Encoder Decoder ResnetBlock AttnBlock Downsample Upsample CarriedConv3d"
+    ),
     "comfy.ldm.wan.vae": (
         "WanVAE Encoder3d Decoder3d ResidualBlock Resample AttentionBlock RMS_norm CausalConv3d"
     ),
@@ -19,7 +24,13 @@ KNOWN = {
         "WanVAE Encoder3d Decoder3d ResidualBlock Resample Down_ResidualBlock Up_ResidualBlock AvgDown3D"
         " DupUp3D"
     ),
-    "comfy.ops": ("disable_weight_init.Conv2d disable_weight_init.Conv3d disable_weight_init.GroupNorm"),
+    "comfy.ldm.hunyuan_video.vae": "Encoder Decoder PixelShuffle2D PixelUnshuffle2D",
+    "comfy.ldm.hunyuan_video.vae_refiner": "Encoder Decoder RMS_norm DnSmpl UpSmpl",
+    "comfy.ldm.cogvideo.vae": (
+        "AutoencoderKLCogVideoX Encoder3D Decoder3D CausalConv3d SpatialNorm3D ResnetBlock3D Downsample3D"
+        " Upsample3D DownBlock3D MidBlock3D UpBlock3D"
+    ),
+    "comfy.ops": "Conv2d Conv3d GroupNorm Linear",
     "torch.nn": "Module ModuleList Sequential Identity Dropout SiLU Upsample ZeroPad2d BatchNorm2d",
 }
 NAMES = {(module, name) for module, names in KNOWN.items() for name in names.split()}
@@ -31,7 +42,7 @@ def why_not_in_bands(model: nn.Module) -> str:
     for path, module in model.named_modules():
         kind = type(module)
         place = "torch.nn" if kind.__module__.startswith("torch.nn.modules.") else kind.__module__
-        if (place, kind.__qualname__) not in NAMES:
+        if (place, kind.__qualname__.removeprefix("disable_weight_init.")) not in NAMES:
             return f"nobody has tried to cut its {kind.__name__} ({path or 'itself'}) into bands of rows"
         named = [name for name in PUT_IN_PLACE if name in vars(module)]
         if named or module._forward_pre_hooks or module._forward_hooks:
@@ -41,6 +52,6 @@ def why_not_in_bands(model: nn.Module) -> str:
             module.padding_mode != "zeros" or isinstance(module.padding, str)
         ):
             return f"its edges are {module.padding_mode} ({path})"
-        if getattr(module, "sample", False) is True or getattr(module, "carried", False):
-            return f"its {kind.__name__} ({path}) draws random numbers or keeps frames"
+        if getattr(module, "sample", False) is True or getattr(module, "pad_mode", "") == "replicate":
+            return f"its {kind.__name__} ({path}) draws random numbers, or repeats rows"
     return ""

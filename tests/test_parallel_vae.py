@@ -41,6 +41,7 @@ CASES = {
 }
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("case", CASES)
 def test_a_vae_in_a_pool_gives_what_stock_gives(case, stock, client, requests):
     kind, use = CASES[case]

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from pipemesh.launcher.pool.devices import place
-from pipemesh.nodes.notices import Notice
+from pipemesh.nodes.notices import OF_A_VAE, Notice
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.nodes.status.figures import (
     InPatches,
@@ -328,8 +328,18 @@ def test_a_sampling_on_one_gpu_after_the_last_run_is_told_first_and_an_earlier_o
     notice = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
     here = pool()
     text = report_text([here], ran(here), [notice])
-    assert text.startswith("Last sampling, node 7\nOn one GPU: it has no plan.\n\nulysses 2")
+    assert text.startswith("Last prompt, node 7\nOn one GPU: it has no plan.\n\nulysses 2")
     alone = report_text([pool(state="closed")], None, [notice])
-    assert alone == "Last sampling, node 7\nOn one GPU: it has no plan."
+    assert alone == "Last prompt, node 7\nOn one GPU: it has no plan."
     for other in ({"at": RUN.began - 1}, {"node": ""}, {"one_gpu": False}):
         assert report_text([here], ran(here), [replace(notice, **other)]) == text_of()
+
+
+def test_a_vae_on_one_device_is_told_of_beside_the_sampling_and_whatever_is_sampled_after_it():
+    here = pool()
+    vae = Notice(RUN.began - 1, "9", "prompt", f"{OF_A_VAE}: it has weight patches.")
+    assert report_text([here], ran(here), [vae]).startswith(f"Last prompt, node 9\n{vae.text}\n\nulysses 2")
+    sampled = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
+    both = report_text([here], ran(here), [sampled, vae])
+    assert both.startswith("Last prompt, node 7\n") and f"Last prompt, node 9\n{vae.text}" in both
+    assert "node 9" not in report_text([here], ran(here), [sampled, replace(vae, prompt="before")])

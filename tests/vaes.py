@@ -54,6 +54,28 @@ def video_2_2():
     return random(WanVAE(dec_dim=8, **VIDEO))
 
 
+def engine(module, **options):
+    """Of an encoder and a decoder in one of ComfyUI's modules."""
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    form = {"in_channels": 3, "out_channels": 3, "z_channels": 4, "num_res_blocks": 1, **options}
+    form |= {"block_out_channels": [32, 64], "ffactor_spatial": 4, "ffactor_temporal": 2}
+    parts = {
+        f"{part}_config": {"target": f"{module}.{part.title()}", "params": form}
+        for part in ("encoder", "decoder")
+    }
+    regularizer = {"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"}
+    return random(AutoencodingEngine(regularizer_config=regularizer, **parts))
+
+
+def video_by_norms():
+    from comfy.ldm.cogvideo.vae import AutoencoderKLCogVideoX
+
+    return random(
+        AutoencoderKLCogVideoX(latent_channels=4, layers_per_block=1, block_out_channels=(32, 32, 32, 64))
+    )
+
+
 def video_weights():
     """Of a form that ComfyUI detects in a file, as the next."""
     return video(z_dim=16, num_res_blocks=2).state_dict()

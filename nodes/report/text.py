@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
-from ..notices import Notice
+from ..notices import OF_A_VAE, Notice
 from ..status.figures import (
     InPatches,
     Loser,
@@ -37,13 +37,15 @@ def report_text(
     """Describe the ``run`` that began last, of one of these pools. Without one, say how to get a
     report of the pool ``asked`` for. ``notices``: the newest first.
     """
-    alone = next((one for one in notices if one.node and one.one_gpu), None)
-    if alone is not None and run is not None and run.began > alone.at:
-        alone = None
-    said = [f"Last sampling, node {alone.node}\n{alone.text}"] if alone else []
+    alone = [
+        one
+        for one in notices
+        if one.node and one.one_gpu and (run is None or run.began <= one.at or one.text.startswith(OF_A_VAE))
+    ]
+    said = [f"Last prompt, node {one.node}\n{one.text}" for one in alone if one.prompt == alone[0].prompt]
     if run is None or run.figures is None:
         if said:
-            return said[0]
+            return "\n\n".join(said)
         return not_run_text(pools[-1]) if pools else unused_text(asked) if asked else NO_POOL
     pool = next(one for one in pools if one.id == run.pool)
     head = [f"{pool.layout}, {pool.backend}, {pool.state}", pool.grid]

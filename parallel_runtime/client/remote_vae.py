@@ -86,6 +86,7 @@ class RemoteVAE:
         memory that ran out, where it does.
         """
         pool, model = self.bring_up()
+        samples = samples.cpu()  # so that what comes of it takes no memory of the UI's device
         unit = 1 if work == "decode" else self.vae.spacial_compression_encode()
         width = pool.layout.widths[-1]
         ranks = pool.layout.members(0, width)
@@ -217,7 +218,6 @@ def parallelize_vae(vae: Any, pool_of: Callable[[], RemotePool], ranks: int, hol
     made.first_stage_model = FirstStage(RemoteVAE(vae, pool_of, holds_ui_device))
     patcher = vae.patcher
     made.patcher = VAEPatcher(made.first_stage_model, patcher.load_device, patcher.offload_device)
-    made.device = torch.device("cpu")  # what goes to ranks, and comes back, lies in shared memory
     for name in ("memory_used_decode", "memory_used_encode"):
         setattr(made, name, partial(part_of, getattr(vae, name), ranks))
     return made

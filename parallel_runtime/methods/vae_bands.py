@@ -27,6 +27,8 @@ from ..patches import Part
 from .method import ALONE, Facts, free_frames
 
 Own = Callable[..., torch.Tensor]
+PIECES = 8  # in which numbers of less than fp32 are summed up, so that no copy is made of all
+PADS_ITSELF = "CarriedConv3d"  # ComfyUI's class of convolutions before which it repeats the rows at the edges
 
 
 class BandsOfRows:
@@ -51,15 +53,19 @@ class BandsOfRows:
         self._put: list[tuple[nn.Module, str, Any]] = []
 
     def attach(self) -> None:
+        padded = {id(one.conv) for one in self._model.modules() if type(one).__name__ == PADS_ITSELF}
         for module in self._model.modules():
             if isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.kernel_size[ROWS] > 1:
-                self._put_in(module, "_conv_forward", self._convolve)
+                added = module.kernel_size[ROWS] // 2 if id(module) in padded else 0
+                self._put_in(module, "_conv_forward", partial(self._convolve, added))
             elif isinstance(module, nn.GroupNorm):
                 self._put_in(module, "forward", self._normalise)
             elif hasattr(module, "optimized_attention"):
                 self._put_in(module, "optimized_attention", self._attend)
+            elif hasattr(module, "time_causal_padding"):
+                self._put_in(module, "forward", self._convolve_frames)
 
-    def _put_in(self, module: nn.Module, name: str, hook: Callable[..., torch.Tensor]) -> None:
+    def _put_in(self, module: nn.Module, name: str, hook: Callable[..., Any]) -> None:
         self._put.append((module, name, vars(module).get(name)))
         setattr(module, name, partial(hook, module, getattr(module, name)))
 
@@ -118,22 +124,25 @@ class BandsOfRows:
         return self._comm.size == 1
 
     def _convolve(
-        self, module: nn.Conv2d, own: Own, x: torch.Tensor, *args: Any, **kwargs: Any
+        self, added: int, module: nn.Conv2d, own: Own, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Convolve a band as if it were a picture, then once more the output rows at its edges, of
         the rows that neighbours have: so no copy is made of the band, but of one that is all edge.
+        ``added``: the rows that the model has put above and below ``x`` itself.
         """
         if self._is_alone():
             return own(x, *args, **kwargs)
-        *_, padding, _columns = map(int, module.padding)
+        padding = added or int(module.padding[ROWS])
         window = Window(module.kernel_size[ROWS], module.stride[ROWS], padding, module.dilation[ROWS])
-        band, above, below = self._rows.beside(x, window)
+        end = x.shape[ROWS] - added
+        band, above, below = self._rows.beside(x.narrow(ROWS, added, end - added), window)
         rows = band.shape[ROWS]
         if rows < window.of(3):
-            edge = band.new_zeros((*band.shape[:ROWS], padding, band.shape[-1]))
+            nothing = band.new_zeros((*band.shape[:ROWS], padding - added, band.shape[-1]))
+            first = (nothing, x.narrow(ROWS, 0, added)) if above is None else (above,)
+            last = (x.narrow(ROWS, end, added), nothing) if below is None else (below,)
             with no_rows_added(module):
-                whole = (edge if above is None else above, band, edge if below is None else below)
-                return own(torch.cat(whole, ROWS), *args, **kwargs)
+                return own(torch.cat((*first, band, *last), ROWS), *args, **kwargs)
         out = own(x, *args, **kwargs)
         with no_rows_added(module):
             if above is not None and (count := window.outputs(window.above)):
@@ -145,12 +154,22 @@ class BandsOfRows:
                 out.narrow(ROWS, out.shape[ROWS] - count, count).copy_(own(strip, *args, **kwargs))
         return out
 
+    def _convolve_frames(
+        self, module: Any, own: Callable[..., Any], x: torch.Tensor, conv_cache: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Convolve one frame behind copies of itself: ComfyUI then has a faster way, which calls no
+        layer that could be hooked.
+        """
+        if self._comm.size == 1 or module.time_kernel_size == 1 or x.shape[2] > 1 or conv_cache is not None:
+            return own(x, conv_cache=conv_cache)
+        return own(x, conv_cache=x.repeat_interleave(module.time_kernel_size - 1, 2))[0], None
+
     def _normalise(self, module: nn.GroupNorm, own: Own, x: torch.Tensor) -> torch.Tensor:
         if self._is_alone():
             return own(x)
-        grouped = x.reshape(x.shape[0], module.num_groups, -1).float()
-        mine = torch.stack(torch.var_mean(grouped, -1, correction=0))
-        del grouped
+        images, channels, *_ = x.shape
+        pieces = x.reshape(images, module.num_groups, -1).chunk(1 if x.dtype == torch.float32 else PIECES, 1)
+        mine = torch.cat([torch.stack(torch.var_mean(one.float(), -1, correction=0)) for one in pieces], 2)
         every = mine.new_empty((self._comm.size, *mine.shape))
         self._rows.exchange(list(mine.expand(every.shape)), list(every))
         rows = torch.tensor(self._rows.of_all(x.shape[ROWS]), dtype=mine.dtype)
@@ -158,12 +177,11 @@ class BandsOfRows:
         var, mean = every.unbind(1)
         of_all = (share * mean).sum(0)
         var = (share * (var + (mean - of_all).square())).sum(0)
-        shape = (*x.shape[:2], *[1] * (x.dim() - 2))
-        inverse = torch.rsqrt(var + module.eps).repeat_interleave(x.shape[1] // module.num_groups, 1)
-        of_all = of_all.repeat_interleave(x.shape[1] // module.num_groups, 1)
-        scale = inverse * module.weight.float()
-        shift = module.bias.float() - of_all * scale
-        return (x * scale.view(shape)).add_(shift.view(shape)).to(x.dtype)
+        per_group = channels // module.num_groups
+        mean, var = (one.flatten().repeat_interleave(per_group) for one in (of_all, var))
+        weight, bias = (one.float().repeat(images) for one in (module.weight, module.bias))
+        out = F.batch_norm(x.reshape(1, images * channels, -1), mean, var, weight, bias, eps=module.eps)
+        return out.reshape(x.shape)
 
     def _attend(
         self, module: nn.Module, own: Own, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
