@@ -74,6 +74,15 @@ def test_convolutions_of_bands_with_the_rows_beside_them_are_those_of_all_rows(l
         assert [one.shape[-1] for one in bands] == [*cut.scaled(0, bands[0].shape[-1])]
 
 
+def test_no_row_is_asked_for_that_no_output_reads():
+    assert [Window(3, 1, 1).below, Window(3, 2, 1).below, Window(3, 2, 0).below, Window(1).below] == [
+        1,
+        0,
+        1,
+        0,
+    ]
+
+
 def test_rows_that_cannot_be_cut_at_whole_units_are_not_cut():
     assert Bands.of(17, 8, 2) is None and Bands.of(8, 8, 2) is None
     assert Bands.of(24, 8, 2) == Bands((16, 8))

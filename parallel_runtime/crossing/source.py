@@ -236,7 +236,7 @@ def build_vae(source: dict[str, Any], device: torch.device) -> torch.nn.Module:
             f"ComfyUI makes another VAE of the weights of this {source['vae']}: leave PipeMesh Parallelize"
             " VAE out."
         )
-    return model.to(device)
+    return model.to(device=device, dtype=source["dtype"])
 
 
 def _no_tensor(path: str, _tensor: Any) -> Any:
