@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def parts(counts, is_flagged, dtype):
     sizes = padded(counts, is_flagged, dtype)
     buffer = torch.full((sum(sizes),), torch.nan, dtype=dtype)
-    return Parts(buffer, sizes, flags_of(buffer, sizes) if is_flagged else [])
+    return Parts(buffer, sizes, flags_of(buffer, sizes) if is_flagged else [], {})
 
 
 @settings(max_examples=60)

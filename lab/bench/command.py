@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 NAMES = (
     "capacity",
     "hop",
+    "exchange",
     "sp",
     "cfg",
     "data",

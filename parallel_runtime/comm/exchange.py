@@ -73,6 +73,7 @@ class Places(NamedTuple):
 
     to: Parts
     come: Parts
+    room: tuple[torch.Tensor, torch.Tensor] | None  # for all flags that came, and for the largest
 
 
 class Exchange(Mover):
@@ -99,14 +100,14 @@ class Exchange(Mover):
         )
         places = here = self._places(message)
         if message.device != into[0].device:  # one copy crosses each way, from or to pinned memory
-            here = Places(*(one._replace(buffer=into[0].new_empty(len(one.buffer))) for one in places))
+            to, come = (one.at(into[0].new_empty(len(one.buffer))) for one in (places.to, places.come))
+            here = Places(to, come, None)
         here.to.put(sent)
         if here is not places:
             places.to.buffer.copy_(here.to.buffer)
-        room = self._room(message)
         if self.in_step is not None:
             self.in_step.enter(self.axis, message)
-        flag = self._pass(places, wish or 0.0, room)
+        flag = self._pass(places, wish or 0.0)
         if self.in_step is not None:
             self.in_step.leave_with(flag)
         if here is not places:
@@ -120,13 +121,11 @@ class Exchange(Mover):
 
     def go_through(self, what: Hashable, wish: float) -> Flag | None:
         assert isinstance(what, Message)
-        return self._pass(self._places(what), wish, self._room(what))
+        return self._pass(self._places(what), wish)
 
-    def _pass(
-        self, places: Places, wish: float, room: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor | None:
-        """Move what lies in ``places``, with ``wish``; return the group's largest, in ``room``.
-        None where none goes along.
+    def _pass(self, places: Places, wish: float) -> torch.Tensor | None:
+        """Move what lies in ``places``, with ``wish``; return the group's largest. None where none
+        goes along.
         """
         for flags in places.to.flags:
             flags.fill_(wish)
@@ -135,13 +134,10 @@ class Exchange(Mover):
         self.traffic.waited_s[self.axis] += time.perf_counter() - began
         elements = places.to.buffer.numel() - places.to.sizes[self.rank]
         self.traffic.sent_bytes[self.axis] += elements * places.to.buffer.element_size()
-        if room is None:
+        if places.room is None:
             return None
-        came, (wishes, largest) = places.come.flags, room
+        came, (wishes, largest) = places.come.flags, places.room
         return torch.amax(came[0] if len(came) == 1 else torch.cat(came, out=wishes), 0, out=largest)
-
-    def _room(self, message: Message) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return self._flags(message.dtype, message.device) if message.is_flagged else None
 
     def _places(self, message: Message) -> Places:
         if message not in self._laid:
@@ -150,12 +146,12 @@ class Exchange(Mover):
             )
             sending = self._buffer("send", sum(to), message.dtype, message.device)
             receiving = self._buffer("receive", sum(come), message.dtype, message.device)
-            self._laid[message] = Places(
-                *(
-                    Parts(buffer, sizes, flags_of(buffer, sizes) if message.is_flagged else [])
-                    for buffer, sizes in ((sending, to), (receiving, come))
-                )
+            room = self._flags(message.dtype, message.device) if message.is_flagged else None
+            parts = (
+                Parts(buffer, sizes, flags_of(buffer, sizes) if message.is_flagged else [], {})
+                for buffer, sizes in ((sending, to), (receiving, come))
             )
+            self._laid[message] = Places(next(parts), next(parts), room)
         return self._laid[message]
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
@@ -191,9 +187,7 @@ class Exchange(Mover):
         send_sizes: Sequence[int],
     ) -> None:
         if dist.get_backend(self.group) != "gloo":
-            dist.all_to_all_single(
-                receiving, sending, list(receive_sizes), list(send_sizes), group=self.group
-            )
+            dist.all_to_all_single(receiving, sending, receive_sizes, send_sizes, group=self.group)
             return
         # gloo runs a collective on a thread of its own and a plain send on the caller's: two
         # switches of threads fewer at every exchange.

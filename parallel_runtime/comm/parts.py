@@ -6,7 +6,8 @@ of 4 ranks are the runs 3, 3 and 2, 2. A run of a tensor is a view (ranks, *shap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -21,19 +22,26 @@ ALIGNED_BYTES = 128
 
 def runs_of(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Return each rank's part of ``tensor``, which is of these ``sizes`` along ``dim``."""
+    shape, strides, origin = tensor.shape, tensor.stride(), tensor.storage_offset()
     return [
-        tensor.narrow(dim, start, ranks * size).unflatten(dim, (ranks, size)).movedim(dim, 0)
-        for start, ranks, size in alike(sizes)
+        tensor.as_strided(
+            (ranks, *shape[:dim], size, *shape[dim + 1 :]),
+            (size * strides[dim], *strides),
+            origin + start * strides[dim],
+        )
+        for start, ranks, size in alike(tuple(sizes))
     ]
 
 
-def alike(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, ranks, size) of neighbouring ranks whose parts are of one size."""
-    start = 0
+@lru_cache(maxsize=64)  # asked for at every attention
+def alike(sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Return (start, ranks, size) of neighbouring ranks whose parts are of one size."""
+    found, start = [], 0
     for size, same in groupby(sizes):
         ranks = len(list(same))
-        yield start, ranks, size
+        found.append((start, ranks, size))
         start += ranks * size
+    return found
 
 
 def to_all(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
@@ -43,21 +51,23 @@ def to_all(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 def counts_of(tensors: Sequence[Runs]) -> tuple[int, ...]:
     """Return the elements of each rank's part of all ``tensors``, which have like runs."""
-    return tuple(
-        sum(run.numel() for run in runs) // runs[0].shape[0]
-        for runs in zip(*tensors, strict=True)
-        for _ in range(runs[0].shape[0])
-    )
+    counts: list[int] = []
+    for runs in zip(*tensors, strict=True):
+        ranks = runs[0].shape[0]
+        counts += [sum(run.numel() for run in runs) // ranks] * ranks
+    return tuple(counts)
 
 
 class Parts(NamedTuple):
     """The parts that lie in ``buffer``. ``sizes``: elements of each, with what fills it up.
-    ``flags``: the places of the flags at their ends, (ranks,) by run.
+    ``flags``: the places of the flags at their ends, (ranks,) by run. ``views``: the places of runs
+    that were asked for.
     """
 
     buffer: torch.Tensor
     sizes: list[int]
     flags: list[torch.Tensor]
+    views: dict[tuple[int, torch.Size, int], torch.Tensor]
 
     def put(self, tensors: Sequence[Runs]) -> None:
         """Copy each rank's part of all ``tensors``, one after another, to its place."""
@@ -78,13 +88,17 @@ class Parts(NamedTuple):
                 run.copy_(self._places(first, run.shape, 0))
             first += run.shape[0]
 
-    def _places(self, first: int, shape: Sequence[int], offset: int) -> torch.Tensor:
-        strides = [*accumulate(reversed(shape[2:]), int.__mul__, initial=1)][::-1]
-        return self.buffer.as_strided(
-            shape,
-            (self.sizes[first], *strides),
-            self.buffer.storage_offset() + sum(self.sizes[:first]) + offset,
-        )
+    def _places(self, first: int, shape: torch.Size, offset: int) -> torch.Tensor:
+        key = first, shape, offset
+        if key not in self.views:
+            strides = [*accumulate(reversed(shape[2:]), int.__mul__, initial=1)][::-1]
+            origin = self.buffer.storage_offset() + sum(self.sizes[:first]) + offset
+            self.views[key] = self.buffer.as_strided(shape, (self.sizes[first], *strides), origin)
+        return self.views[key]
+
+    def at(self, buffer: torch.Tensor) -> Parts:
+        """Return the same parts in another buffer."""
+        return Parts(buffer, self.sizes, flags_of(buffer, self.sizes) if self.flags else [], {})
 
 
 def unit_of(dtype: torch.dtype) -> int:
@@ -100,4 +114,6 @@ def padded(counts: Sequence[int], is_flagged: bool, dtype: torch.dtype) -> list[
 
 def flags_of(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Return the last element of each rank's part, (ranks,) by run."""
-    return [buffer[start + size - 1 : start + ranks * size : size] for start, ranks, size in alike(sizes)]
+    return [
+        buffer[start + size - 1 : start + ranks * size : size] for start, ranks, size in alike(tuple(sizes))
+    ]
