@@ -58,12 +58,18 @@ def test_a_vae_whose_code_cannot_be_cut_as_it_was_is_refused_before_a_picture_is
         vae.decode(noise(1, 16, 24, 6))
 
 
-def test_ranks_in_groups_are_one_sequence_for_a_vae_and_a_pipeline_leaves_it_to_one(stock, clients):
+def test_ranks_in_groups_are_one_sequence_for_a_vae_and_a_pipeline_leaves_it_to_one(stock, clients, caplog):
+    caplog.set_level(logging.INFO)
     with torch.inference_mode():
         truth = stock["video"].decode(noise(1, 16, 2, 6, 4))
     for layout in ((1, 1, 1, 2), (1, 1, 2)):
         ours = parallel(stock["video"], clients(*layout)).decode(noise(1, 16, 2, 6, 4))
         assert relative_error(ours, truth) <= BOUND
+        alone = (
+            "[PipeMesh] One worker alone is to decode this picture: the pool is a pipeline."
+            in caplog.messages
+        )
+        assert alone == (clients(*layout).layout.stages > 1)
 
 
 def test_a_vae_beside_a_sampled_model_is_loaded_once_and_no_report_takes_it_for_the_last_run(

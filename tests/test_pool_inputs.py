@@ -170,6 +170,7 @@ def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_
 SAMPLED = {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 SOCKETS = {
     "PipeMeshParallelize": {"model": LINK},
+    "PipeMeshParallelizeVAE": {"vae": LINK},
     "PipeMeshReport": {"latent": LINK},
     "PipeMeshKSampler": {
         **dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK),

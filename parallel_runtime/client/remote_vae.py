@@ -99,6 +99,8 @@ class RemoteVAE:
 
         try:
             if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
+                why = "the pool is a pipeline" if pool.layout.stages > 1 else "it has too few rows"
+                log.info("[PipeMesh] One worker alone is to %s this picture: %s.", work, why)
                 return dispatch(samples, (0,), ALONE)
             if len(ranks) > 1 and (work, len(ranks)) not in self._compared:
                 part = samples[:1, :, :FRAMES] if samples.dim() == 5 else samples[:1]
