@@ -160,6 +160,7 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
                 "launches": figures.watched.launches,
                 "merged_in_one": figures.watched.launches - figures.watched.spared,
                 "stock_launches": whole.launches,
+                "predicted_launches": expected.launches(whole, layout, figures),
                 "unaligned": figures.watched.unaligned,
             }
             shared = {"sharded_weight_bytes": sharded_bytes(whole, layout, figures.stage)}

@@ -46,6 +46,12 @@ def sent_bytes(whole: Whole, layout: Layout, rank: int, patches: int = 1) -> int
     return sum(costs.sent_by(rank).values())
 
 
+def launches(whole: Whole, layout: Layout, figures: RankFigures) -> int:
+    """Return the kernels that a rank starts in one evaluation, as the planner predicts."""
+    costs = Costs(job=Job(whole=whole, patches=figures.patches), layout=layout, box=NOWHERE)
+    return figures.patches * costs.launches(figures.rank)
+
+
 def gathered_bytes(whole: WholeByRows, layout: Layout, stage: Stage) -> int:
     """Return the bytes of its parts that a rank sends to the others of its sequence, which each
     layer's turn takes: (N - 1) / N of what is shared.

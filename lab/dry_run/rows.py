@@ -62,12 +62,11 @@ class Unshared(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class WholeByRows(Whole):
     """``more_turns``: bytes of shared weights gathered beyond each layer once, because some layers
-    compute several times; below zero where others never do. ``launches``: kernels.
+    compute several times; below zero where others never do.
     """
 
     unshared: Unshared
     more_turns: int = 0
-    launches: int = 0
 
 
 def count_by_rows(
@@ -88,7 +87,6 @@ def count_by_rows(
         ),
         more_turns=sum(layer.nbytes for layer in recorder.order.turns)
         - sum(map(sum, whole.shareable.layers)),
-        launches=counts.launches,
     )
 
 

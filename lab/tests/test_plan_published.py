@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.cost import NOWHERE, Costs
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.prediction import predict
 from pipemesh.parallel_runtime.planner.published import decoding_s, published_box
@@ -37,9 +38,12 @@ def pipefusion_job(model: str) -> Job:
 
 
 def compiled(model: str) -> Job:
-    """A job whose kernels between products are fused with them: they move nothing."""
+    """A job whose kernels between products are fused with them: they move nothing, and nobody
+    counts how few are left to be started.
+    """
     whole = counts(model)
-    return Job(whole=replace(whole, activations=whole.activations._replace(moved=())))
+    moves = whole.activations._replace(moved=())
+    return Job(whole=replace(whole, activations=moves, block_launches=()))
 
 
 SHORT = ("flux 1024, text 256", "flux 2048, text 256")
@@ -73,21 +77,23 @@ def test_the_best_sequence_on_l40s_is_as_much_faster_as_published_and_patches_co
     )
 
 
+# Between sockets of L20's time; the paper names none
+L20S = "8xL20-SPR"
+
+
 def test_attention_over_pcie_is_faster_with_a_ring_of_pairs_than_with_ulysses_alone():
     """USP, arXiv 2405.07719: 32K tokens on 8 L20, 44.3 iterations per second against 15.2."""
     job = Job(whole=attention_alone(32768))
-    assert seconds(job, Layout(ulysses=2, ring=4), "8xL20-PCIe") < seconds(
-        job, Layout(ulysses=8), "8xL20-PCIe"
-    )
+    assert seconds(job, Layout(ulysses=2, ring=4), L20S) < seconds(job, Layout(ulysses=8), L20S)
 
 
 @pytest.mark.xfail(
-    strict=True, reason="pairs are predicted behind fours: 17.7 iterations per second against 19.2"
+    strict=True, reason="pairs are predicted behind fours: 32.4 iterations per second against 33.6"
 )
 def test_attention_over_pcie_is_fastest_with_a_ring_of_pairs():
     """The same row: of all products of eight."""
     job = Job(whole=attention_alone(32768))
-    assert min(SEQUENCES, key=lambda layout: seconds(job, layout, "8xL20-PCIe")) == Layout(ulysses=2, ring=4)
+    assert min(SEQUENCES, key=lambda layout: seconds(job, layout, L20S)) == Layout(ulysses=2, ring=4)
 
 
 def test_attention_over_nvlink_is_faster_with_ulysses_alone():
@@ -117,23 +123,34 @@ def test_flux_takes_h100s_as_long_as_published(layout, published):
     assert abs(28 * seconds(job, layout, "4xH100-NVLink") - published) <= WITHIN * published
 
 
-def test_flux_takes_an_h100_as_much_longer_as_published_where_kernels_are_not_compiled():
-    """The same page: 6.71 s, in place of 4.30."""
-    assert (
-        abs(28 * seconds(Job(whole=counts("flux 1024")), Layout(), "1xH100-NVLink") - 6.71) <= WITHIN * 6.71
-    )
+# Kernels of an evaluation by diffusers' model with xDiT's exchange: lab/tests/test_peer_launches.py
+XDIT_LAUNCHES = {1: 3794, 2: 4554, 4: 4554}
 
 
-STARTS = "1.6 s: a block's kernels are taken to start in 0.25 ms, and there took 2.7"
+def launching(model: str, launches: int, layout: Layout) -> Job:
+    """A job whose ranks start so many kernels, exchanges with them."""
+    whole = counts(model)
+    costs = Costs(job=Job(whole=whole), layout=layout, box=NOWHERE)
+    more = costs.launches(0) - whole.launches
+    return Job(whole=replace(whole, block_launches=[*[0] * len(whole.block_flops), launches - more]))
 
 
-@pytest.mark.xfail(strict=True, reason=STARTS)
-def test_flux_takes_four_h100s_as_long_as_published_where_kernels_are_not_compiled():
-    """The same page: 4.24 s."""
-    assert (
-        abs(28 * seconds(Job(whole=counts("flux 1024")), Layout(ulysses=4), "4xH100-NVLink") - 4.24)
-        <= WITHIN * 4.24
-    )
+@pytest.mark.parametrize(("ranks", "published"), [(1, 6.71), (2, 4.38), (4, 4.24)])
+def test_flux_takes_h100s_as_long_as_published_where_kernels_are_not_compiled(ranks, published):
+    """The same page. Two and four take as long as a CPU takes to start what xDiT's code launches;
+    by the launches of ComfyUI's and this pack's, 2.03 s on four.
+    """
+    layout = Layout(ulysses=ranks)
+    job = launching("flux 1024", XDIT_LAUNCHES[ranks], layout)
+    assert Costs(job=job, layout=layout, box=NOWHERE).launches(0) == XDIT_LAUNCHES[ranks]
+    assert abs(28 * seconds(job, layout, "4xH100-NVLink") - published) <= WITHIN * published
+
+
+@pytest.mark.parametrize(("ranks", "published"), [(1, 23.56), (2, 13.80), (4, 8.28)])
+def test_flux_takes_l20s_as_long_as_published(ranks, published):
+    """cache-dit: FLUX on L20 over PCIe, in seconds of 28 steps."""
+    taken = 28 * seconds(Job(whole=counts("flux 1024")), Layout(ulysses=ranks), "4xL20-PCIe")
+    assert abs(taken - published) <= WITHIN * published
 
 
 @pytest.mark.parametrize(("ranks", "published"), [(2, 23.56 / 13.80), (4, 23.56 / 8.28)])

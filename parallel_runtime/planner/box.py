@@ -28,8 +28,8 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Speeds as achieved on a model's blocks, not peaks. ``block_s``: the least time of a block,
-    whatever it computes: to start its kernels. ``beside_s``: of a block beside what it computes,
+    """Speeds as achieved on a model's blocks, not peaks. ``launch_s``: what a CPU takes to start a
+    kernel while the device computes. ``beside_s``: of a block beside what it computes,
     where nothing is started ahead. ``merge_bytes_per_s`` of what the parts of a ring's attention
     take beyond one over all keys; 0 for that of the memory. ``processors``: that take a tile of a
     product each; 0 where there are none, or speeds were measured. ``cache``: None where they were
@@ -41,7 +41,7 @@ class Device:
     attention_flops_per_s: float
     memory_bytes: float
     memory_bytes_per_s: float
-    block_s: float = 0.0
+    launch_s: float = 0.0
     beside_s: float = 0.0
     merge_bytes_per_s: float = 0.0
     processors: int = 0
@@ -84,6 +84,8 @@ class Box:
     """A machine, or several. ``levels`` from the innermost outwards. ``host_bytes_per_s``: from
     main memory to each device. ``hop_s``: from the sampler to the pool and back, in one evaluation.
     ``overlaps``: messages travel while ranks compute, as where no core of theirs moves them.
+    ``exchanges``: so many ranks, and the least that an exchange of all with all takes them.
+    ``patch_s``: of ComfyUI's process for each patch of a pipeline.
     """
 
     name: str
@@ -92,17 +94,30 @@ class Box:
     host_bytes_per_s: float
     hop_s: float
     overlaps: bool = True
+    exchanges: tuple[tuple[int, float], ...] = ()
+    patch_s: float = 0.0
 
     def first(self, ranks: int) -> Box:
         """Return the box with its first devices alone."""
         return replace(self, devices=self.devices[:ranks])
 
-    def seconds(self, messages: Iterable[Message]) -> float:
+    def exchange_s(self, ranks: int) -> float:
+        """Return the least that an exchange of so many ranks takes: between numbers that are known
+        in proportion, and beyond them as the last one.
+        """
+        few, less_s = 2, 0.0
+        for more, more_s in self.exchanges:
+            if ranks <= more:
+                return less_s + (more_s - less_s) * max(0, ranks - few) / (more - few)
+            few, less_s = more, more_s
+        return less_s
+
+    def seconds(self, messages: Iterable[Message], least_s: float = 0.0) -> float:
         """Return how long it takes until all of ``messages``, sent at once, have arrived: the
-        fullest way decides.
+        fullest way decides. ``least_s``: their latency where that is more than the ways'.
         """
         used: dict[tuple[int, int, str], float] = {}
-        slowest = 0.0
+        slowest = least_s
         for message in messages:
             if not message.nbytes or message.source == message.target:
                 continue

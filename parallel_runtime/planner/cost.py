@@ -2,10 +2,11 @@
 and the speeds of a box. Pure arithmetic: nothing is measured, and no published time of a model is
 known here.
 
-A rank's time is its FLOPs over its device's speed, never less than reading its weights or starting
-its kernels; where it has few rows, processors of the device have no tile of them. Kernels between
-products move memory, through the device's cache if it has room. Ulysses waits for both exchanges
-of every attention. A ring's messages travel while the attention over the block before is computed,
+A rank's time is its FLOPs over its device's speed, never less than reading its weights; where it
+has few rows, processors of the device have no tile of them. Kernels between products move memory,
+through the device's cache if it has room. The CPU starts one kernel after another meanwhile, as
+many for few rows as for many: whichever takes longer counts. Ulysses waits for both exchanges of
+every attention. A ring's messages travel while the attention over the block before is computed,
 where the box lets them; the time that is longer counts. Around the ring of a stage the keys and
 values of all tokens travel for every patch.
 """
@@ -33,6 +34,10 @@ from .whole import ITEM_BYTES
 # operation
 MERGE_BYTES = 34
 FP32_BYTES = 4
+# Kernels that a rank starts beside those of one GPU, a message as one, as its dry run counts them:
+# for both exchanges of an attention, more where ranks have unlike parts, for its ring and each step
+# of that, and for what a patch keeps of it, more where ranks exchange it.
+OF_EXCHANGES, OF_UNLIKE, OF_RING, OF_RING_STEP, OF_PATCH, OF_SHARED_PATCH = 8, 10, 8, 28, 3, 6
 # Of a wave: half of one of qkv, out and up, and of down, 4 times as deep, where a block is
 # 3 + 1 + 4 + 4 as wide as hidden.
 IDLE = 0.5 * 7 / 12
@@ -110,11 +115,23 @@ class Costs:
         around = whole.around_flops / device.matmul_flops_per_s
         number = blocks[1] - blocks[0]
         moving = self._moving_s(device, number, part)
-        return (
-            around
-            + max(max(matmul, read) + attention + moving, number * device.block_s)
-            + number * device.beside_s
+        return around + max(matmul, read) + attention + moving + number * device.beside_s
+
+    def launches(self, rank: int) -> int:
+        """Return the kernels that a rank starts for one forward, or for one patch."""
+        layout, (first, end), of = self.layout, self.blocks_of(rank), self.job.whole.block_launches
+        if not of:
+            return 0
+        each = OF_RING * (layout.ring > 1) + OF_RING_STEP * (layout.ring - 1)
+        each += (OF_PATCH + OF_SHARED_PATCH * (layout.ulysses > 1)) * (layout.stages > 1)
+        more = sum(
+            count * (each + (OF_EXCHANGES + OF_UNLIKE * one.is_unlike) * (layout.ulysses > 1))
+            for one, count in self._attentions_of[first, end]
         )
+        return sum(of[first:end]) + of[-1] + more
+
+    def starting_s(self, rank: int) -> float:
+        return self.launches(rank) * self.box.devices[rank].launch_s
 
     def _attention_s(self, device: Device, rank: int, one: SharedAttention, share: float) -> float:
         """Return the seconds of a rank's part of one attention, of ``share`` of all tokens to all
@@ -146,7 +163,8 @@ class Costs:
         for one, count in self._attentions_of[blocks]:
             for sent in (one.heads_for_tokens(), one.tokens_for_heads()):
                 seconds += count * self.box.seconds(
-                    [message._replace(nbytes=share * message.nbytes) for message in sent]
+                    [message._replace(nbytes=share * message.nbytes) for message in sent],
+                    self.box.exchange_s(self.layout.ulysses),
                 )
         return seconds
 

@@ -29,6 +29,7 @@ READS = {aten._local_scalar_dense.default, aten.equal.default}
 BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 MASKS = (torch.bool, torch.uint8)
 OWN = "pipemesh"
+FUSED = {aten.rms_norm.default}  # operations of torch's that are one kernel there, whatever they are made of
 UNREAD = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they write their first argument alone
 
 
@@ -82,6 +83,11 @@ class DeviceCounts(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @property
+    def so_far(self) -> tuple[int, int]:
+        """The FLOPs and the launches."""
+        return self.flops, self.launches
+
     def driver(self) -> Driver:
         return Driver()
 
@@ -104,6 +110,8 @@ class DeviceCounts(TorchDispatchMode):
                 made = func.decompose(*args, **options)
             if made is not NotImplemented:
                 self.spared += (self.launches - before - 1) * (func.namespace == OWN)
+                if func in FUSED:
+                    self.launches = before + 1
                 return made
         return self.compute(func, args, options)
 

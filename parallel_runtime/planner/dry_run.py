@@ -44,14 +44,14 @@ def count(
 
 class Recorder:
     """A Sharding that computes everything and notes the plan's blocks and the attentions in each.
-    ``before``: the FLOPs at each block's beginning; ``end``: and where the tokens leave.
+    ``before``: FLOPs and launches at each block's beginning; ``end``: and where the tokens leave.
     ``hidden``: how wide tokens enter the blocks. ``told``: rows that the hooks were told of.
     """
 
     def __init__(self, counts: DeviceCounts, attention: Attention | None = None):
         self.counts = counts
-        self.before: list[int] = []
-        self.end = 0
+        self.before: list[tuple[int, int]] = []
+        self.end: tuple[int, int] | None = None
         self.hidden = 0
         self.attended: list[list[Attended]] = []
         self.tokens: Mapping[str, int] = {}
@@ -75,7 +75,7 @@ class Recorder:
         self.tokens = dict(all_tokens)
 
     def enter_block(self) -> None:
-        self.before.append(self.counts.flops)
+        self.before.append(self.counts.so_far)
         self.attended.append([])
 
     def acts_behind(self, path: str, block: int) -> bool:
@@ -100,13 +100,15 @@ class Recorder:
         return (self._instead or attention)(q, k, v, heads, mask, *args, **kwargs)
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor | None) -> None:
-        self.end = self.counts.flops
+        self.end = self.counts.so_far
 
     def whole(self, model: Any, plan: TokenPlan) -> Whole:
         """Return what was counted. A model that ranks never cut is one block."""
         transformer, counts = model.diffusion_model, self.counts
-        marks = [*(self.before or [0]), self.end or counts.flops]
-        block_flops = [after - before for before, after in pairwise(marks)]
+        marks = [*(self.before or [(0, 0)]), self.end or counts.so_far]
+        block_flops, launches = (
+            [after[of] - before[of] for before, after in pairwise(marks)] for of in (0, 1)
+        )
         weights = nbytes(weights_of(model))
         return Whole(
             weight_bytes=weights,
@@ -123,6 +125,7 @@ class Recorder:
             tokens=self.tokens,
             hidden=self.hidden,
             shareable=shareable(transformer, plan) if plan.blocks else Shareable([0], 0, 0, 0),
+            block_launches=[*launches, counts.launches - sum(launches)],
         )
 
 

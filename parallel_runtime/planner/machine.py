@@ -12,7 +12,7 @@ from typing import Literal
 
 from .box import Box, Device, Level
 from .measured import Speeds
-from .published import GIGA, MICRO, TERA, device, figures, links, pcie, slowest_link
+from .published import GIGA, MICRO, TERA, device, figures, links, of_any_box, pcie, slowest_link
 from .whole import ITEM_BYTES
 
 PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
@@ -78,7 +78,7 @@ def machine_box(
         devices=devices,
         levels=levels,
         host_bytes_per_s=pcie(figure["pcie"]),
-        hop_s=figures()["hop"]["seconds"],
+        **of_any_box(),
     )
     if unknown:
         return MachineBox(

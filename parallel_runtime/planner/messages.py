@@ -63,6 +63,11 @@ class SharedAttention:
         return [own for part in self.parts for _ in range(self.layout.ring) for own in part.heads]
 
     @property
+    def is_unlike(self) -> bool:
+        """Whether ranks have parts of more than one size."""
+        return len({*self.tokens}) > 1 or len({*self.heads}) > 1
+
+    @property
     def output_elements(self) -> int:
         """The elements of the fullest rank's output."""
         return max(max(part.groups) * max(part.heads) for part in self.parts) * self.attended.head_dim

@@ -1,8 +1,8 @@
 """Predict the time and the memory of a job on a layout, from the costs of its parts.
 
-A pipeline lasts as long as its slowest stage has patches to compute, or as one patch takes through
-all stages if that is longer; whole evaluations of the warm-up go through it one stage after the
-other.
+A pipeline lasts as long as its slowest stage has patches to compute, or ComfyUI's process patches
+to sample, or as one patch takes through all stages if that is longer; whole evaluations of the
+warm-up go through it one stage after the other.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
         "ring": costs.ring_s(ranks, 1.0),
         "weights": _waits(costs, kept, moved_s, max(computing)),
     }
+    one["launches"] = max(0.0, max(map(costs.starting_s, ranks)) - max(computing) - sum(one.values()))
     parts = {name: seconds * max(turns) for name, seconds in one.items()}
     parts["compute"] = fmean(busy) if costs.speeds else fmean(computing) * costs.job.even_turns(costs.layout)
     parts["imbalance"] = max(busy) - parts["compute"]
@@ -126,14 +127,14 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
         for stage, blocks in enumerate(costs.stages):
             ranks = [of_stages[stage] for of_stages in firsts]
             computing = max(costs.computing_s(rank, share) for rank in ranks)
-            times.append(
-                {
-                    "compute": computing,
-                    "ulysses": costs.ulysses_s(blocks, share),
-                    "ring": costs.ring_s(ranks, share),
-                    "weights": _waits(costs, kept, moved_s, computing),
-                }
-            )
+            one = {
+                "compute": computing,
+                "ulysses": costs.ulysses_s(blocks, share),
+                "ring": costs.ring_s(ranks, share),
+                "weights": _waits(costs, kept, moved_s, computing),
+            }
+            starting = max(map(costs.starting_s, ranks))
+            times.append({**one, "launches": max(0.0, starting - sum(one.values()))})
         return times
 
     times = stage_times(share)
@@ -141,7 +142,7 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     turns, link_s = max(turns_of(costs)), costs.stage_s(share)
     slowest = max(*of_patch, link_s) if costs.box.overlaps else max(of_patch) + link_s
     round_trip = sum(of_patch) + (layout.stages - 1) * link_s + costs.box.hop_s
-    period = turns * max(costs.patches * slowest, round_trip)
+    period = turns * max(costs.patches * max(slowest, costs.box.patch_s), round_trip)
     warm_up = (
         sum(of_whole)
         + (layout.stages - 1) * costs.stage_s(1.0)
@@ -153,7 +154,7 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     run = warm * warm_up + patched * period + (round_trip - slowest if patched else 0.0)
     parts = {
         name: turns * costs.patches * max(one[name] for one in times)
-        for name in ("ulysses", "ring", "weights")
+        for name in ("ulysses", "ring", "weights", "launches")
     }
     parts["compute"] = costs.patches * job.even_turns(layout) * fmean(one["compute"] for one in times)
     parts["hop"] = 0.0

@@ -63,8 +63,15 @@ def published_box(name: str) -> Box:
         devices=tuple(map(device, kinds)),
         levels=levels,
         host_bytes_per_s=pcie(figure["pcie"]),
-        hop_s=known["hop"]["seconds"],
+        **of_any_box(),
     )
+
+
+def of_any_box() -> dict[str, Any]:
+    """Return what is the same in boxes of all devices and links."""
+    known = figures()
+    exchanges = tuple((int(ranks), us * MICRO) for ranks, us in known["exchange"]["us"].items())
+    return {"hop_s": known["hop"]["seconds"], "exchanges": exchanges, "patch_s": known["patch"]["seconds"]}
 
 
 def slowest_link(kinds: Sequence[str]) -> dict[str, Any]:
@@ -82,7 +89,7 @@ def slowest_link(kinds: Sequence[str]) -> dict[str, Any]:
 def device(kind: str) -> Device:
     known = figures()
     figure = known["devices"][kind]
-    speed = figure["bf16_tflops"] * TERA * known["achieved"]["fraction"]
+    speed = TERA * known["matmul"].get(kind, figure["bf16_tflops"] * known["achieved"]["fraction"])
     memory = figure["memory_gb_per_s"] * GIGA * known["memory"]["fraction"]
     return Device(
         name=kind,
@@ -92,7 +99,7 @@ def device(kind: str) -> Device:
         ),
         memory_bytes=figure["memory_gb"] * GIGA,
         memory_bytes_per_s=memory,
-        block_s=known["block"]["seconds"],
+        launch_s=known["launch"]["us"] * MICRO,
         processors=figure["processors"],
         cache=Cache(figure["cache_mb"] * MEGA, memory * known["cache"]["times_memory"]),
     )

@@ -50,7 +50,8 @@ class Activations(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
-    ``tokens`` of each stream enter the blocks, ``hidden`` wide.
+    ``tokens`` of each stream enter the blocks, ``hidden`` wide. ``block_launches``: kernels of each
+    block, last those around them; empty where they were not counted.
     """
 
     weight_bytes: int
@@ -62,10 +63,15 @@ class Whole:
     tokens: Mapping[str, int]
     hidden: int
     shareable: Shareable
+    block_launches: Sequence[int] = ()
 
     @property
     def flops(self) -> int:
         return self.around_flops + sum(self.block_flops)
+
+    @property
+    def launches(self) -> int:
+        return sum(self.block_launches)
 
     @property
     def attended(self) -> Sequence[Attended]:
