@@ -22,6 +22,7 @@ python3 -m lab COMMAND [options]
   redundancy  how much a model's blocks change from one evaluation to the next
   mutants     which faults of one line the product's tests find
   dryrun      what each rank would compute, hold and send, on GPUs that are not there
+  first-day   what a machine with GPUs shows in its first minutes, step by step
   test        the laboratory's own tests (options go to pytest)
   check       lint, format, types, all tests: what .ci/run runs (options go to pytest)
 """
@@ -36,6 +37,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "redundancy": "lab.commands.redundancy",
     "fingerprints": "lab.commands.fingerprints",
     "host-diff": "lab.commands.host_diff",
+    "first-day": "lab.commands.first_day",
 }
 
 

@@ -1,0 +1,200 @@
+"""Time ranks of a layout on a released model with random weights: one alone, whose messages nobody
+takes, or all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from ...parallel_runtime.comm.in_step import Expected, Mover
+from ...parallel_runtime.comm.mesh import Mesh, connect
+from ...parallel_runtime.families import plan_for
+from ...parallel_runtime.families.every import RELEASED
+from ...parallel_runtime.families.sample import Released, Size
+from ...parallel_runtime.forward import forward_name
+from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.methods.usp import SequenceParallel
+from ...parallel_runtime.patches import Part
+from ...parallel_runtime.planner.cost import costs_of
+from ...parallel_runtime.planner.job import Job
+from ...parallel_runtime.planner.machine import RankDevice, machine_box
+from ...parallel_runtime.planner.prediction import predict
+from ...parallel_runtime.planner.released_model import DryModel, arguments_of, empty_model, latent_shapes
+from ...parallel_runtime.planner.whole import Whole
+from ..dry_run.ranks import joined
+from .place import Line, Place, milliseconds, on_ranks, use_host, wait
+
+MODEL = "flux1-dev"
+SMALL = (64, 64, 1)  # pixels: a GPU computes them faster than a CPU starts the kernels
+ROOM = 30 << 30  # bytes, under which the model has fewer blocks
+BOUND = 0.85  # of the time: what a CPU takes alone
+
+
+class Taken(NamedTuple):
+    """One evaluation: its time, that of its kernels, their number, and what the CPU takes to start
+    them.
+    """
+
+    ms: float
+    busy_ms: float
+    kernels: int
+    starting_ms: float
+
+
+class Tried:
+    """The model with random weights on ``device``, and its arguments, large and small."""
+
+    def __init__(self, place: Place, device: torch.device):
+        use_host(place)
+        self.sample, released = RELEASED[MODEL]
+        self.device, self.dtype = device, torch.float32 if place.is_tiny else torch.bfloat16
+        self.released = sized(released, place, device)
+        self.model: Any = empty_model(self.sample, self.released, self.dtype, device)
+        with torch.inference_mode():
+            for weight in self.model.diffusion_model.parameters():
+                weight.normal_(0.0, 0.02)
+        self.transformer = self.model.diffusion_model
+        self.usual, self.small = (self._arguments(extent) for extent in (self.released.extent, SMALL))
+
+    def _arguments(self, extent: tuple[int, int, int]) -> dict[str, Any]:
+        shapes = latent_shapes(self.model, self.released, extent)
+        made = arguments_of(self.model, self.sample, self.released, shapes, self.device)
+        return {name: value.to(self.dtype) if is_number(value) else value for name, value in made.items()}
+
+    def taken(self, mesh: Mesh | None) -> Taken:
+        """``mesh``: of this rank; None for the model as ComfyUI runs it."""
+        with torch.inference_mode(), self._evaluating(mesh) as evaluate:
+            large = milliseconds(lambda: evaluate(self.usual), self.device)
+            starting = []
+            for _ in range(9):
+                wait(self.device)
+                began = perf_counter()
+                evaluate(self.small)
+                starting.append(1e3 * (perf_counter() - began))
+            busy, kernels = profiled(lambda: evaluate(self.usual), self.device)
+        return Taken(large, busy, kernels, median(starting[2:]))
+
+    @contextmanager
+    def _evaluating(self, mesh: Mesh | None) -> Iterator[Any]:
+        forward = getattr(self.transformer, forward_name(self.transformer))
+        if mesh is None:
+            yield lambda arguments: forward(**arguments)
+            return
+        plan = plan_for(type(self.transformer))
+        assert plan is not None
+        method = SequenceParallel(self.transformer, plan, mesh.sequence)
+        method.attach()
+
+        def evaluate(arguments: dict[str, Any]) -> Any:
+            method.begin(Part(1, 0), Expected(confirmed=method.facts.confirmed))
+            return method.forward(forward, dict(arguments), 1)
+
+        try:
+            yield evaluate
+        finally:
+            method.detach()
+
+
+def sized(released: Released, place: Place, device: torch.device) -> Released:
+    """Return the model as large as it is where there is room for it."""
+    if place.is_tiny:
+        size = Size(heads=8, head_dim=32, blocks=(1, 1))
+        return replace(released, size=size, text=32, extent=(128, 128, 1))
+    if torch.cuda.mem_get_info(device)[0] > ROOM:
+        return released
+    return replace(released, size=replace(released.size, blocks=(3, 6)))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def profiled(act: Any, device: torch.device) -> tuple[float, int]:
+    """Return the milliseconds of a device's kernels, and how many there are; on a CPU, of
+    operations that call no other.
+    """
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        act()
+        wait(device)
+    events = profile.events() or ()
+    if device.type == "cuda":
+        own = [one for one in events if one.device_type.name == "CUDA"]
+        return sum(one.device_time_total for one in own) / 1e3, len(own)
+    own = [one for one in events if not one.cpu_children and one.name.startswith("aten::")]
+    return sum(one.cpu_time_total for one in own) / 1e3, len(own)
+
+
+@contextmanager
+def nothing_comes() -> Iterator[None]:
+    """Have what arrives be zeros, where no other rank is: nobody wishes to stop."""
+    real = Mover._buffer
+
+    def zeros(self: Mover, *args: Any) -> torch.Tensor:
+        return real(self, *args).zero_()
+
+    with patch.object(Mover, "_buffer", zeros):
+        yield
+
+
+def alone(place: Place) -> Iterator[Line]:
+    """One rank of each layout by itself."""
+    tried = Tried(place, place.own())
+    whole = DryModel(tried.sample, tried.released).whole()
+    layouts = [Layout(), *(Layout(**{axis: ranks}) for axis in ("ulysses", "ring") for ranks in (2, 4, 8))]
+    for layout in (*layouts[:2], layouts[5]) if place.is_tiny else layouts:
+        shared = layout.world_size > 1
+        with nothing_comes() if shared else nullcontext(), joined(layout, 0) as mesh:
+            mesh.sequence.device_type = place.device
+            yield line_of(place, layout, tried.taken(mesh if shared else None), whole)
+
+
+def together(place: Place) -> Iterator[Line]:
+    """All ranks of each layout of as many as there are."""
+    ranks, found = place.ranks, {}
+    layouts = [Layout(ulysses=ranks), Layout(ring=ranks)]
+    if ranks > 2 and ranks % 2 == 0:
+        layouts.append(Layout(ulysses=ranks // 2, ring=2))
+    for layout in layouts:
+
+        def of_rank(rank: int, backend: str, layout: Layout = layout) -> tuple[Taken, Released]:
+            tried = Tried(place, place.own(rank))
+            via_cpu = backend == "gloo" and not place.is_tiny
+            mesh = connect(layout, rank, device_type=place.device, via_cpu=via_cpu, wants_stop=lambda: False)
+            return tried.taken(mesh), tried.released
+
+        _, found[layout] = on_ranks(place, ranks, False, of_rank, limit_s=240.0)
+    use_host(place)
+    # Not before: to ask a GPU for its name takes a context, with which no process can be forked
+    whole = DryModel(RELEASED[MODEL][0], found[layouts[0]][0][1]).whole()
+    for layout, of_ranks in found.items():
+        yield line_of(place, layout, max(taken for taken, _ in of_ranks), whole)
+
+
+def line_of(place: Place, layout: Layout, taken: Taken, whole: Whole) -> Line:
+    """Beside what the planner says of the layout on GPUs like this one."""
+    unit = "operations" if place.is_tiny else "kernels"
+    each = 1e3 * taken.starting_ms / max(1, taken.kernels)
+    figure = (
+        f"{layout.product()}: {taken.ms:.1f} ms, {taken.kernels} {unit} in {taken.busy_ms:.1f} ms, started in"
+        f" {taken.starting_ms:.1f} ms ({each:.0f} us each)"
+    )
+    if not place.is_tiny:
+        found = torch.cuda.get_device_properties(0)
+        device = RankDevice(title=found.name, memory_bytes=found.total_memory)
+        box = machine_box([device] * layout.world_size).box
+        predicted = min((one.seconds for one in predict(Job(whole=whole), layout, box)), default=0.0)
+        costs = costs_of(Job(whole=whole), layout, box)
+        figure += f"; predicted {1e3 * predicted:.1f} ms, {costs.launches(0)} kernels"
+    bound = taken.starting_ms > BOUND * taken.ms
+    return Line(figure, "bound by the CPU that starts kernels" if bound else "bound by the device")

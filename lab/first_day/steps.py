@@ -1,0 +1,328 @@
+"""The steps, in the order in which they settle most: of one GPU, and of several."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+
+from ...launcher.pool.gpu_modes import SHARED, ask_driver, modes_in
+from ...parallel_runtime.comm.mesh import connect
+from ...parallel_runtime.comm.parts import runs_of
+from ...parallel_runtime.layout import Layout
+from .one_rank import alone, together
+from .place import FORK, Broken, Line, Place, in_process, milliseconds, on_ranks, use_host
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB, KIB = 1 << 20, 1 << 10
+OFFSETS = (0, 2, 16)  # bytes that parts begin at
+SLOWER = 1.3  # times, from where a place is said to cost
+LIMIT_S = 300.0
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
+
+
+class Step(NamedTuple):
+    name: str
+    run: Callable[[Place], Iterator[Line]]
+    limit_s: float = LIMIT_S
+
+
+def machine(place: Place) -> Iterator[Line]:
+    from ...launcher.commands import doctor
+
+    facts = doctor.gather(place.host)
+    gpus = ", ".join(f"{one.name} ({doctor.gib(one.memory_bytes)})" for one in facts.torch.gpus) or "no GPU"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if facts.torch.gpus else "none"
+    yield Line(f"{gpus}; torch {facts.torch.version}, NCCL {nccl}, ComfyUI {place.host.version}")
+    modes = {*modes_in(ask_driver()).values()}
+    mps = Path(os.environ.get(MPS, "/tmp/nvidia-mps")).exists()
+    yield Line(
+        f"compute mode {', '.join(sorted(modes)) or 'not told'}; MPS {'runs' if mps else 'is off'}",
+        "processes share a GPU" if modes <= {SHARED} else "nvidia-smi -c DEFAULT, as root",
+        fails=not modes <= {SHARED},
+    )
+    for one in doctor.findings(facts):
+        if one.level == "blocked":
+            yield Line(one.text, one.remedy, fails=True)
+
+
+def to_itself(place: Place) -> Iterator[Line]:
+    """An exchange of a rank with itself: what it costs where parts begin."""
+    for figures in on_ranks(place, 1, True, partial(exchanged, place, sizes(place)), LIMIT_S)[1]:
+        yield from figures
+
+
+def among_all(place: Place) -> Iterator[Line]:
+    """The same among all GPUs."""
+    backend, found = on_ranks(place, place.ranks, False, partial(exchanged, place, sizes(place)), LIMIT_S)
+    for line in found[0]:
+        yield Line(f"{place.ranks} ranks over {backend}, {line.figure}", line.verdict)
+
+
+def sizes(place: Place) -> tuple[float, ...]:
+    return (0.1,) if place.is_tiny else (0.4, 1.3, 5.0)
+
+
+def exchanged(place: Place, megabytes: tuple[float, ...], rank: int, backend: str) -> list[Line]:
+    ranks, found = dist.get_world_size(), []
+    own = place.own(torch.cuda.current_device() if not place.is_tiny else 0)
+    for size in megabytes:
+        part = int(size * 1e6) // 2 // ranks // 64 * 64
+        room = torch.zeros(2, ranks * part + 64, dtype=torch.bfloat16, device=own)
+
+        def once(offset: int, part: int = part, room: torch.Tensor = room) -> None:
+            come, go = (one[offset // 2 :][: ranks * part] for one in room)
+            dist.all_to_all_single(come, go)
+
+        taken = {offset: 1e3 * milliseconds(partial(once, offset), own, 25) for offset in OFFSETS}
+        slower = taken[OFFSETS[1]] / taken[OFFSETS[0]]
+        found.append(
+            Line(
+                f"{size:g} MB: {', '.join(f'{us:.0f} us at offset {at}' for at, us in taken.items())}",
+                f"{slower:.1f} times as slow where parts do not begin at 16 bytes"
+                if slower > SLOWER
+                else "where parts begin does not matter here",
+            )
+        )
+    return found
+
+
+@contextmanager
+def busy(place: Place) -> Iterator[None]:
+    """Have a second process compute on the same device."""
+    ready, over = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=_multiply, args=(place, ready, over))
+    process.start()
+    try:
+        if not ready.wait(60.0):
+            raise Broken("the second process did not begin")
+        yield
+    finally:
+        over.set()
+        process.join(20.0)
+        process.kill()
+
+
+def _multiply(place: Place, ready: Any, over: Any) -> None:
+    torch.set_num_threads(1)
+    side = 256 if place.is_tiny else 4096
+    one = torch.ones(side, side, device=place.own(), dtype=torch.float32 if place.is_tiny else torch.bfloat16)
+    while not over.is_set():
+        for _ in range(20):
+            one.matmul(one)
+        if not place.is_tiny:
+            torch.cuda.synchronize()
+        ready.set()
+    os._exit(0)
+
+
+def beside(place: Place) -> Iterator[Line]:
+    """What ComfyUI's process waits for on a GPU that a rank keeps busy."""
+    (idle,) = in_process(partial(latencies, place), LIMIT_S)
+    with busy(place):
+        (shared,) = in_process(partial(latencies, place), LIMIT_S)
+    for name, ms in shared.items():
+        times = ms / max(1e-6, idle[name])
+        yield Line(
+            f"{name}: {1e3 * idle[name]:.0f} us, beside a busy process {1e3 * ms:.0f} us",
+            f"{times:.0f} times as long: MPS may help" if times > 3 else "it is not held up",
+        )
+
+
+def latencies(place: Place) -> Iterator[dict[str, float]]:
+    torch.set_num_threads(1)
+    own = place.own()
+    there = torch.ones(512 * KIB, dtype=torch.uint8, device=own)
+    like, other = torch.ones(2, 4 * MIB, dtype=torch.uint8, device=own)
+    pinned = torch.empty(512 * KIB, dtype=torch.uint8, pin_memory=not place.is_tiny)
+    acts = {
+        "512 KiB to pageable memory": lambda: there.cpu() if not place.is_tiny else there.clone(),
+        "512 KiB to pinned memory": lambda: pinned.copy_(there, non_blocking=True),
+        "4 MiB compared": lambda: torch.equal(like, other),
+        "one addition": lambda: there.add_(1),
+    }
+    yield {name: milliseconds(act, own, 25) for name, act in acts.items()}
+
+
+@contextmanager
+def pool_of(place: Place, layout: Layout, backend: str = "gloo") -> Iterator[Any]:
+    """A stock MODEL and its twin in a pool, whose ranks share the first device or have one each."""
+    use_host(place)
+    import comfy.model_management as mm
+
+    from ...launcher.pool.devices import place as placed
+    from ...launcher.pool.devices import visible_gpus
+    from ...launcher.pool.handle import PoolHandle
+    from ...nodes.here import rank_setup
+    from ...nodes.settings import Choice
+    from ...parallel_runtime.client.remote_patcher import parallelize
+    from ...parallel_runtime.client.remote_pool import RemotePool
+    from ..commands.parity import stock_model
+
+    ranks = range(layout.world_size)
+    names = ["cpu" if place.is_tiny else f"cuda:{rank if backend == 'nccl' else 0}" for rank in ranks]
+    placement = placed(
+        layout, ",".join(names), "gloo" if place.is_tiny else backend, visible_gpus(place.is_tiny)
+    )
+    handle, stock = PoolHandle(placement, rank_setup({})), stock_model(HEADS)
+    remote = RemotePool(handle, shares_weights=place.is_tiny)
+    choice, here = Choice(placement, None), str(mm.get_torch_device())
+    try:
+        yield (
+            parallelize(stock, remote, choice.held_on(here), None, activations=choice.computed_on(here)),
+            remote,
+        )
+    finally:
+        handle.close()
+
+
+HEADS = 8
+
+
+def hop(place: Place) -> Iterator[Line]:
+    """An evaluation's way to a rank and back, beside what the rank computes."""
+    with pool_of(place, Layout()) as (model, remote):
+        for _ in range(2 if place.is_tiny else 8):
+            sampled(model)
+        evaluations = remote.last_run.evaluations
+    ms = 1e3 * median(one.hop_s for one in evaluations)
+    yield Line(f"{ms:.2f} ms of an evaluation's {1e3 * median(one.seconds for one in evaluations):.2f} ms")
+
+
+def sampled(model: Any) -> torch.Tensor:
+    from ...parallel_runtime.families.every import PLAIN
+    from ..commands.parity import Case, sample
+
+    return sample(model, Case(PLAIN, "ulysses1", "odd", HEADS, 4.0, False, "euler"))
+
+
+def several_on_one(place: Place) -> Iterator[Line]:
+    """The pack's exchange among ranks that share a GPU: over NCCL where it lets them."""
+    for ranks in (2,) if place.is_tiny else (2, 4):
+        backend, taken = on_ranks(place, ranks, True, partial(passed, place, ranks), LIMIT_S)
+        why = "" if place.is_tiny or backend == "nccl" else "; NCCL shares a GPU from 2.30 on, LD_PRELOAD one"
+        yield Line(f"{ranks} ranks over {backend}: {max(taken):.2f} ms an exchange", f"all came right{why}")
+
+
+def passed(place: Place, ranks: int, rank: int, backend: str) -> float:
+    via_cpu = backend == "gloo" and not place.is_tiny
+    mesh = connect(
+        Layout(ulysses=ranks), rank, device_type=place.device, via_cpu=via_cpu, wants_stop=lambda: False
+    )
+    sent = torch.full((ranks, 1 << (10 if place.is_tiny else 18)), float(rank), device=place.own())
+    came = torch.empty_like(sent)
+    exchange = mesh.sequence.ulysses
+    parts = [1] * ranks
+
+    def once() -> None:
+        exchange.all_to_all([runs_of(sent, 0, parts)], runs_of(came, 0, parts), 0.0)
+
+    ms = milliseconds(once, place.own())
+    due = torch.arange(ranks, dtype=came.dtype, device=came.device)
+    if not torch.equal(came, due[:, None].expand_as(came)):
+        raise Broken(f"rank {rank} got other numbers than were sent")
+    return ms
+
+
+def same_seed(place: Place, backend: str = "gloo") -> Iterator[Line]:
+    """Twice in one pool, and in a pool that is started anew."""
+    images, layout = [], Layout(ulysses=min(2, place.ranks) if backend == "nccl" else 2)
+    for times in (2, 1):
+        with pool_of(place, layout, backend) as (model, _):
+            images += [sampled(model) for _ in range(times)]
+    again, anew = (torch.equal(images[0], other) for other in images[1:])
+    yield Line(
+        f"{layout.product()}: {'the same' if again else 'other'} bits in the same pool,"
+        f" {'the same' if anew else 'others'} in another",
+        "repeatable" if again and anew else "ranks race, or a kernel adds in any order",
+        fails=not (again and anew),
+    )
+
+
+def checks(place: Place, chosen: str) -> Iterator[Line]:
+    """The checks of tests/cuda: ``chosen`` of them."""
+    command = [sys.executable, "-m", "launcher", "test", "--cuda", "--cuda-as", place.device, "-q", "-k"]
+    chosen = "kernels or nccl_connects" if place.is_tiny else chosen
+    ran = subprocess.run([*command, chosen], cwd=ROOT, capture_output=True, text=True, check=False)
+    failed = re.findall(r"^FAIL +(.+)$", ran.stdout, re.MULTILINE)
+    said = re.findall(r"\d+ (?:passed|failed|left out)[^\n]*", ran.stdout)
+    yield Line(
+        said[-1] if said else (ran.stderr or ran.stdout).strip().splitlines()[-1],
+        "; ".join(failed) or ("fine" if ran.returncode == 0 else f"exit status {ran.returncode}"),
+        fails=ran.returncode != 0,
+    )
+
+
+def topology(place: Place) -> Iterator[Line]:
+    try:
+        ran = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False, timeout=20
+        )
+        said = ran.stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    kinds = sorted({*re.findall(r"\b(?:NV\d+|PIX|PXB|PHB|NODE|SYS)\b", said.partition("Legend")[0])})
+    yield Line(
+        f"{place.ranks} GPUs, linked by {', '.join(kinds) or 'what nobody tells'}",
+        "NVLink between all"
+        if kinds and all(kind.startswith("NV") for kind in kinds)
+        else "slower than NVLink",
+    )
+
+
+def memory_of_groups(place: Place) -> Iterator[Line]:
+    """What joining takes of each GPU's memory, and a first exchange."""
+    backend, found = on_ranks(place, place.ranks, False, partial(held, place), LIMIT_S)
+    joined, sent = (max(one[at] for one in found) / MIB for at in (0, 1))
+    yield Line(f"over {backend}: {joined:.0f} MiB to join, {sent:.0f} MiB more for a first exchange")
+
+
+def held(place: Place, rank: int, backend: str) -> tuple[int, int]:
+    def free() -> int:
+        return torch.cuda.mem_get_info()[0] if not place.is_tiny else 0
+
+    torch.zeros(1, device=place.own(rank))
+    before = free()
+    connect(
+        Layout(ulysses=place.ranks),
+        rank,
+        device_type=place.device,
+        via_cpu=False,
+        wants_stop=lambda: False,
+    )
+    joined = free()
+    one = torch.zeros(place.ranks * KIB, device=place.own(rank))
+    dist.all_to_all_single(torch.empty_like(one), one)
+    return before - joined, joined - free()
+
+
+ON_ONE = (
+    Step("this machine", machine),
+    Step("one rank of several, alone", alone, 600.0),
+    Step("an exchange with itself", to_itself),
+    Step("beside a busy process", beside),
+    Step("to a rank and back", hop),
+    Step("several ranks on one GPU", several_on_one),
+    Step("the same seed", same_seed),
+    Step("the checks", partial(checks, chosen="kernels or gloo or memory or one_rank"), 900.0),
+)
+ON_SEVERAL = (
+    Step("this machine", machine),
+    Step("what links the GPUs", topology),
+    Step("an exchange among all", among_all),
+    Step("memory of a group", memory_of_groups),
+    Step("all ranks of a layout", together, 900.0),
+    Step("the same seed", partial(same_seed, backend="nccl")),
+    Step("the checks", partial(checks, chosen="nccl"), 900.0),
+)
