@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from ...parallel_runtime.layout import Layout, Split
 from ...parallel_runtime.methods.inserts import Span
-from ...parallel_runtime.planner.cost import NOWHERE, Costs
+from ...parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import sharded_bytes, weight_bytes
 from ...parallel_runtime.planner.whole import Whole
@@ -49,7 +49,7 @@ def sent_bytes(whole: Whole, layout: Layout, rank: int, patches: int = 1) -> int
 def launches(whole: Whole, layout: Layout, figures: RankFigures) -> int:
     """Return the kernels that a rank starts in one evaluation, as the planner predicts."""
     costs = Costs(job=Job(whole=whole, patches=figures.patches), layout=layout, box=NOWHERE)
-    return figures.patches * costs.launches(figures.rank)
+    return figures.patches * launches_of(costs, figures.rank)
 
 
 def gathered_bytes(whole: WholeByRows, layout: Layout, stage: Stage) -> int:

@@ -23,7 +23,7 @@ from ...parallel_runtime.forward import forward_name
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceParallel
 from ...parallel_runtime.patches import Part
-from ...parallel_runtime.planner.cost import costs_of
+from ...parallel_runtime.planner.cost import costs_of, launches_of
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.machine import RankDevice, machine_box
 from ...parallel_runtime.planner.prediction import predict
@@ -32,7 +32,7 @@ from ...parallel_runtime.planner.whole import Whole
 from ..dry_run.ranks import joined
 from .place import Line, Place, milliseconds, on_ranks, use_host, wait
 
-MODEL = "flux1-dev"
+MODEL = next(name for name, (_, one) in RELEASED.items() if one.title)  # of the documents' table
 SMALL = (64, 64, 1)  # pixels: a GPU computes them faster than a CPU starts the kernels
 ROOM = 30 << 30  # bytes, under which the model has fewer blocks
 BOUND = 0.85  # of the time: what a CPU takes alone
@@ -195,6 +195,6 @@ def line_of(place: Place, layout: Layout, taken: Taken, whole: Whole) -> Line:
         box = machine_box([device] * layout.world_size).box
         predicted = min((one.seconds for one in predict(Job(whole=whole), layout, box)), default=0.0)
         costs = costs_of(Job(whole=whole), layout, box)
-        figure += f"; predicted {1e3 * predicted:.1f} ms, {costs.launches(0)} kernels"
+        figure += f"; predicted {1e3 * predicted:.1f} ms, {launches_of(costs, 0)} kernels"
     bound = taken.starting_ms > BOUND * taken.ms
     return Line(figure, "bound by the CPU that starts kernels" if bound else "bound by the device")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choose import plan
-from pipemesh.parallel_runtime.planner.cost import NOWHERE, Costs
+from pipemesh.parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.prediction import predict
 from pipemesh.parallel_runtime.planner.published import decoding_s, published_box
@@ -131,7 +131,7 @@ def launching(model: str, launches: int, layout: Layout) -> Job:
     """A job whose ranks start so many kernels, exchanges with them."""
     whole = counts(model)
     costs = Costs(job=Job(whole=whole), layout=layout, box=NOWHERE)
-    more = costs.launches(0) - whole.launches
+    more = launches_of(costs, 0) - whole.launches
     return Job(whole=replace(whole, block_launches=[*[0] * len(whole.block_flops), launches - more]))
 
 
@@ -142,7 +142,7 @@ def test_flux_takes_h100s_as_long_as_published_where_kernels_are_not_compiled(ra
     """
     layout = Layout(ulysses=ranks)
     job = launching("flux 1024", XDIT_LAUNCHES[ranks], layout)
-    assert Costs(job=job, layout=layout, box=NOWHERE).launches(0) == XDIT_LAUNCHES[ranks]
+    assert launches_of(Costs(job=job, layout=layout, box=NOWHERE), 0) == XDIT_LAUNCHES[ranks]
     assert abs(28 * seconds(job, layout, "4xH100-NVLink") - published) <= WITHIN * published
 
 

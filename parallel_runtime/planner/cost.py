@@ -80,7 +80,7 @@ class Costs:
         ]
 
     @cached_property
-    def _attentions_of(self) -> dict[Blocks, list[tuple[SharedAttention, int]]]:
+    def attentions_of(self) -> dict[Blocks, list[tuple[SharedAttention, int]]]:
         """The kinds of attentions of each stage, and how many it has of each."""
         kinds = {one: SharedAttention(self.layout, one, self.speeds) for one in {*self.job.whole.attended}}
         found = {}
@@ -105,7 +105,7 @@ class Costs:
     def computing_s(self, rank: int, share: float) -> float:
         """Return the seconds that a rank computes for ``share`` of an evaluation's tokens."""
         device, blocks, whole = self.box.devices[rank], self.blocks_of(rank), self.job.whole
-        own = self._attentions_of[blocks]
+        own = self.attentions_of[blocks]
         attention = sum(count * self._attention_s(device, rank, one, share) for one, count in own)
         part = share / self.sharers(rank, 1)
         tiles = part * sum(whole.tokens.values()) * whole.hidden / TILE**2
@@ -116,22 +116,6 @@ class Costs:
         number = blocks[1] - blocks[0]
         moving = self._moving_s(device, number, part)
         return around + max(matmul, read) + attention + moving + number * device.beside_s
-
-    def launches(self, rank: int) -> int:
-        """Return the kernels that a rank starts for one forward, or for one patch."""
-        layout, (first, end), of = self.layout, self.blocks_of(rank), self.job.whole.block_launches
-        if not of:
-            return 0
-        each = OF_RING * (layout.ring > 1) + OF_RING_STEP * (layout.ring - 1)
-        each += (OF_PATCH + OF_SHARED_PATCH * (layout.ulysses > 1)) * (layout.stages > 1)
-        more = sum(
-            count * (each + (OF_EXCHANGES + OF_UNLIKE * one.is_unlike) * (layout.ulysses > 1))
-            for one, count in self._attentions_of[first, end]
-        )
-        return sum(of[first:end]) + of[-1] + more
-
-    def starting_s(self, rank: int) -> float:
-        return self.launches(rank) * self.box.devices[rank].launch_s
 
     def _attention_s(self, device: Device, rank: int, one: SharedAttention, share: float) -> float:
         """Return the seconds of a rank's part of one attention, of ``share`` of all tokens to all
@@ -160,7 +144,7 @@ class Costs:
         if self.layout.ulysses == 1:
             return 0.0
         seconds = 0.0
-        for one, count in self._attentions_of[blocks]:
+        for one, count in self.attentions_of[blocks]:
             for sent in (one.heads_for_tokens(), one.tokens_for_heads()):
                 seconds += count * self.box.seconds(
                     [message._replace(nbytes=share * message.nbytes) for message in sent],
@@ -176,7 +160,7 @@ class Costs:
         if self.layout.ring == 1:
             return 0.0
         steps, full, seconds = self.layout.ring - 1, 1 + share * (share < 1), dict.fromkeys(ranks, 0.0)
-        for one, count in self._attentions_of[self.blocks_of(ranks[0])]:
+        for one, count in self.attentions_of[self.blocks_of(ranks[0])]:
             travels = self.box.seconds(
                 [message._replace(nbytes=full * message.nbytes) for message in one.ring_step()]
             )
@@ -200,7 +184,7 @@ class Costs:
     def sent_by(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in an evaluation of one branch, by axis."""
         blocks = self.blocks_of(rank)
-        own, is_last = self._attentions_of[blocks], blocks[1] == len(self.job.whole.block_flops)
+        own, is_last = self.attentions_of[blocks], blocks[1] == len(self.job.whole.block_flops)
         return {
             "ulysses": sum(count * one.exchanged_bytes[rank] for one, count in own),
             "ring": self.patches * sum(count * one.passed_bytes(rank) for one, count in own),
@@ -214,7 +198,7 @@ class Costs:
         so many images each, whole in a pipeline's warm-up, and buffers for messages, keys and
         values.
         """
-        layout, own = self.layout, self._attentions_of[blocks]
+        layout, own = self.layout, self.attentions_of[blocks]
         elements = max((one.output_elements for one, _ in own), default=0)
         buffers = 8 * elements * ITEM_BYTES * (layout.ulysses > 1)
         buffers += (6 * ITEM_BYTES + 2 * FP32_BYTES) * elements * (layout.ring > 1)
@@ -229,6 +213,24 @@ class Costs:
         fewest = min(self.sharers(rank, 1) for rank in range(layout.world_size))
         peak = int(self.job.whole.activations.peak_bytes // fewest)
         return max(forwards, default=0) * (peak + buffers) + kept
+
+
+def launches_of(costs: Costs, rank: int) -> int:
+    """Return the kernels that a rank starts for one forward, or for one patch."""
+    layout, (first, end), of = costs.layout, costs.blocks_of(rank), costs.job.whole.block_launches
+    if not of:
+        return 0
+    each = OF_RING * (layout.ring > 1) + OF_RING_STEP * (layout.ring - 1)
+    each += (OF_PATCH + OF_SHARED_PATCH * (layout.ulysses > 1)) * (layout.stages > 1)
+    more = sum(
+        count * (each + (OF_EXCHANGES + OF_UNLIKE * one.is_unlike) * (layout.ulysses > 1))
+        for one, count in costs.attentions_of[first, end]
+    )
+    return sum(of[first:end]) + of[-1] + more
+
+
+def starting_s(costs: Costs, rank: int) -> float:
+    return launches_of(costs, rank) * costs.box.devices[rank].launch_s
 
 
 def costs_of(job: Job, layout: Layout, box: Box, kept: Kept = "whole") -> Costs:

@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..weights.shared_layers import Sharing
 from . import messages
 from .box import Box
-from .cost import NOWHERE, Blocks, Costs, costs_of, joined
+from .cost import NOWHERE, Blocks, Costs, costs_of, joined, starting_s
 from .job import Job
 from .ways import Kept
 from .whole import Whole
@@ -106,7 +106,9 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
         "ring": costs.ring_s(ranks, 1.0),
         "weights": _waits(costs, kept, moved_s, max(computing)),
     }
-    one["launches"] = max(0.0, max(map(costs.starting_s, ranks)) - max(computing) - sum(one.values()))
+    one["launches"] = max(
+        0.0, max(starting_s(costs, rank) for rank in ranks) - max(computing) - sum(one.values())
+    )
     parts = {name: seconds * max(turns) for name, seconds in one.items()}
     parts["compute"] = fmean(busy) if costs.speeds else fmean(computing) * costs.job.even_turns(costs.layout)
     parts["imbalance"] = max(busy) - parts["compute"]
@@ -133,7 +135,7 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
                 "ring": costs.ring_s(ranks, share),
                 "weights": _waits(costs, kept, moved_s, computing),
             }
-            starting = max(map(costs.starting_s, ranks))
+            starting = max(starting_s(costs, rank) for rank in ranks)
             times.append({**one, "launches": max(0.0, starting - sum(one.values()))})
         return times
 
