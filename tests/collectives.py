@@ -185,7 +185,7 @@ class World:
             going = [run for run in self.runs if not run.dead]
             ready = [run for run in going if waits_for.get(run) is None or waits_for[run].done]
             if going and not ready:
-                raise Stuck([str(run.trace[-1]) for run in going])
+                raise Stuck([str(event) for run in going for event in run.trace[-1:]])
         return [run.trace for run in self.runs]
 
     def started(self, work: Callable) -> list[RankRun]:

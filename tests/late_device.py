@@ -49,7 +49,7 @@ class Memory:
 
     def __del__(self):
         content = self._content
-        self._queue.push(lambda: poison(content))
+        self._queue.do_behind(lambda: poison(content))
 
 
 def poison(content):
@@ -352,14 +352,9 @@ class Event:
         self.op = self._box.gpu.current.last
 
     def query(self):
-        """Some time passes before the answer."""
-        if (
-            self.op is not None
-            and not self.op.is_over
-            and not self._box.move()
-            and self._box.give_way is not None
-        ):
-            self._box.give_way(None)
+        """Who asks again and again sees time pass."""
+        if self.op is not None and not self.op.is_over:
+            self._box.look()
         return self.op is None or self.op.is_over
 
     def synchronize(self):

@@ -87,8 +87,8 @@ class PoolWorld(LateWorld):
 
     idle_turns = done = 0
 
-    def __init__(self, layout, box, monkeypatch, backend, ui, prepare):
-        super().__init__(layout, box, monkeypatch, backend)
+    def __init__(self, layout, box, monkeypatch, ui, prepare):
+        super().__init__(layout, box, monkeypatch)
         self._ui, self._prepare = ui, prepare
         self.pool = WorkerPool(place(layout, "cpu", "gloo", ()), fake_setup())
         self.ranks = self.pool.ranks = self.pool._conversation._ranks = Ranks(self)
@@ -151,14 +151,13 @@ class PoolWorld(LateWorld):
         segment.close()
 
 
-def pooled(layout, ui, backend="nccl", seed=0, *, at_once=False, prepare=lambda rank, model: None):
-    """Has ``ui`` use a pool. Returns the ranks' GPUs."""
+def pooled(layout, ui, seed=0, *, at_once=False, prepare=lambda rank, model: None):
+    """Has ``ui`` use a pool."""
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
-        world = PoolWorld(layout, box, patch, backend, ui, prepare)
+        world = PoolWorld(layout, box, patch, ui, prepare)
         try:
             world.run(world.serve)
         finally:
             for channel in (*world.ranks.channels, *world.ranks.theirs):
                 channel.close()
             world.pool.arena.close()
-        return world.gpus

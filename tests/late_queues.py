@@ -6,6 +6,8 @@ from random import Random
 import torch
 from greenlet import getcurrent
 
+LOOKS = 32  # at how far a GPU is, until it has gone on
+
 
 class Stuck(AssertionError):
     """Somebody waits for what no queue comes to."""
@@ -35,6 +37,10 @@ class Queue:
         self.last = Op(*args, **kwargs)
         self.ops.append(self.last)
         return self.last
+
+    def do_behind(self, run):
+        """What nobody asked for, nor waits for."""
+        self.ops.append(Op(run))
 
     @property
     def can_move(self):
@@ -120,7 +126,7 @@ class Box:
         self.queues = []
         self.pinned = set()  # memory of the CPU
         self.give_way = None
-        self.done = 0
+        self.done = self._looks = 0
         self.own = Gpu(self)
 
     def queue(self):
@@ -156,6 +162,13 @@ class Box:
         """An operation was asked for: some may be done meanwhile."""
         while (self.scheduler.at_once or self.scheduler.goes_on()) and self.move():
             pass
+
+    def look(self):
+        """A process looks how far its GPU is."""
+        self._looks += 1
+        is_time = self.scheduler.goes_on() or self._looks % LOOKS == 0
+        if is_time and not self.move() and self.give_way is not None:
+            self.give_way(None)
 
     def wait_for(self, op):
         while not op.is_over:

@@ -2,13 +2,20 @@
 leaves or fails, and whether NCCL or memory of the CPU is between them.
 """
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
 import torch
+from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
+from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
 from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.weights import shared_layers
 from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 
 from .joint_model import CONDS, PLAN, Model
@@ -66,7 +73,40 @@ def assert_same(found, expected, but=()):
         assert same, f"request {at} on rank {rank}"
 
 
-@pytest.mark.cover(2)
+def of_shared_weights(outputs):
+    def work(mesh, run):
+        requests = requests_of(mesh.layout)
+        rank, model = Rank(requests), Model(BLOCKS)
+        method = make_method(model, PLAN, mesh, rank)
+        mesh.sequence.share_weights(mesh.sequence.world.group)
+        weights = ShardedWeights(model, DEVICE, mesh.sequence.weights, lambda nbytes: None)
+        weights.turns.attach()
+        method.attach()
+        for rank.at, part in enumerate(requests):
+            method.begin(part, Expected(part.branch, lasts=weights.turns.are_known))
+            output = method.forward(model, on_gpu(CONDS[part.branch]), rank.at + 1)
+            weights.turns.learn()
+            weights.turns.end_evaluation()
+            outputs[mesh.rank, rank.at] = output.to("cpu", non_blocking=True)
+        weights.turns.end_run()
+        method.end_run()
+
+    return work
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_weights_that_are_gathered_beside_what_is_computed_are_there_when_their_layer_is(
+    monkeypatch, backend
+):
+    monkeypatch.setattr(shared_layers, "TOGETHER", 9.0)  # room for two layers, as in a model of many
+    expected = at_once(Layout(ulysses=2), "nccl")
+    for seed in (0, 3):
+        found = {}
+        computed(Layout(ulysses=2), backend, seed, work=of_shared_weights(found))
+        assert_same(found, expected)
+
+
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("layout", "backend"), LAYOUTS, ids=str)
 def test_what_ranks_compute_late_is_to_the_bit_what_they_compute_at_once(layout, backend, seed):
@@ -92,39 +132,39 @@ def test_ranks_leave_together_where_one_stops_or_fails_and_the_next_evaluation_i
         else:
             run.fails = holds
 
-    for seed in (0, 3):
-        found, _ = computed(layout, backend, seed, prepare=prepare)
-        left = {(rank, 1) for rank in range(layout.world_size)}
-        own = Stopped if what == "stops" else ZeroDivisionError
-        assert {key: found[key] for key in left} == {**dict.fromkeys(left, Stopped), (1, 1): own}
-        assert_same(found, at_once(layout, backend), but=left)
+    found, _ = computed(layout, backend, prepare=prepare)
+    left = {(rank, 1) for rank in range(layout.world_size)}
+    own = Stopped if what == "stops" else ZeroDivisionError
+    assert {key: found[key] for key in left} == {**dict.fromkeys(left, Stopped), (1, 1): own}
+    assert_same(found, at_once(layout, backend), but=left)
 
 
-def of_shared_weights(outputs):
+@pytest.fixture(scope="module")
+def stock():
+    """A tiny model of ComfyUI's own, an evaluation, and what comes of it."""
+    model = stock_model(2).model.diffusion_model
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"x": (1, 16, 13, 12), "context": (1, 7, 64), "y": (1, 32)}
+    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    given |= {"timestep": torch.tensor([0.5]), "guidance": torch.tensor([3.5]), "transformer_options": {}}
+    with torch.inference_mode():
+        return model, given, getattr(model, forward_name(model))(**given)
+
+
+@pytest.mark.parametrize("layout", [layout for layout, backend in LAYOUTS if backend == "nccl"], ids=str)
+def test_a_model_of_comfyuis_computes_late_what_stock_does(stock, layout):
+    model, given, truth = stock
+    outputs = {}
+
     def work(mesh, run):
-        requests = requests_of(mesh.layout)
-        rank, model = Rank(requests), Model(BLOCKS)
-        method = make_method(model, PLAN, mesh, rank)
-        mesh.sequence.share_weights(mesh.sequence.world.group)
-        weights = ShardedWeights(model, DEVICE, mesh.sequence.weights, lambda nbytes: None)
-        weights.turns.attach()
+        own = deepcopy(model)
+        method = make_method(own, plan_for(type(own)), mesh, Rank([]), (), Kernels((EXPLICIT,)))
+        own.to(DEVICE)
         method.attach()
-        for rank.at, part in enumerate(requests):
-            method.begin(part, Expected(part.branch, lasts=weights.turns.are_known))
-            output = method.forward(model, on_gpu(CONDS[part.branch]), rank.at + 1)
-            weights.turns.learn()
-            weights.turns.end_evaluation()
-            outputs[mesh.rank, rank.at] = output.to("cpu", non_blocking=True)
-        weights.turns.end_run()
+        method.begin(Part(1, 0))
+        outputs[mesh.rank] = method.forward(getattr(own, forward_name(own)), on_gpu(given), 1)
         method.end_run()
 
-    return work
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_weights_that_are_gathered_beside_what_is_computed_are_there_when_their_layer_is(backend):
-    expected = at_once(Layout(ulysses=2), "nccl")
-    for seed in range(3):
-        found = {}
-        computed(Layout(ulysses=2), backend, seed, work=of_shared_weights(found))
-        assert_same(found, expected)
+    for seed in (0, 3):
+        computed(layout, "nccl", seed, work=work)
+        assert relative_error(outputs[layout.writer].content, truth) <= BOUND
