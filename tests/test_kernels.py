@@ -17,6 +17,7 @@ from pipemesh.parallel_runtime.attention.kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
     EXPLICIT,
+    TO_TRY,
     TORCHS,
     Ask,
     Usable,
@@ -51,9 +52,6 @@ def ask(dtype=torch.float16, dim=128, masked=False, capability=HOPPER, device="c
     [
         (ask(capability=TURING), CUDA_EFFICIENT),
         (ask(capability=AMPERE), CUDA_FLASH),
-        (ask(), CUDA_CUDNN),
-        (ask(torch.bfloat16, capability=BLACKWELL), CUDA_CUDNN),
-        (ask(dim=96), CUDA_FLASH),
         (ask(masked=True), CUDA_EFFICIENT),
         (ask(torch.float32), CUDA_EFFICIENT),
         (ask(torch.bfloat16, 264), CUDA_EFFICIENT),
@@ -65,6 +63,18 @@ def ask(dtype=torch.float16, dim=128, masked=False, capability=HOPPER, device="c
 )
 def test_torchs_own_kernels_are_chosen_for_what_they_take(asked, kernel):
     assert TORCHS.choose(asked) is kernel
+
+
+def test_cudnns_kernel_comes_first_from_hopper_on_where_it_was_tried_and_nowhere_else():
+    assert TORCHS.choose(ask()) is CUDA_FLASH
+    for asked, kernel in (
+        (ask(), CUDA_CUDNN),
+        (ask(torch.bfloat16, 64, capability=BLACKWELL), CUDA_CUDNN),
+        (ask(capability=ADA), CUDA_FLASH),
+        (ask(dim=96), CUDA_FLASH),
+        (ask(masked=True), CUDA_EFFICIENT),
+    ):
+        assert tried(CPU).choose(asked) is kernel
 
 
 @pytest.mark.parametrize(
@@ -234,7 +244,7 @@ def test_no_package_is_imported_for_a_device_that_it_does_not_suit(installed, mo
 
 def test_what_is_not_installed_is_neither_used_nor_refused(installed):
     installed()
-    assert tried(CPU).refused == () and tried(CPU).order == TORCHS.order
+    assert tried(CPU).refused == () and tried(CPU).order == TO_TRY
 
 
 def test_a_package_that_cannot_be_imported_is_named_with_the_error(installed, on_hopper, monkeypatch):

@@ -210,4 +210,5 @@ CUDA_FLASH = Usable("torch's flash attention", cuda_flash, lambda ask: ask.suits
 CUDA_CUDNN = Usable("cuDNN's attention", cuda_cudnn, lambda ask: ask.suits_cudnn)
 CUDA_EFFICIENT = Usable("torch's efficient attention", cuda_efficient, lambda ask: ask.suits_efficient)
 EXPLICIT = Usable("attention without a fused kernel", explicit, lambda ask: True)
-TORCHS = Kernels((CPU_FLASH, CUDA_CUDNN, CUDA_FLASH, CUDA_EFFICIENT, EXPLICIT))
+TORCHS = Kernels((CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, EXPLICIT))
+TO_TRY = (CPU_FLASH, CUDA_CUDNN, *TORCHS.order[1:])  # cuDNN's lse is its version's: none is used untried

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kernels import TORCHS, Ask, Kernel, Kernels, Usable, capability_of, explicit
+from .kernels import TO_TRY, Ask, Kernel, Kernels, Usable, capability_of, explicit
 from .merging import Merge, Partial, in_one, merged
 from .packages import PACKAGES, Candidate
 
@@ -103,7 +103,7 @@ def asks(device: torch.device, dims: Iterable[int], host: str = "") -> list[Ask]
 
 
 def tried(
-    device: torch.device, packages: Sequence[Candidate] = PACKAGES, torchs: Sequence[Usable] = TORCHS.order
+    device: torch.device, packages: Sequence[Candidate] = PACKAGES, torchs: Sequence[Usable] = TO_TRY
 ) -> Kernels:
     """Try every kernel that suits the device and is installed; return those that are right, and a
     sentence for each that is not. A package is not imported where earlier ones take all that it

@@ -34,14 +34,14 @@ def runs_of(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.
 
 
 @lru_cache(maxsize=64)  # asked for at every attention
-def alike(sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def alike(sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """Return (start, ranks, size) of neighbouring ranks whose parts are of one size."""
     found, start = [], 0
     for size, same in groupby(sizes):
         ranks = len(list(same))
         found.append((start, ranks, size))
         start += ranks * size
-    return found
+    return tuple(found)
 
 
 def to_all(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
