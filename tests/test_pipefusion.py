@@ -331,8 +331,12 @@ def test_a_nodes_tiles_through_a_pipeline_see_what_is_their_own(pipeline, truths
     )
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
-def test_conditioning_is_looked_at_once_for_all_patches_of_an_evaluation(pipeline, monkeypatch, wrap):
+@pytest.mark.parametrize(
+    ("wrap", "looks"), [(lambda model: model, 0), (together, 4)], ids=["free", "a node's code"]
+)
+def test_conditioning_is_looked_at_once_at_most_for_all_patches_of_an_evaluation(
+    pipeline, monkeypatch, wrap, looks
+):
     seen, compared = Counter(), []
     put, same = ConditioningCache.put, conditioning_cache.same
     monkeypatch.setattr(
@@ -341,7 +345,7 @@ def test_conditioning_is_looked_at_once_for_all_patches_of_an_evaluation(pipelin
     monkeypatch.setattr(conditioning_cache, "same", lambda *args: compared.append(args) or same(*args))
     run(wrap(pipeline(PLAIN, (2, 1), 4)), steps=5, cfg=3.0, size=(13, 10))
     assert len({branch for branch, _ in seen}) == 2 and set(seen.values()) == {5}
-    assert len(compared) == 4 * len(seen), "the first evaluation of a run has nothing to compare with"
+    assert len(compared) == looks * len(seen), "the first evaluation of a run has nothing to compare with"
 
 
 def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pipeline, truths):

@@ -5,7 +5,7 @@ The pool, the client's side and the arena are the product's own, on two local ra
 model can be told to return its latent at once. ``back_to_back`` times such evaluations one after
 another. ``between_forwards`` times each after a real forward, as in a run: with cold caches, ranks
 that have just computed and a UI that has just slept. ``memory_only`` times, in one process, the
-reading of the conditioning and the copies of the latent that an evaluation cannot do without.
+copies of the latent that an evaluation cannot do without.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Hops:
 
     def __init__(self, options: Options):
         import torch
+        from comfy.conds import CONDCrossAttn, CONDRegular
 
         from ...launcher.pool.devices import place
         from ...launcher.pool.handle import PoolHandle
@@ -62,14 +63,16 @@ class Hops:
         self._generator = torch.Generator().manual_seed(0)
         self._text = torch.randn(TEXT, generator=self._generator)
         self._pooled = torch.randn(1, SIZE.pooled_dim, generator=self._generator)
+        made_of = {"c_crossattn": CONDCrossAttn(self._text), "y": CONDRegular(self._pooled)}
+        self._cond = [[{"uuid": "cond", "model_conds": made_of}]]
 
     def evaluate(self, costs_nothing: bool) -> float:
         """Time one evaluation in the UI, in seconds. As under ComfyUI every tensor is a new one,
-        and the conditioning equals the one before.
+        and the conditioning is made of the cond's own.
         """
         import torch
 
-        from ...parallel_runtime.client.branch import Branch
+        from ...parallel_runtime.client.branch import Branch, origins_by_cond
         from ...parallel_runtime.client.evaluations import Work
 
         arguments = {
@@ -79,12 +82,13 @@ class Hops:
             "y": self._pooled.clone(),
             "transformer_options": {COSTS_NOTHING: True} if costs_nothing else {},
         }
+
+        def dispatch() -> None:
+            branch = Branch(("cond 0",), origins=tuple(origins_by_cond(self._cond).values()))
+            self._remote.evaluations.dispatch(self._run, [Work(arguments, branch)], lambda: False)
+
         with torch.inference_mode():
-            return timed(
-                lambda: self._remote.evaluations.dispatch(
-                    self._run, [Work(arguments, Branch(("cond",)))], lambda: False
-                )
-            )
+            return timed(dispatch)
 
     def milliseconds(self, count: int, between_forwards: bool) -> list[float]:
         hops = []
@@ -95,23 +99,17 @@ class Hops:
         return hops[WARM_UP:]
 
     def memory_only(self, count: int) -> list[float]:
-        """Time the reading and copying alone, in milliseconds. The conditioning is a new tensor
-        each time, as in an evaluation.
-        """
+        """Time the copying of the latent alone, in milliseconds."""
         import torch
-
-        from ...parallel_runtime.client.conditioning import same
 
         here, there = torch.randn(2, *LATENT, generator=self._generator)
 
         def all_of_it() -> None:
-            same(self._text, text)
             for _ in range(COPIES):
                 there.copy_(here)
 
         taken = []
         for _ in range(WARM_UP + count):
-            text = self._text.clone()
             taken.append(1e3 * timed(all_of_it))
         return taken[WARM_UP:]
 

@@ -1,14 +1,41 @@
 """What tells the evaluations of a run apart: each belongs to a branch, such as the positive cond or
 one tile of it.
+
+ComfyUI makes new tensors of a cond for every evaluation. Its own stay the same objects for as long
+as nobody puts others in their place: by them, its ``Origin``, conditioning is known again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from ..crossing.by_name import blocks_left_out
+from ..wire.tree import PLAIN
+
+Origins = tuple["Origin", ...]  # of all conds in an evaluation; empty: not known
+
+
+class Origin:
+    """What one cond is made of: keeps no tensor alive. A tensor that was written to is another one,
+    as far as torch counts that: not under inference_mode.
+    """
+
+    def __init__(self, leaves: Sequence[Any]):
+        self._leaves = [
+            (weakref.ref(leaf), None if leaf.is_inference() else leaf._version)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+
+    def is_same(self, other: Origin) -> bool:
+        return len(self._leaves) == len(other._leaves) and all(map(_alike, self._leaves, other._leaves))
 
 
 @dataclass(frozen=True)
@@ -21,7 +48,8 @@ class Branch:
     context window. ``left_out``: blocks that a node leaves out. ``shapes``: of the latents, where
     the evaluation is cut into patches. ``call``: 1 for a node's second call of the transformer in
     one step. ``rows``: [start, end) of the batch, where others have the rest. ``weights``: the id
-    of the weight patches, which hooks may change from step to step within one branch.
+    of the weight patches, which hooks may change from step to step within one branch. ``origins``:
+    what this evaluation's conditioning is made of, where that tells all of it.
     """
 
     conds: tuple[str, ...] = ()
@@ -31,6 +59,7 @@ class Branch:
     call: int = 0
     rows: tuple[int, int] | None = None
     weights: str = field(default="", compare=False)
+    origins: Origins = field(default=(), compare=False, repr=False)
 
     @classmethod
     def of(cls, transformer_options: Mapping[str, Any]) -> Branch:
@@ -54,3 +83,32 @@ class SampleCall:
 
     arguments: dict[str, Any]
     branch: Branch
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, tuple) or not isinstance(other, tuple):
+        return type(one) is type(other) and one == other
+    (tensor, version), (another, its_version) = one, other
+    return tensor() is not None and tensor() is another() and version == its_version
+
+
+def are_same(ones: Origins, others: Origins) -> bool:
+    """True if both are known, and of the very same tensors."""
+    return bool(ones) and len(ones) == len(others) and all(map(Origin.is_same, ones, others))
+
+
+def origins_by_cond(conds: Sequence[Sequence[Mapping[str, Any]] | None]) -> dict[str, Origin]:
+    """Returns the origin of each of ComfyUI's conds, by the name that a ``Branch`` has for it. Of
+    one that holds more than tensors and plain data there is none, nor of two that bear one name.
+    """
+    made_of: dict[str, list[Any]] = {}
+    for side, of_side in enumerate(conds):
+        for cond in of_side or ():
+            parts = {name: getattr(one, "cond", one) for name, one in cond.get("model_conds", {}).items()}
+            name, leaves = f"{cond.get('uuid')} {side}", tree_leaves([cond.get("area"), parts])
+            made_of[name] = [object()] if name in made_of else [*parts, *leaves]
+    return {
+        name: Origin(leaves)
+        for name, leaves in made_of.items()
+        if all(isinstance(leaf, (torch.Tensor, torch.dtype, *PLAIN)) for leaf in leaves)
+    }

@@ -1,8 +1,8 @@
 """Send conditioning once per run: later evaluations name it.
 
-ComfyUI makes new tensors for every evaluation, so a tensor is recognised by its content: compared
-first with the one that the same branch sent last, on its own device, and hashed only when that
-misses.
+ComfyUI makes new tensors for every evaluation. One is recognised by what it was made of
+(``Origin``), else by its content: compared first with the one that the same branch sent last, on
+its own device, and hashed only when that misses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from ..wire.arena import KEPT_CONDITIONING, Arena
 from ..wire.segment import TensorRef
-from .branch import Branch
+from .branch import Branch, Origins, are_same
 
 memcmp = ctypes.CDLL(None).memcmp
 memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -60,9 +60,13 @@ class ConditioningCache:
         self._recent: dict[tuple, list[Entry]] = {}
         # Keys whose tensor differed from the one sent last, once in this run
         self._surprising: set[tuple] = set()
+        # What was last sent under a key, and of what it was made
+        self._made_of: dict[tuple, tuple[Origins, Entry]] = {}
         self.uploads = 0
 
-    def assume(self, branch: Branch, name: str, tensor: torch.Tensor) -> tuple[TensorRef, Callable[[], bool]]:
+    def assume(
+        self, branch: Branch, name: str, tensor: torch.Tensor, origins: Origins = ()
+    ) -> tuple[TensorRef, Callable[[], bool]]:
         """Assumes that ``tensor`` equals the one this branch sent last; returns that one's place,
         and a check to run while the ranks compute with it.
 
@@ -70,31 +74,43 @@ class ConditioningCache:
         """
         key = cache_key(branch, name, tensor)
         recent = self._recent.get(key)
-        if not recent or key in self._surprising:
-            return self.put(branch, name, tensor), lambda: True
+        if not recent or key in self._surprising or self._recognised(key, origins) is not None:
+            return self.put(branch, name, tensor, origins), lambda: True
         last = recent[0]
 
         def is_right() -> bool:
             if same(self._content(last), tensor):
+                self._made_of[key] = origins, last
                 return True
             self._surprising.add(key)
             return False
 
         return last.ref, is_right
 
-    def put(self, branch: Branch, name: str, tensor: torch.Tensor) -> TensorRef:
+    def put(self, branch: Branch, name: str, tensor: torch.Tensor, origins: Origins = ()) -> TensorRef:
         """Returns the place of ``tensor`` in the arena, written now if it is new. ``branch``
-        identifies the cond; ``name`` is the argument's path.
+        identifies the cond; ``name`` is the argument's path. What has the same ``origins`` as the
+        one before is not looked at.
         """
         key = cache_key(branch, name, tensor)
-        recent = self._recent.setdefault(key, [])
-        for entry in recent:
-            if same(self._content(entry), tensor):
-                return entry.ref
-        entry = self._find_or_store(tensor)
-        recent.insert(0, entry)
-        del recent[RECENT:]
+        entry = self._recognised(key, origins) or self._equal(key, tensor)
+        if entry is None:
+            entry = self._find_or_store(tensor)
+            recent = self._recent.setdefault(key, [])
+            recent.insert(0, entry)
+            del recent[RECENT:]
+        self._made_of[key] = origins, entry
         return entry.ref
+
+    def _recognised(self, key: tuple, origins: Origins) -> Entry | None:
+        made_of, entry = self._made_of.get(key, ((), None))
+        return entry if are_same(made_of, origins) else None
+
+    def _equal(self, key: tuple, tensor: torch.Tensor) -> Entry | None:
+        for entry in self._recent.get(key, ()):
+            if same(self._content(entry), tensor):
+                return entry
+        return None
 
     def _find_or_store(self, tensor: torch.Tensor) -> Entry:
         local = tensor.detach().to("cpu").contiguous()
@@ -117,6 +133,7 @@ class ConditioningCache:
         """
         self._recent.clear()
         self._surprising.clear()
+        self._made_of.clear()
         held = sum(entry.ref.nbytes for entry in self._entries.values())
         while held > self._limit_bytes:
             _, entry = self._entries.popitem(last=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +12,8 @@ import torch
 from greenlet import getcurrent
 
 from ..crossing.rows import Constants
-from .branch import SampleCall
-from .separable import must_run_conds_in_sequence
+from .branch import Origin, SampleCall, origins_by_cond
+from .separable import has_foreign_code, is_hosts_own, must_run_conds_in_sequence
 from .timelines import Cond, in_flight_together
 
 Compute = Callable[[Sequence[SampleCall]], list[Any]]
@@ -36,6 +38,19 @@ class Conds:
         self._with_room = with_room
         self._constants = constants
         self._in_sequence = in_sequence
+        self._is_known = False  # all code of the run at hand
+        self._origins: dict[str, Origin] = {}
+
+    @contextmanager
+    def sampling(self, sampler: Any, guider: Any, model_options: dict[str, Any]) -> Iterator[None]:
+        """Inside, conditioning follows from the conds' own tensors where all code between them and
+        the transformer is ComfyUI's.
+        """
+        self._is_known = not has_foreign_code(sampler, guider, model_options)
+        try:
+            yield
+        finally:
+            self._is_known, self._origins = False, {}
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper: does what ComfyUI's batch of conds does, each side by
@@ -44,11 +59,10 @@ class Conds:
         patcher = model.current_patcher
         self._constants.look(patcher, conds)
         present = [index for index, cond in enumerate(conds) if cond is not None]
-        if (
-            len(present) < 2
-            or self._in_sequence()
-            or must_run_conds_in_sequence(patcher, conds, model_options)
-        ):
+        has_state = must_run_conds_in_sequence(patcher, conds, model_options)
+        known = self._is_known and not has_state and is_hosts_own(model)
+        self._origins = origins_by_cond(conds) if known else {}
+        if len(present) < 2 or self._in_sequence() or has_state:
             return executor(model, conds, x, timestep, model_options)
 
         def alone(index: int) -> torch.Tensor:
@@ -66,5 +80,8 @@ class Conds:
         """Returns the output of one call. Where its cond runs beside others, the call waits until
         each of these has made one.
         """
-        cond = getcurrent()
+        cond, known = getcurrent(), [self._origins.get(name) for name in call.branch.conds]
+        origins = tuple(origin for origin in known if origin is not None)
+        if len(origins) == len(known):
+            call = replace(call, branch=replace(call.branch, origins=origins))
         return cond.output_of(call) if isinstance(cond, Cond) else self._compute([call])[0]

@@ -328,7 +328,7 @@ def write_arguments(
         if argument in changing:
             return frame.put(tensor, in_place=argument in IN_PLACE)
         if assume:
-            ref, is_right = session.conditioning.assume(branch, path, tensor)
+            ref, is_right = session.conditioning.assume(branch, path, tensor, branch.origins)
             checks.append(is_right)
             return ref
         key = identity(tensor)
@@ -336,7 +336,7 @@ def write_arguments(
             (other.written.places[key] for other in session.tickets if key in other.written.places), None
         )
         # The tensor keeps its address
-        places[key] = known or (tensor, session.conditioning.put(branch, path, tensor))
+        places[key] = known or (tensor, session.conditioning.put(branch, path, tensor, branch.origins))
         return places[key][1]
 
     try:

@@ -51,15 +51,13 @@ class InGroups:
         self._constants = Constants(pool.layout.groups)
         self._can_join = can_join
         self._plan = lru_cache(maxsize=32)(plan_branches)  # alike in all evaluations of a run, as a rule
-        self._conds = Conds(self._compute, self._constants, with_room=with_room)
-        self.output_of = self._conds.output_of
+        one_group = pool.layout.groups == 1  # it takes the conds as ComfyUI batches them
+        self.conds = Conds(self._compute, self._constants, lambda: one_group, with_room)
+        self.output_of = self.conds.output_of
 
     def attach(self, patcher: Any) -> None:
-        """Adds its wrapper to a clone of the MODEL. One group takes the conds as ComfyUI batches
-        them.
-        """
-        if self._pool.layout.groups > 1:
-            patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self._conds.calc_cond_batch)
+        """Adds its wrapper to a clone of the MODEL."""
+        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.conds.calc_cond_batch)
 
     def begin_run(self, watch: Watch = nobody) -> None:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first

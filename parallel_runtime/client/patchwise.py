@@ -77,12 +77,12 @@ class Patchwise:
         self._calls = Calls()
         self._looks_at_all = False  # whether a patch of a node needs all tokens in this run
         self._begun = False  # True once the sampler has got an output of this run
-        self._conds = Conds(self._compute, backend.constants, lambda: self._looks_at_all)
+        self.conds = Conds(self._compute, backend.constants, lambda: self._looks_at_all)
 
     def attach(self, patcher: Any) -> None:
         """Adds its wrappers to a clone of the MODEL."""
         patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
-        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self._conds.calc_cond_batch)
+        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.conds.calc_cond_batch)
         # Ours is outermost: what it calls is of one evaluation
         inside = patcher.wrappers.get(WrappersMP.PREDICT_NOISE, {})
         patcher.wrappers[WrappersMP.PREDICT_NOISE] = {WRAPPER_KEY: [self.predict_noise], **inside}
@@ -169,7 +169,7 @@ class Patchwise:
         latent = next(iter(call.arguments.values()))
         latents = latent if isinstance(latent, list) else [latent]
         shaped = replace(call.branch, shapes=tuple(tuple(one.shape) for one in latents))
-        return self._conds.output_of(SampleCall(call.arguments, self._calls.own_branch(shaped, latents)))
+        return self.conds.output_of(SampleCall(call.arguments, self._calls.own_branch(shaped, latents)))
 
     def _compute(self, calls: Sequence[SampleCall]) -> list[torch.Tensor]:
         timeline = getcurrent()

@@ -134,12 +134,15 @@ class Remote:
             self.release()
             raise
 
-    def sampler_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def sampler_sample(
+        self, executor: Any, guider: Any, sigmas: Any, extra_args: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """A SAMPLER_SAMPLE wrapper: evaluations of groups and of patches are not collected where
         the forward asked for them, but by whoever waits for several.
         """
-        with self.computing():
-            return executor(*args, **kwargs)
+        conds = self.sampling.conds
+        with self.computing(), conds.sampling(executor.class_obj, guider, extra_args["model_options"]):
+            return executor(guider, sigmas, extra_args, *args, **kwargs)
 
     def end_run(self) -> None:
         """Ends the run that the model is in, if any: after a run inside a run, the outer one's

@@ -266,6 +266,11 @@ def _named(name: str, value: Any) -> str:
     return f"{name} ({', '.join(patch_name(function) for function in functions)})"
 
 
+def is_hosts_own(model: Any) -> bool:
+    """True if a model's class, and its transformer's, are ComfyUI's."""
+    return all(_qualified(type(one)).startswith("comfy.") for one in (model, model.diffusion_model))
+
+
 def known_guider(guider: Any) -> bool:
     """True for guiders of ComfyUI that sample one model and have no code of other packs."""
     return _qualified(type(guider)) in GUIDERS
