@@ -277,6 +277,7 @@ class Runtime:
                 turn=self.turn,
                 wait=self.wait,
                 counts=counts,
+                beside_ui=placement.ranks_named(own_device()),
                 admission=Admission(
                     lambda model: self.trials.admit(
                         type(model.diffusion_model),

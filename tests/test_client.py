@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import torch
+from msgspec.structs import replace
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.branch import Branch
@@ -20,7 +21,15 @@ from pipemesh.parallel_runtime.forward import forward_binder, forward_patch
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import Done, Forward, Load, Memory, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import (
+    Done,
+    EndRun,
+    Forward,
+    Load,
+    Memory,
+    Release,
+    SetWeightPatches,
+)
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 
 from .test_wire import descriptors
@@ -39,6 +48,7 @@ class Ledger:
         self.models: list[str] = []
         self.asked: list[tuple[str, str]] = []
         self.submitted: list[Forward] = []
+        self.ended: list[EndRun] = []
         self.abandoned = self.cancelled = 0
 
     def live(self):
@@ -69,6 +79,7 @@ class Ledger:
         if isinstance(request, Release) and interrupted():
             raise RunCancelled
         self.asked.append((type(request).__name__, request.model))
+        self.ended += [request] if isinstance(request, EndRun) else []
         return [self.answer(request)]
 
     def answer(self, request):
@@ -258,6 +269,53 @@ def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch, capl
     monkeypatch.setattr(pool, "ask", hang)
     client.runs.end("a")
     assert given_up == [True] and not caplog.text
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_all_have_confirmed_holds_in_the_next_run_where_they_keep_the_memory_for_it(monkeypatch, keeps):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    monkeypatch.setattr(
+        pool, "answer", lambda request, answer=pool.answer: replace(answer(request), confirmed=7, keeps=keeps)
+    )
+    client.runs.begin("a")
+    for _ in range(2):
+        evaluate(client, "a", conditioned(1.0))
+    client.runs.end("a")
+    assert pool.ended[-1].steps == (7,) and pool.ended[-1].cleared == (0,)
+    client.runs.begin("a")
+    evaluate(client, "a", conditioned(1.0))
+    assert [request.confirmed for request in pool.submitted] == [0, 7, 7 if keeps else 0]
+
+
+@pytest.mark.parametrize("error", [RunCancelled(), OSError("gone")])
+def test_where_the_end_of_a_run_was_not_answered_nothing_is_taken_for_confirmed(monkeypatch, error):
+    pool = Ledger(room=1)
+    client = remote(pool, "a")
+    monkeypatch.setattr(
+        pool, "answer", lambda request, answer=pool.answer: replace(answer(request), confirmed=7, keeps=True)
+    )
+    client.runs.begin("a")
+    evaluate(client, "a", conditioned(1.0))
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "ask", fail)
+        client.runs.end("a")
+    client.runs.begin("a")
+    evaluate(client, "a", conditioned(1.0))
+    assert [request.confirmed for request in pool.submitted] == [0, 0]
+
+
+def test_only_ranks_on_the_uis_own_device_give_back_what_torch_caches():
+    pool = Ledger(room=1)
+    client = RemotePool(pool, shares_weights=False, beside_ui=())
+    load(client, "a")
+    client.runs.begin("a")
+    client.runs.end("a")
+    assert pool.ended[-1].cleared == ()
 
 
 def conditioned(text: float) -> dict:

@@ -14,9 +14,9 @@ from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import encode_tree
-from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
+from pipemesh.parallel_runtime.worker.kept import KeptConditioning
 from pipemesh.parallel_runtime.worker.patched_sets import PatchedSets
 from pipemesh.parallel_runtime.worker.prepare import prepare
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
@@ -39,25 +39,45 @@ class Counted:
     def now(self):
         return Memory(0, 0, 0)
 
+    def little(self):
+        return 64
 
-@pytest.mark.parametrize(
-    ("layout", "done"),
-    [(Layout(ulysses=2), "empty the GPU's cache"), (Layout(pipefusion=2), "give back")],
-    ids=["sequence", "stages"],
-)
-def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, done):
+    def end_run(self, *, keeps_freed, needed):
+        self.done.append((keeps_freed, needed))
+
+
+@pytest.mark.parametrize(("layout", "keeps"), [(Layout(ulysses=2), True), (Layout(pipefusion=2), False)])
+@pytest.mark.parametrize("cleared", [(), (0,), (1,)])
+def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, keeps, cleared):
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
     memory, ended = Counted(), []
     handler = RequestHandler(
         SimpleNamespace(rank=0, layout=layout),
         torch.device("cpu"),
         memory,
-        ArenaIO(None, None),
+        SimpleNamespace(conditioning=KeptConditioning(0)),
         away=False,
     )
-    handler.models["m"] = SimpleNamespace(end_run=lambda: ended.append("m"))
-    handler.handle(EndRun(request=1, model="m"), [], None)
-    assert (ended, memory.done) == (["m"], [done])
+    handler.models["m"] = SimpleNamespace(end_run=lambda *args: ended.append(args) or True)
+    answer = handler.handle(EndRun(request=1, model="m", cleared=cleared), [], None)
+    assert memory.done == [(keeps, 0 in cleared)] and not answer.keeps
+    assert handler.handle(EndRun(request=2, model="m", steps=(3,)), [], None).keeps
+    assert ended == [((), -1), ((3,), 64)], "nothing is to stay where no steps are named"
+
+
+@pytest.mark.parametrize(
+    ("free", "needed", "sharers", "is_emptied"),
+    [(30, False, 1, False), (30, True, 1, True), (30, False, 2, True), (10, False, 1, True)],
+    ids=["nobody", "the UI", "another rank", "hardly any is free"],
+)
+def test_what_torch_caches_of_a_run_stays_where_nobody_else_needs_it(
+    monkeypatch, free, needed, sharers, is_emptied
+):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    DeviceMemory(torch.device("cuda"), 0, sharers).end_run(keeps_freed=True, needed=needed)
+    assert bool(emptied) == is_emptied
 
 
 def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():

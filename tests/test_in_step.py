@@ -34,6 +34,7 @@ BLOCKS = {"a": 2, "b": 2, "c": 3}
 TEXTS = (5, 2)  # tokens: of the fewer, some ranks have none
 PLACES = ("input", "first block", "last block", "head", "behind all messages")
 BEHIND = PLACES[-1]
+PLENTY = 1 << 30  # bytes
 
 
 @dataclass(eq=False)
@@ -52,6 +53,9 @@ class Act:
     cancels: tuple[int, int] | None = None  # a rank, and the attention at which it hears of it
     number: int = 0
     header: int = 0
+    room: int = -1  # bytes that messages may keep at the end of a run
+    frees: int = -1  # a rank that has no such room
+    named: tuple[int, ...] = ()
     answers: dict = field(default_factory=dict)
 
     @property
@@ -100,12 +104,14 @@ class Asking:
                 self._session.known_steps(act.model, act.looks, act.ranks),
             )
             if act.does == "end of the run":
-                self._session.end_run()
+                act.named = self._session.lasting_steps(act.model)
             if act.does == "reload":
                 self._session.models[act.model] = Resident()
 
     def _hear(self, turn):
         for act in turn.acts:
+            if act.does == "end of the run" and not all(stays for stays, _ in act.answers.values()):
+                self._session.end_run()
             if act.succeeded:
                 ticket = SimpleNamespace(
                     run=SimpleNamespace(model=act.model), kind=act.looks, ranks=act.ranks
@@ -139,7 +145,8 @@ class Serving:
         if act.does == "evaluate":
             return self.models[act.model].evaluate(act)
         if act.does == "end of the run":
-            self.models[act.model].end_run()
+            room = -1 if act.frees == self.mesh.rank else act.room
+            return self.models[act.model].end_run(act.named, room), 0
         else:
             self.models.pop(act.model).detach()
             self.models[act.model] = Holding(act.model, self)
@@ -186,10 +193,11 @@ class Holding:
         assert self.method.facts.messages_done == "all"
         return outcome, self.method.facts.confirmed
 
-    def end_run(self):
+    def end_run(self, named, room):
         if self.turns is not None:
             self.turns.end_run()
-        self.method.end_run()
+            room = -1
+        return self.method.end_run(named, room)
 
     def detach(self):
         self.method.detach()
@@ -228,8 +236,8 @@ def evaluate(model="a", width=1, group=0, layout=LAYOUT, text=TEXTS[0], **more):
     return Act("evaluate", model, layout.members(group, width), width, text, **{"looks": text, **more})
 
 
-def end_of_run(model="a", layout=LAYOUT):
-    return Act("end of the run", model, tuple(range(layout.world_size)))
+def end_of_run(model="a", layout=LAYOUT, **more):
+    return Act("end of the run", model, tuple(range(layout.world_size)), **more)
 
 
 def questions(turns, spans):
@@ -273,6 +281,25 @@ def test_ranks_ask_each_other_before_each_message_once_for_a_kind_then_once_for_
     assert questions(turns, played(LAYOUT, turns, "nccl")) == [learned, 0, 0, 0, 1, 0, learned, learned, 0]
 
 
+def test_in_a_later_run_nobody_asks_where_the_memory_of_messages_stayed():
+    """Not even after a run in which one failed, or another model was computed."""
+    turns = [Turn(evaluate()), Turn(end_of_run(room=PLENTY)), Turn(evaluate()), Turn(evaluate("c"))]
+    turns += [Turn(evaluate(fails=(1, BEHIND))), Turn(end_of_run("c", room=PLENTY)), Turn(evaluate())]
+    turns += [Turn(end_of_run("c")), Turn(evaluate()), Turn(evaluate("c"))]
+    asked = dict(zip(turns, questions(turns, played(LAYOUT, turns, "nccl")), strict=True))
+    learned = asked[turns[0]]
+    assert [asked[turn] for turn in turns if turn.acts[0].does == "evaluate"] == [
+        learned, 0, learned + 2, 0, 0, 1, 1
+    ]  # fmt: skip
+
+
+def test_where_one_rank_frees_the_memory_of_messages_all_ask_before_they_rely_on_what_they_know():
+    """It could not go through them, where it finds no memory for its own part any more."""
+    turns = [Turn(evaluate()), Turn(end_of_run(room=PLENTY, frees=1)), Turn(evaluate())]
+    asked = questions(turns, played(LAYOUT, turns, "nccl"))
+    assert asked[0] > 2 and asked[1:] == [0, 1]
+
+
 def test_weights_that_are_gathered_are_known_when_it_is_known_which_layer_follows_which():
     turns = [Turn(evaluate("b")) for _ in range(4)]
     asked = questions(turns, played(LAYOUT, turns, "nccl"))
@@ -312,7 +339,8 @@ def histories(draw):
         model = draw(st.sampled_from(sorted(WAYS)))
         does = draw(st.sampled_from(("evaluate",) * 5 + ("end of the run", "reload")))
         if does != "evaluate":
-            turns.append(Turn(Act(does, model, tuple(range(layout.world_size)))))
+            room = draw(st.sampled_from((-1, PLENTY, 3000)))  # the last: for the messages of some
+            turns.append(Turn(Act(does, model, tuple(range(layout.world_size)), room=room)))
             continue
         width = 1 if WAYS[model] == "sharded" else draw(st.sampled_from(layout.widths))
         acts = []
@@ -389,6 +417,25 @@ def test_what_was_learned_longest_ago_is_forgotten_at_the_end_of_a_run_and_not_w
     known.end_run()
     assert [kind for kind in range(1, 9) if known.number_of(kind)] == [3, 4, 5, 6, 7, 8]
     assert not known.steps_of(1) and known.steps_of(3)
+
+
+def test_steps_that_the_ui_may_still_name_are_known_in_the_next_run():
+    """All had confirmed the first; then one rank learned others, and the rest failed."""
+    known = KnownSteps()
+    known.learn("kind", 1, [Step("ring")])
+    known.learn("kind", 2, [Step("end")])
+    known.end_run([1])
+    assert known.steps_of(1) == [Step("ring")] and known.number_of("kind") == 2
+    known.end_run()
+    assert not known.steps_of(1)
+
+
+def test_the_ui_names_no_more_steps_than_ranks_keep_in_any_case():
+    session = Session(SimpleNamespace(arena=None, facts=SimpleNamespace(speeds=())), Layout())
+    session.models["m"] = resident = Resident()
+    resident.confirmed = {(kind, (0, 1)): kind for kind in range(KEPT_KINDS + 5)}  # one not: 0
+    assert session.lasting_steps("m") == tuple(range(5, KEPT_KINDS + 5)) and session.lasting_steps("n") == ()
+    assert session.known_steps("m", 4, (0, 1)) == 0 and session.known_steps("m", 5, (0, 1)) == 5
 
 
 def test_a_rank_that_does_not_know_what_all_have_confirmed_says_so_at_once():

@@ -42,10 +42,11 @@ AS_TRIED = TORCHS._replace(merge=in_one)  # on a GPU with Triton
 
 @dataclass(frozen=True)
 class Watched:
-    """What a device would be asked for. ``waits`` of the first evaluation; ``later_waits`` of one
-    whose messages ranks know, ``launches`` of kernels in it, a message as one, ``spared`` of which
-    are none where a merge is one, and ``unaligned`` places of messages, which NCCL copies byte by
-    byte. A pipeline has but one evaluation.
+    """What a device would be asked for. ``waits`` of the first evaluation; ``later_waits`` of the
+    first one of the next run, whose messages ranks know (with weights shared out, of the second of
+    this one), ``launches`` of kernels in it, a message as one, ``spared`` of which are none where a
+    merge is one, and ``unaligned`` places of messages, which NCCL copies byte by byte. A pipeline
+    has but one evaluation.
     """
 
     waits: Mapping[Wait, int] = field(default_factory=dict)
@@ -143,9 +144,12 @@ class DryRanks(DryModel):
                         dict(counts.waits),
                     )
                     if layout.stages == 1:
+                        confirmed, next_run = method.facts.confirmed, Part(2, 0)
+                        if turns is None:  # else the memory of gathered weights goes, and all ask once
+                            method.end_run((confirmed,), counts.memory.live)
                         counts.launches = counts.spared = counts.unaligned = 0
                         counts.waits.clear()
-                        method.begin(WARM_UP, Expected(confirmed=method.facts.confirmed))
+                        method.begin(WARM_UP if turns else next_run, Expected(confirmed=confirmed))
                         with nullcontext() if turns is None else turns.evaluation():
                             method.forward(forward, dict(self.arguments), TURN * (len(parts) + 1))
                     if turns is not None:

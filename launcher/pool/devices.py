@@ -96,6 +96,9 @@ class Placement:
     def ranks_on(self, machine: str) -> tuple[int, ...]:
         return tuple(rank for rank, device in enumerate(self.devices) if device.machine == machine)
 
+    def ranks_named(self, device: str) -> tuple[int, ...]:
+        return tuple(rank for rank, one in enumerate(self.devices) if one.name == device)
+
     def cores(self, rank: int) -> tuple[int, ...]:
         """The rank's share of the cores of this process, which is on its machine; empty where it
         computes on a GPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from ..planner.balance import StageBalance
 from ..planner.counts import Counts, nobody
@@ -28,18 +29,20 @@ class RemotePool:
         wait: Wait | None = None,
         counts: Counts | None = None,
         admission: Admission | None = None,
+        beside_ui: Collection[int] | None = None,
     ):
         """``shares_weights``: the ranks live in one machine's memory, so patched weights are
         computed once and mapped by all. ``turn``: held by a thread that acts on the pool between
         two runs. ``wait`` begins and ends with that for a first step. ``counts``: by which
         evaluations have room beside the weights. ``admission`` of models; without it all are.
+        ``beside_ui``: as ``Runs`` has it.
         """
         self.admission = admission or Admission()
         self.turn = turn or threading.Lock()
         self.wait: Wait = wait or NoWait()
         self.sessions = Sessions(handle)
         self.layout = handle.layout
-        self.runs = Runs(self.sessions)
+        self.runs = Runs(self.sessions, beside_ui)
         balance = StageBalance()
         self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)

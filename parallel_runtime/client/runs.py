@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -25,8 +25,10 @@ T = TypeVar("T")
 class Runs:
     """Keeps the runs of one pool handle: at most one of each model at a time."""
 
-    def __init__(self, sessions: Sessions):
+    def __init__(self, sessions: Sessions, beside_ui: Collection[int] | None = None):
+        """``beside_ui``: the ranks on the UI's own device; None: any may be."""
         self._sessions = sessions
+        self._beside_ui = beside_ui
         self._ids = count(1)
         self._open: dict[str, Run] = {}
         self.owed: list[str] = []  # models of ended runs, until their ranks have heard of it
@@ -120,7 +122,7 @@ class Runs:
         while self.owed and (session is None or session.pool.idle):
             model = self.owed.pop()
             if session is not None and model in session.models:
-                tell(session, model)
+                tell(session, model, self._beside_ui)
 
     def models(self) -> set[str]:
         """Returns the models of sampled runs, and of runs that joined them."""
@@ -128,15 +130,22 @@ class Runs:
         return {model for run in sampled for model in (run.model, *run.joined)}
 
 
-def tell(session: Session, model: str) -> None:
+def tell(session: Session, model: str, cleared: Collection[int] | None) -> None:
     """Has the ranks free what they keep of a run, and waits a little: on the UI's own GPU an image
     is decoded next. Logs errors.
     """
     until = time.monotonic() + END_WAIT_S
-    session.end_run()
+    steps, stays = session.lasting_steps(model), False
+    cleared = session.pool.facts.everyone if cleared is None else tuple(cleared)
     try:
-        session.ask(EndRun, (), lambda: time.monotonic() > until, model=model)
+        answers = session.ask(
+            EndRun, (), lambda: time.monotonic() > until, model=model, steps=steps, cleared=cleared
+        )
+        stays = bool(answers) and all(answer.keeps for answer in answers)
     except RunCancelled:  # they need longer: the next request waits for them
         pass
     except Exception as error:  # noqa: BLE001 - the run's own error is told, not this one
         log.warning("[PipeMesh] Freeing the memory of a run: %s", error)
+    finally:
+        if not stays:
+            session.end_run()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..comm.in_step import KEPT_KINDS
 from ..comm.shares import group_speeds, stage_speeds
 from ..errors import PoolFailed
 from ..layout import Layout
@@ -156,6 +157,17 @@ class Session:
             self.models[ticket.run.model].confirmed[ticket.kind, ticket.ranks] = (
                 known.pop() if len(known) == 1 else 0
             )
+
+    def lasting_steps(self, model: str) -> tuple[int, ...]:
+        """Returns the steps that ranks are to know in the next run of ``model``: the latest that
+        they have confirmed. No others are named any more.
+        """
+        if model not in self.models:
+            return ()
+        known = self.models[model].confirmed
+        latest = sorted(filter(None, known.values()))[-KEPT_KINDS:]
+        self.models[model].confirmed = {key: steps for key, steps in known.items() if steps in latest}
+        return tuple(latest)
 
     def end_run(self) -> None:
         """Notes that ranks free the memory of messages: they ask each other once for what they know

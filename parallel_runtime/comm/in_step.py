@@ -10,7 +10,7 @@ and ask each other before every message whether one has failed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -97,6 +97,10 @@ class Mover:
         """Send ``token`` (1,) to each rank that messages go to, as they go; return what came."""
         raise NotImplementedError
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def free_buffers(self) -> None:
         self._buffers.clear()
         self._laid.clear()
@@ -149,12 +153,13 @@ class KnownSteps:
         """
         self._changing.add(kind)
 
-    def end_run(self) -> None:
-        """Forget what was learned longest ago, where it is much."""
+    def end_run(self, named: Collection[int] = ()) -> None:
+        """Forget what was learned longest ago, where it is much, but for what may be ``named``."""
         self._changing.clear()
         for kind in list(self._learned)[:-KEPT_KINDS]:
             del self._learned[kind]
-        self._steps = {number: self._steps[number] for number in self._learned.values()}
+        stay = {*self._learned.values(), *named}
+        self._steps = {number: steps for number, steps in self._steps.items() if number in stay}
 
 
 @dataclass

@@ -125,11 +125,17 @@ class SequenceComm:
         self.traffic.clear()
         self.stop.begin(attentions)
 
-    def free_buffers(self) -> None:
-        """Free the memory of messages. What the ranks know of them stays: it belongs to models."""
-        for paths in self._by_width.values():
-            for part in (paths.ulysses, paths.ring, paths.world):
-                part.free_buffers()
+    def free_buffers(self, room: int = -1) -> bool:
+        """Free the memory of messages, unless it is at most ``room`` bytes; return whether it
+        stays. What the ranks know of them does in any case: it belongs to models.
+        """
+        movers = [
+            part for paths in self._by_width.values() for part in (paths.ulysses, paths.ring, paths.world)
+        ]
+        stays = sum(part.held_bytes for part in movers) <= room
+        for part in () if stays else movers:
+            part.free_buffers()
+        return stays
 
 
 @dataclass(frozen=True)

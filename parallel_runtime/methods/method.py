@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -84,10 +84,12 @@ class Method(Protocol):
         before it came to ``evaluate``. Nothing happens after ``evaluate``. ``number``: as there.
         """
 
-    def end_run(self) -> None:
-        """Free all that was kept for later evaluations of the run, and the memory of messages. What
-        is known of their steps stays.
+    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
+        """Free all that was kept for later evaluations of the run, and the memory of messages, but
+        not where it is at most ``room`` bytes; return whether it stays. What is known of their
+        steps does, all that may be ``named`` of it.
         """
+        ...
 
     @property
     def facts(self) -> Facts:

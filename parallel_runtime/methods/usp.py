@@ -10,7 +10,7 @@ Legend: B batch, l tokens of one rank, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -94,10 +94,10 @@ class SequenceParallel:
     def fail(self, number: int) -> None:
         self._comm.in_step.fail()
 
-    def end_run(self) -> None:
+    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
         self._hooks.end_run()
-        self._known.end_run()
-        self._comm.free_buffers()
+        self._known.end_run(named)
+        return self._comm.free_buffers(room)
 
     @property
     def facts(self) -> Facts:

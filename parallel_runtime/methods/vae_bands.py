@@ -8,7 +8,7 @@ Legend: B batch, C channels, R rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -105,9 +105,9 @@ class BandsOfRows:
     def fail(self, number: int) -> None:
         self._comm.in_step.fail()
 
-    def end_run(self) -> None:
-        self._known.end_run()
-        self._comm.free_buffers()
+    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
+        self._known.end_run(named)
+        return self._comm.free_buffers(room)
 
     @property
     def facts(self) -> Facts:

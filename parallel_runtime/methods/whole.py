@@ -4,7 +4,7 @@ nobody has written a plan for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -84,8 +84,8 @@ class WholeForward:
     def fail(self, number: int) -> None:
         """No rank waits for another."""
 
-    def end_run(self) -> None:
-        self._comm.free_buffers()
+    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
+        return self._comm.free_buffers(room)
 
     @property
     def facts(self) -> Facts:

@@ -105,10 +105,15 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Free all that is kept for the run of a model, which is over."""
+    """Free all that is kept for the run of a model, which is over. ``steps``: those that a later
+    request may name in ``confirmed``: what they need stays, where it is little, and the answer says
+    so in ``keeps``. ``cleared``: ranks on whose device others need what torch keeps of it.
+    """
 
     request: int
     model: str
+    steps: tuple[int, ...] = ()
+    cleared: tuple[int, ...] = ()
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -174,7 +179,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
-    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it.
+    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it. ``keeps``: as
+    ``EndRun`` has it.
     """
 
     request: int
@@ -188,6 +194,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sent_bytes: int = 0
     block_s: dict[int, float] = {}
     confirmed: int = 0
+    keeps: bool = False
 
     @property
     def exchange_s(self) -> float:

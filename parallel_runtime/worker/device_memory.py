@@ -13,6 +13,8 @@ from ..memory import give_back_freed, system_memory
 from ..wire.messages import Memory
 from ..wire.segment import mib
 
+LITTLE = 16  # of what is free, a part that nobody misses
+FULL = 4  # a GPU with less free than this part of it, outside of torch's cache, is nearly full
 MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short evaluation's answer
 
 
@@ -61,6 +63,25 @@ class DeviceMemory:
                 f"Rank {self._rank} needs {mib(nbytes)} for the keys and values of its blocks and {mib(free)}"
                 " are free: add ranks, make the image or the batch smaller, or free memory."
             )
+
+    def little(self) -> int:
+        """Returns how many bytes nobody misses: they may stay from run to run."""
+        return self.now().free // self._sharers // LITTLE
+
+    def end_run(self, *, keeps_freed: bool, needed: bool) -> None:
+        """Returns what torch caches of a run to the GPU, where others there need it, or it has not
+        much else. Elsewhere the next run has it at once. ``keeps_freed``: so does the system's.
+        """
+        if not keeps_freed:
+            give_back_freed()
+        if self._device.type == "cuda" and (needed or self._sharers > 1 or self._is_nearly_full()):
+            self.empty_cache()
+
+    def _is_nearly_full(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            free, total = torch.cuda.mem_get_info(self._device)
+            return free * FULL < total
+        return True
 
     def give_back(self) -> None:
         """Returns memory that is free in this process to the system: on its GPU the UI decodes

@@ -96,7 +96,7 @@ class RequestHandler:
             case Adopt():
                 self._transformer(request.model).adopt(request.keeps)
             case EndRun():
-                self._end_run(request.model)
+                return self._end_run(request)
             case Release():
                 self._release(request.model)
         return Done(request=request.request, memory=self._memory.now())
@@ -179,18 +179,18 @@ class RequestHandler:
         self._io.conditioning.forget()
         self._memory.conditioning_bytes = 0
 
-    def _end_run(self, name: str) -> None:
-        """Frees what the method kept for the run, and conditioning. A GPU's cache goes back too:
-        the UI decodes an image there next. On CPUs, freed memory is kept for the next run, but for
-        a pipeline's keys and values: they are gigabytes.
+    def _end_run(self, request: EndRun) -> Done:
+        """Frees what the method kept for the run, and conditioning. On CPUs, freed memory is kept
+        for the next run, but for a pipeline's keys and values: they are gigabytes.
         """
-        if name in self.models:
-            self.models[name].end_run()
+        stays, model = False, self.models.get(request.model)
+        if model is not None:
+            stays = model.end_run(request.steps, self._memory.little() if request.steps else -1)
         self._forget_conditioning()
-        if self._mesh.layout.stages > 1:
-            self._memory.give_back()
-        else:
-            self._memory.empty_cache()
+        self._memory.end_run(
+            keeps_freed=self._mesh.layout.stages == 1, needed=self._mesh.rank in request.cleared
+        )
+        return Done(request=request.request, memory=self._memory.now(), keeps=stays and bool(request.steps))
 
     def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
         """Where it fails before the method computes, this rank still goes through the messages that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -254,15 +254,18 @@ class ResidentModel:
             "transformer_options": {name: value for name, value in options.items() if name != COMPILE},
         }
 
-    def end_run(self) -> None:
-        """Free all that was kept for later evaluations of the run."""
+    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
+        """Free all that was kept for later evaluations of the run; ``named``, ``room`` and what is
+        returned as the method has it. Memory in which weights arrive is always freed.
+        """
         clean_up(self._in_block.patches)
         if self.kept is not None:
             self.kept.free()
         if self._weights.turns is not None:
             self._weights.turns.end_run()
-        self.method.end_run()
+            room = -1
         self._tell(None)
+        return self.method.end_run(named, room)
 
 
 def counted(rank: CountingRank, total: int) -> Callable[[int], None]:

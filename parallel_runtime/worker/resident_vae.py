@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class ResidentVAE:
         work = getattr(self._model, arguments["work"])
         return self.method.forward(work, arguments, number)
 
-    def end_run(self) -> None:
-        self.method.end_run()
+    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
+        return self.method.end_run(named, room)
 
     def detach(self) -> None:
         self.method.detach()

@@ -6,7 +6,7 @@ Its attention sees all tokens, those of other patches as they were last seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -136,10 +136,11 @@ class PipeFusion:
         except Exception:  # noqa: BLE001 the failure that came first is told, and ``facts`` say that messages are left
             return
 
-    def end_run(self) -> None:
-        self._messages.known.end_run()
-        self._comm.free_buffers()
+    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
+        self._messages.known.end_run(named)
+        stays = self._comm.free_buffers(room)
         self._forget_run()  # last, because it may raise
+        return stays
 
     def _forget_run(self) -> None:
         for kept in (self._hooks, self._kv, *self._ropes, self._clock):
