@@ -180,7 +180,10 @@ def pin_down(box, tensor):
 
 
 def is_pinned(box, tensor):
-    return tensor.untyped_storage()._cdata in box.pinned
+    at = tensor.data_ptr()
+    return tensor.untyped_storage()._cdata in box.pinned or any(
+        0 <= at - start < nbytes for start, nbytes in box.registered.items()
+    )
 
 
 def content_of(leaf):
@@ -312,6 +315,12 @@ class Driver:
     def Event(self, *_, **__):
         return Event(self._box)
 
+    def cudart(self):
+        return Cudart(self._box)
+
+    def current_stream(self, device=None):
+        return self
+
     def synchronize(self, device=None):
         gpu = self._box.gpu
         gpu.wait_for(gpu.current.last, "synchronize")
@@ -340,6 +349,21 @@ class Driver:
     def set_rng_state(self, state, device=None): ...
     def empty_cache(self): ...
     def _lazy_init(self): ...
+
+
+class Cudart:
+    """Registers memory as pinned, where the box has a GPU that can."""
+
+    def __init__(self, box):
+        self._box = box
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if self._box.registers:
+            self._box.registered[address] = nbytes
+        return int(not self._box.registers)
+
+    def cudaHostUnregister(self, address):
+        del self._box.registered[address]
 
 
 class Event:

@@ -129,6 +129,7 @@ class PoolWorld(LateWorld):
     def serve(self, mesh, run):
         arena = self.pool.arena.segment
         segment = Segment(os.dup(arena.fd), arena.nbytes)
+        segment.pin(DEVICE)
         memory = DeviceMemory(DEVICE, mesh.rank)
         loop = rank_loop.RankLoop(self.ranks.theirs[mesh.rank], Board(segment), mesh.rank, memory, DEVICE)
         run.wants_stop = loop.wants_stop
@@ -152,8 +153,9 @@ class PoolWorld(LateWorld):
 
 
 def pooled(layout, ui, seed=0, *, at_once=False, prepare=lambda rank, model: None):
-    """Has ``ui`` use a pool."""
+    """Has ``ui`` use a pool, whose arena is pinned at every other seed."""
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
+        box.registers = seed % 2 == 0
         world = PoolWorld(layout, box, patch, ui, prepare)
         try:
             world.run(world.serve)

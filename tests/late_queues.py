@@ -125,6 +125,8 @@ class Box:
         self.scheduler = Scheduler(seed, at_once)
         self.queues = []
         self.pinned = set()  # memory of the CPU
+        self.registered = {}  # likewise: where it starts, and its bytes
+        self.registers = True
         self.give_way = None
         self.done = self._looks = 0
         self.own = Gpu(self)

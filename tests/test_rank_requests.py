@@ -122,7 +122,7 @@ def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):
     assert rank.ask(Release, "other").memory.model == 0
 
 
-@pytest.mark.parametrize(("spans_machines", "failed"), [(False, [7]), (True, [])])
+@pytest.mark.parametrize(("spans_machines", "failed"), [(False, [7, "settled"]), (True, ["settled"])])
 def test_a_rank_that_fails_goes_through_the_messages_unless_machines_wait_for_inputs(spans_machines, failed):
     def fail(*_):
         raise ZeroDivisionError
@@ -132,7 +132,7 @@ def test_a_rank_that_fails_goes_through_the_messages_unless_machines_wait_for_in
     handler = SimpleNamespace(
         models={"m": model},
         _mesh=SimpleNamespace(sequence=SimpleNamespace(use=lambda width: None)),
-        _io=SimpleNamespace(spans_machines=spans_machines),
+        _io=SimpleNamespace(spans_machines=spans_machines, settle=lambda: went.append("settled")),
         _evaluated=fail,
     )
     with pytest.raises(ZeroDivisionError):

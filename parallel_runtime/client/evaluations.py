@@ -24,7 +24,7 @@ from ..planner.balance import StageBalance
 from ..refusals import patch_name
 from ..wire.arena import Frame, identity
 from ..wire.messages import Done, Fetch, Forward
-from ..wire.segment import TensorRef, aligned, mib
+from ..wire.segment import Segment, TensorRef, aligned, mib
 from ..wire.tree import NotPlain, decode_tree, encode_tree
 from .branch import Branch
 from .residency import Residency
@@ -255,7 +255,7 @@ class Evaluations:
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
             require_finite(decode_tree(reply.output, tensor), ticket.written.arguments, made_by)
-        return decode_tree(reply.output, lambda ref: tensor(ref).to(ticket.device, copy=True))
+        return own_tensors(session.pool.arena.segment, reply.output, ticket.device)
 
     def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
         """Calls the ranks back from all evaluations in flight. They have as long as they need for
@@ -284,6 +284,17 @@ class Evaluations:
         ticket.out.release()
         if not any(other.written is ticket.written for other in session.tickets):
             ticket.written.frame.release()
+
+
+def own_tensors(segment: Segment, output: bytes, device: torch.device) -> Any:
+    """Copies an output to a device. It is there when this returns: others may write in its
+    place.
+    """
+    direct = segment.is_pinned and device.type == "cuda"
+    made = decode_tree(output, lambda ref: segment.tensor(ref).to(device, copy=True, non_blocking=direct))
+    if direct:
+        torch.cuda.current_stream(device).synchronize()
+    return made
 
 
 def chosen_in(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -341,6 +352,7 @@ def write_arguments(
 
     try:
         tree = encode_tree(arguments, put)
+        frame.settle()
         return WrittenArguments(
             arguments,
             tree,

@@ -164,11 +164,11 @@ class Arena:
     def give(self, offset: int, nbytes: int) -> None:
         self._allocator.give(offset, nbytes)
 
-    def put(self, tensor: torch.Tensor, version: int = 0) -> TensorRef:
+    def put(self, tensor: torch.Tensor, version: int = 0, later: bool = False) -> TensorRef:
         nbytes = tensor.numel() * tensor.element_size()
         offset = self.take(nbytes)
         try:
-            return self.segment.put(offset, tensor, version)
+            return self.segment.put(offset, tensor, version, later)
         except BaseException:
             self.give(offset, nbytes)
             raise
@@ -203,11 +203,15 @@ class Frame:
         self._arena = arena
         self._taken: list[TensorRef] = []
         self._seen: dict[tuple, tuple[TensorRef, torch.Tensor]] = {}
+        self._on_their_way: set[torch.device] = set()  # GPUs that copy
 
     def put(self, tensor: torch.Tensor, in_place: bool = False) -> TensorRef:
         key = identity(tensor)
         if key not in self._seen:
-            ref = self._arena.put(tensor)
+            self._arena.segment.pin(tensor.device)
+            ref = self._arena.put(tensor, later=True)
+            if tensor.device.type == "cuda" and self._arena.segment.is_pinned:
+                self._on_their_way.add(tensor.device)
             self._taken.append(ref)
             self._seen[key] = (ref, tensor)  # the tensor is kept so that its address is not handed out again
         return replace(self._seen[key][0], in_place=in_place)
@@ -217,7 +221,13 @@ class Frame:
         self._taken.append(ref)
         return ref
 
+    def settle(self) -> None:
+        """Waits until GPUs have written what was put: once for all of it."""
+        while self._on_their_way:
+            torch.cuda.current_stream(self._on_their_way.pop()).synchronize()
+
     def release(self) -> None:
+        self.settle()
         for ref in self._taken:
             self._arena.give(ref.offset, ref.nbytes)
         self._taken.clear()

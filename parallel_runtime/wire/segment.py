@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import mmap
 import os
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -13,6 +16,8 @@ import torch
 from ..errors import SharedMemoryFull
 
 ALIGN = 64
+PORTABLE = 1  # of cudaHostRegister: for all GPUs of the process
+log = logging.getLogger("pipemesh")
 
 
 class TensorRef(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +69,40 @@ class Segment:
         self.fd = fd
         self.nbytes = nbytes
         self._mapping = mmap.mmap(fd, nbytes)
+        self.is_pinned = False
+        self._device: torch.device | None = None  # that it was to be pinned for
+        # Mappings that are: an older one may still have views
+        self._pinned: list[torch.Tensor] = []
+
+    def pin(self, device: torch.device) -> None:
+        """Has ``device`` copy from and to the memory itself while this process goes on, also when
+        it was extended, until ``close``. Nothing happens for the CPU; where a GPU cannot, the log
+        says so once.
+        """
+        if device.type == "cuda" and self._device is None:
+            self._device = device
+            self._register(device)
+
+    def _register(self, device: torch.device) -> None:
+        mapping = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        cudart: Any = torch.cuda.cudart()
+        try:
+            error = int(cudart.cudaHostRegister(mapping.data_ptr(), mapping.nbytes, PORTABLE))
+        except AttributeError:
+            error = -1
+        self.is_pinned = not error
+        if self.is_pinned:
+            self._pinned.append(mapping)
+            return
+        with contextlib.suppress(RuntimeError):  # else whatever runs next would tell of the error
+            torch.empty(1, device=device).fill_(0)
+            torch.cuda.synchronize(device)
+        log.warning(
+            "[PipeMesh] %s cannot copy from shared memory itself (error %s of cudaHostRegister): its copies"
+            " go through other memory, a little slower.",
+            device,
+            error,
+        )
 
     @classmethod
     def create(
@@ -93,6 +132,8 @@ class Segment:
         if nbytes > self.nbytes:
             self._mapping = mmap.mmap(self.fd, nbytes)
             self.nbytes = nbytes
+            if self.is_pinned and self._device is not None:
+                self._register(self._device)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """Returns a view of the segment, not a copy."""
@@ -101,9 +142,10 @@ class Segment:
             return torch.empty(ref.shape, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=ref.offset).view(ref.shape)
 
-    def put(self, offset: int, tensor: torch.Tensor, version: int = 0) -> TensorRef:
+    def put(self, offset: int, tensor: torch.Tensor, version: int = 0, later: bool = False) -> TensorRef:
+        """Writes a tensor. ``later``: a GPU may do so on its own, where the memory is pinned."""
         ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype), version)
-        self.tensor(ref).copy_(tensor)
+        self.tensor(ref).copy_(tensor, non_blocking=later and self.is_pinned)
         return ref
 
     def unmap(self) -> None:
@@ -113,6 +155,13 @@ class Segment:
         self._mapping = b""
 
     def close(self) -> None:
+        pinned, self._pinned, self.is_pinned = self._pinned, [], False
+        with contextlib.suppress(RuntimeError):  # of a GPU that repeats an earlier error
+            if pinned:
+                torch.cuda.synchronize(self._device)
+        for mapping in pinned:
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(mapping.data_ptr())
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

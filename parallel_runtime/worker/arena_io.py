@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.late import to_cpu, to_device
+from ..comm.late import Reached, to_cpu, to_device
 from ..comm.machines import MachineComm
 from ..wire.arena import KEPT_CONDITIONING
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name
@@ -48,6 +49,7 @@ class ArenaIO:
         self._machines = machines
         self._spread: set[int] = set()  # versions that every machine has
         self.conditioning = KeptConditioning(conditioning_bytes)
+        self._read: Reached | None = None  # what the device itself reads of the arena
         self._unwritten: Any = None  # the last output, where it did not fit
 
     @property
@@ -59,8 +61,12 @@ class ArenaIO:
         """Returns one evaluation's arguments. Every rank must call it: machines exchange them."""
         if self._machines is not None:
             self._receive(self._machines, arguments)
-        with self.conditioning.evaluation():
-            return decode_tree(arguments, self.tensor)
+        try:
+            with self.conditioning.evaluation():
+                return decode_tree(arguments, self.tensor)
+        finally:
+            if self.arena.is_pinned:
+                self._read = Reached(self._device)
 
     def _receive(self, machines: MachineComm, arguments: bytes) -> None:
         """Brings the tensors that this evaluation names to every machine's arena. Those with a
@@ -95,8 +101,18 @@ class ArenaIO:
         return self.conditioning.get(ref.version, lambda: self._copied(view))
 
     def _copied(self, view: torch.Tensor) -> torch.Tensor:
+        if self.arena.is_pinned:
+            return view.to(self._device, non_blocking=True)
         moved = to_device(view, self._device)
         return view.clone() if moved is view else moved
+
+    def settle(self) -> None:
+        """Waits until the device has copied what an evaluation that failed was to read: the UI
+        takes the memory back. A device that fails copies nothing any more.
+        """
+        with contextlib.suppress(RuntimeError):
+            if self._read is not None:
+                self._read.wait()
 
     def write(self, output: Any, place: TensorRef) -> Writing:
         """Begins to write ``output`` into ``place``, without waiting for the device. An output that
@@ -109,7 +125,11 @@ class ArenaIO:
             nonlocal offset
             ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype))
             offset += aligned(tensor.nbytes)
-            if offset <= end:
+            if offset > end:
+                return ref
+            if self.arena.is_pinned:
+                self.arena.tensor(ref).copy_(tensor, non_blocking=True)
+            else:
                 pieces.append((ref, to_cpu(tensor)))
             return ref
 

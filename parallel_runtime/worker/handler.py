@@ -12,6 +12,7 @@ import torch
 
 from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
+from ..comm.in_step import Stopped
 from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
 from ..crossing.source import build_from_state, build_vae, call_factory, find_here
@@ -204,6 +205,10 @@ class RequestHandler:
             free_frames(error)
             if not self._io.spans_machines:
                 model.method.fail(request.request)
+            self._io.settle()
+            raise
+        except Stopped:
+            self._io.settle()
             raise
 
     def _evaluated(

@@ -68,10 +68,11 @@ def run(channel: Channel) -> None:
     device = torch.device(start.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        arena.pin(device)
     board.enter(start.rank, "joining")
     layout = Layout(**start.degrees)
     memory = DeviceMemory(device, start.rank, start.sharers)
-    loop = RankLoop(channel, board, start.rank, memory, device)
+    loop = RankLoop(channel, board, start.rank, memory, device, spins=start.threads > 1)
     size = layout.world_size
     joining = giving_way if start.cores else contextlib.nullcontext
     with joining():

@@ -11,6 +11,7 @@ import gc
 import os
 import select
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -32,17 +33,27 @@ from .handler import Enqueued, RequestHandler
 from .trail import Trail
 
 AHEAD = 2  # evaluations, or patches of one, that a GPU may have before it: a cancel waits for them
-LOOK_S = 2e-4
+LOOK_S = 2e-4  # between two looks for what has come, where a core has more to do
+SPIN_S = 1e-3  # without a pause, for a request: the sampler asks for the next evaluation soon
+PAUSE = 1e-3  # of the time that a GPU has taken: the pause between two looks at it
+SLACK_S = 5e-5  # what the system adds to any pause
 CPU = torch.device("cpu")
 
 
 class RankLoop:
     """The loop of one rank, which computes on ``device``. Serves methods too: notes their progress,
-    reserves memory, tells which part comes next.
+    reserves memory, tells which part comes next. ``spins``: beside a GPU, where there are cores
+    enough, it waits by looking again and again: a process that sleeps is woken too late.
     """
 
     def __init__(
-        self, channel: Channel, board: Board, rank: int, memory: DeviceMemory, device: torch.device = CPU
+        self,
+        channel: Channel,
+        board: Board,
+        rank: int,
+        memory: DeviceMemory,
+        device: torch.device = CPU,
+        spins: bool = False,
     ):
         self._channel = channel
         self._board = board
@@ -51,6 +62,7 @@ class RankLoop:
         # Messages that were read before their turn
         self._ahead: deque[tuple[Request | Close, list[int]]] = deque()
         self._device = device
+        self._spins = spins and device.type == "cuda"
         self._trail: Trail | None = None  # of the request at hand, on a GPU
         self._enqueued: deque[tuple[Enqueued, Trail]] = deque()  # evaluations that are not answered
         self._request: Request | None = None  # at hand
@@ -106,6 +118,9 @@ class RankLoop:
                 self._send_what_is_computed()
             if not self._enqueued:
                 self._board.enter(self._rank, "waiting")
+            began = time.perf_counter()
+            while self._spins and self._arrived() is None and time.perf_counter() - began < SPIN_S:
+                pass
             # All that has come: what stayed in the channel would not be seen to have arrived
             while not self._ahead:
                 self._ahead.extend(self._channel.pump())
@@ -131,11 +146,15 @@ class RankLoop:
         """Send the answers that the device has come to, until it has nothing left to compute, or
         another evaluation can be enqueued. Answers go in the order of their requests.
         """
+        began = time.perf_counter()
         while self._enqueued:
             if self._is_first_over():
                 self._send_first()
+                began = time.perf_counter()
             elif (arrived := self._arrived()) is None:
-                select.select([self._channel], [], [], LOOK_S)
+                pause_s = PAUSE * (time.perf_counter() - began) if self._spins else LOOK_S
+                if pause_s > SLACK_S:
+                    select.select([self._channel], [], [], pause_s)
             elif isinstance(arrived, Forward) and len(self._enqueued) < AHEAD:
                 return
             else:
