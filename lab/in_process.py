@@ -34,6 +34,7 @@ class InOneProcess:
         self.method.attach()
         self._forward = forward
         self.constants = Constants(groups=1)
+        self.beside_ui = False
 
     def begin_run(self) -> None:
         self.method.end_run()

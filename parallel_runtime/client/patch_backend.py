@@ -21,10 +21,11 @@ class PipelineBackend:
     name in the pool.
     """
 
-    def __init__(self, pool: RemotePool, model: str, constants: Constants):
+    def __init__(self, pool: RemotePool, model: str, constants: Constants, beside_ui: bool):
         self._pool = pool
         self._model = model
         self.constants = constants
+        self.beside_ui = beside_ui
         self._pieces = lru_cache(maxsize=32)(Batch.pieces)  # alike in all evaluations of a run, as a rule
         # Arguments, and some rows of them
         self._taken: tuple[Any, dict[tuple[int, int], dict[str, Any]]] = None, {}

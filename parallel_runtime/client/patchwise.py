@@ -28,6 +28,7 @@ from .branch import SampleCall
 from .calls import Calls
 from .conds import Conds
 from .free_gpu import unload_unused
+from .off_gpu import CPU, arguments_on_cpu, draws_there, guider_on_cpu, on_cpu, on_device
 from .patching import Patching
 from .separable import (
     WRAPPER_KEY,
@@ -117,7 +118,10 @@ class Patchwise:
             executor.class_obj, guider, extra_args["model_options"], noise, self._plan.together.refiners
         )
         together = "all of them at once" if whole else "single-timeline"
-        mode = f"{together}, because of {reason}" if reason else FREE_RUNNING
+        beside = not reason and self._backend.beside_ui and noise.device != CPU
+        draws = draws_there(executor.class_obj) if beside else ""
+        stays = f"{FREE_RUNNING}; on the GPU, where {draws} draws its noise" if draws else FREE_RUNNING
+        mode = f"{together}, because of {reason}" if reason else stays
         self._notice(mode)
         cuts = not whole and has_foreign_code(executor.class_obj, guider, extra_args["model_options"])
         self._calls.watch((lambda: self._notice(f"{mode}{MOVED}")) if cuts else None)
@@ -132,9 +136,13 @@ class Patchwise:
             cut = self._cut(noise.shape)
             return FreeRun(self._backend, *cut, self._patching.warm_up, noise.device).run(sampler, callback)
 
-        run = partial(sampler, callback, True) if reason else free
+        run, device, of_user = partial(sampler, callback, True) if reason else free, noise.device, guider
+        if beside and not draws:
+            guider, extra_args = guider_on_cpu(guider), arguments_on_cpu(extra_args)
+            sigmas, noise, latent_image, denoise_mask = on_cpu([sigmas, noise, latent_image, denoise_mask])
+            callback = callback and on_device(callback, device)
         try:
-            return self._making_room(run, guider, noise.device)
+            return self._making_room(run, of_user, device).to(device)
         finally:
             self._calls.watch(None)
 

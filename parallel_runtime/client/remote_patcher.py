@@ -348,7 +348,8 @@ def parallelize(
         plan.require_stages(type(patcher.model.diffusion_model))
     source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
     if patching is not None:
-        backend = PipelineBackend(pool, source.model, Constants(pool.layout.groups))
+        beside_ui = holds_ui_device > 0
+        backend = PipelineBackend(pool, source.model, Constants(pool.layout.groups), beside_ui)
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching, notice)
     else:

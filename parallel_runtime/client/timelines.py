@@ -28,10 +28,11 @@ Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
 
 class PatchBackend(Protocol):
     """Computes evaluations and patches of them: first in, first out. ``constants``: the arguments
-    that ComfyUI does not batch.
+    that ComfyUI does not batch. ``beside_ui``: it does so on the device of samplers, too.
     """
 
     constants: Constants
+    beside_ui: bool
 
     def begin_run(self) -> None:
         """Makes void what it keeps of the run before, or of this one so far."""
