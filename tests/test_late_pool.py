@@ -21,7 +21,7 @@ from .test_late_methods import on_gpu
 
 STEPS, IN_FLIGHT = 3, 3
 PATCHES = ((0, 4, False), (4, 4, False), (8, 5, True))
-LAYOUTS = [Layout(ulysses=2), Layout(pipefusion=2)]
+LAYOUTS = [Layout(), Layout(ulysses=2), Layout(pipefusion=2)]
 
 
 def arguments_of(step, branch):
@@ -58,6 +58,7 @@ class Sampler:
             remote.runs.end("m")
 
     def sampled(self, remote):
+        remote.sessions.open(lambda: False)  # what was stopped is over
         run, evaluations = remote.runs.begin("m"), remote.evaluations
         tickets, outputs, given = deque(), [], {}
 
