@@ -15,7 +15,7 @@ from pathlib import Path
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.comfyui.unpack import unpack_folder
 from ...launcher.errors import LaunchError
-from ...parallel_runtime.families import WHOLE, WITHOUT_PLAN
+from ...parallel_runtime.families import ON_ONE_GPU, WHOLE, WITHOUT_PLAN
 from ...parallel_runtime.families.every import FAMILIES
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from .drafted import draft
@@ -45,21 +45,19 @@ def lines(old: Path, new: Path) -> Iterator[str]:
         changes[kind] = (changed, sorted(now.keys() - first), sorted(first.keys() - now))
         shared.update(name for part in changes[kind] for name in part)
     of_most = {name for name, count in shared.items() if count > len(changes) // 2}
-    for family in FAMILIES:
-        for kind in [model for plan in family.plans for model in plan.models if model in changes]:
-            parts = [[name for name in part if name not in of_most] for part in changes[kind]]
-            told = [
-                f"    {word} {name}"
-                for word, part in zip(("changed", "new", "gone"), parts, strict=True)
-                for name in part
-            ]
-            if told:
-                yield f"  {kind}"
-                yield from told
+    alike: dict[tuple[str, ...], list[str]] = {}  # what differs -> the classes in which it does
+    for kind in [
+        one for family in FAMILIES for plan in family.plans for one in plan.models if one in changes
+    ]:
+        parts = zip(("changed", "new", "gone"), changes[kind], strict=True)
+        told = tuple(f"    {word} {name}" for word, part in parts for name in part if name not in of_most)
+        alike.setdefault(told, []).append(kind)
+    for told, kinds in alike.items():
+        yield from [*(f"  {kind}" for kind in kinds), *told] if told else ()
     yield "Code of most families that differs:"
     yield from (f"  {name}" for name in sorted(of_most))
     yield "New classes of transformers:"
-    known = {*classes(), *WHOLE.models, *WITHOUT_PLAN}
+    known = {*classes(), *WHOLE.models, *WITHOUT_PLAN, *ON_ONE_GPU}
     older, newer = transformers(old), transformers(new)
     for kind in sorted(newer.keys() - known - older.keys()):
         yield f"  {kind}"
