@@ -118,9 +118,8 @@ def test_auto_mode_has_one_gpu_until_the_verdict_and_a_pool_by_hand_waits_for_it
     assert re.match(r"Flux of this ComfyUI \(9.9\) is not the one .* and \d+ more differ\)", notice)
 
 
-def test_the_status_names_what_was_tested_verified_here_refused_and_is_being_compared(trials, monkeypatch):
-    trial, made = Trial(), trials()
-    monkeypatch.setattr(made._trials, "_try", trial)
+def test_the_status_names_what_was_tested_verified_here_refused_and_is_being_compared(trial, trials):
+    made = trials()
     assert host_status(made) == HostStatus("9.9", tuple(known_hosts().versions))
     for transformer, is_same in ((Flux, True), (WanModel, False)):
         trial.answer = is_same, "compared"
@@ -297,6 +296,7 @@ CONTAINER = (
         else ((ATTENTION_FILE, WRAPPER, CLASS + WRAPPER + TAKEN),)
     ),
 )
+IN_STAGES = "a skipped block"  # wrong where a stage has it alone: ranks of a sequence skip it as stock does
 HOST_MUTANTS = {  # how a newer ComfyUI may differ -> file, text, what stands instead, whether ranks can
     "a fused helper": (((WAN_FILE, LOOP, f"{LOOP}            {PROJECTED}\n"),), False),
     "an extra argument": (
@@ -390,7 +390,7 @@ def test_a_full_comparison_with_stock_says_of_another_comfyui_what_the_trial_say
         said = f"{ran.stdout[-500:]}{ran.stderr[-2000:]}"
         assert not ran.returncode or re.search("^BAD |^pipemesh: ", said, re.MULTILINE), said
         found[weights] = ran.returncode == 0
-    assert all(found.values()) == is_same, found
+    assert all(found.values()) == (is_same or way == IN_STAGES), found
 
 
 @pytest.mark.host

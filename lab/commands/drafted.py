@@ -124,4 +124,4 @@ def latents_of(root: Path, latent_format: ast.expr | None) -> tuple[tuple, tuple
         value.value if isinstance(value, ast.Constant) and isinstance(value.value, int) else default
         for value, default in zip(said, (4, 2), strict=True)
     )
-    return (1, channels, *EVEN[dimensions]), (1, channels, *ODD[dimensions])
+    return (1, channels, *EVEN.get(dimensions, EVEN[2])), (1, channels, *ODD.get(dimensions, ODD[2]))
