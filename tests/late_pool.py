@@ -152,10 +152,10 @@ class PoolWorld(LateWorld):
         segment.close()
 
 
-def pooled(layout, ui, seed=0, *, at_once=False, prepare=lambda rank, model: None):
-    """Has ``ui`` use a pool, whose arena is pinned at every other seed."""
+def pooled(layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None):
+    """Has ``ui`` use a pool. ``pins``: whether its arena is pinned; else it is so at even seeds."""
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
-        box.registers = seed % 2 == 0
+        box.registers = seed % 2 == 0 if pins is None else pins
         world = PoolWorld(layout, box, patch, ui, prepare)
         try:
             world.run(world.serve)

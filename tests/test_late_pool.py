@@ -94,8 +94,9 @@ def assert_same(outputs, expected):
         assert torch.equal(one, other), place
 
 
+@pytest.mark.parametrize("pins", [False, True], ids=["staged", "pinned"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.equation)
-def test_amid_a_run_ranks_wait_for_nothing_behind_which_their_gpu_is_idle(layout):
+def test_amid_a_run_ranks_wait_for_nothing_behind_which_their_gpu_is_idle(layout, pins):
     seen = defaultdict(list)
 
     def prepare(rank, model):
@@ -105,7 +106,7 @@ def test_amid_a_run_ranks_wait_for_nothing_behind_which_their_gpu_is_idle(layout
 
         model.register_forward_pre_hook(note)
 
-    pooled(layout, Sampler(layout, runs=1), prepare=prepare)
+    pooled(layout, Sampler(layout, runs=1), pins=pins, prepare=prepare)
     for noted in seen.values():
         ends = len(asked(layout))
         amid = noted[ends - ends // 3 : ends]
