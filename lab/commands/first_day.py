@@ -7,7 +7,7 @@ A step that fails is named, and the next one goes on. Exits with 1 if any failed
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 MARKS = {False: "ok  ", True: "FAIL"}
 
 
-def run(steps: Iterable[Step], place: Place, say: Callable[[str], None]) -> list[str]:
-    """Take the steps one after another, each in a process of its own; return the names of those
-    that failed.
+def run(steps: Mapping[int, Step], place: Place, say: Callable[[str], None]) -> list[str]:
+    """Take the steps, by their numbers, one after another, each in a process of its own; return the
+    names of those that failed.
     """
     failed = []
-    for number, step in enumerate(steps, 1):
+    for number, step in steps.items():
         say(f"{number}. {step.name}")
         try:
             bad = 0
@@ -71,8 +71,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         print("No GPU: torch sees none here; python3 -m launcher doctor says why.")
         return 1
     ranks = options.gpus or seen
-    steps = ON_ONE if ranks == 1 else ON_SEVERAL
-    steps = [step for at, step in enumerate(steps, 1) if not options.step or at in options.step]
+    numbered = enumerate(ON_ONE if ranks == 1 else ON_SEVERAL, 1)
+    steps = {number: step for number, step in numbered if not options.step or number in options.step}
     failed = run(steps, Place(options.cuda_as, ranks, host), partial(print, flush=True))
     print(
         f"\n{len(steps) - len(failed)} steps as they should be"

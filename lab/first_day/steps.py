@@ -27,6 +27,7 @@ from .place import FORK, Broken, Line, Place, in_process, milliseconds, on_ranks
 ROOT = Path(__file__).resolve().parents[2]
 MIB, KIB = 1 << 20, 1 << 10
 OFFSETS = (0, 2, 16)  # bytes that parts begin at
+HELD_UP = 3.0  # times, from where it is the GPU that is shared in turns
 SLOWER = 1.3  # times, from where a place is said to cost
 LIMIT_S = 300.0
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
@@ -136,7 +137,7 @@ def beside(place: Place) -> Iterator[Line]:
         times = ms / max(1e-6, idle[name])
         yield Line(
             f"{name}: {1e3 * idle[name]:.0f} us, beside a busy process {1e3 * ms:.0f} us",
-            f"{times:.0f} times as long: MPS may help" if times > 3 else "it is not held up",
+            f"{times:.1f} times as long{', MPS may help' if times > HELD_UP else ''}",
         )
 
 
@@ -255,7 +256,7 @@ def checks(place: Place, chosen: str) -> Iterator[Line]:
     command = [sys.executable, "-m", "launcher", "test", "--cuda", "--cuda-as", place.device, "-q", "-k"]
     chosen = "kernels or nccl_connects" if place.is_tiny else chosen
     ran = subprocess.run([*command, chosen], cwd=ROOT, capture_output=True, text=True, check=False)
-    failed = re.findall(r"^FAIL +(.+)$", ran.stdout, re.MULTILINE)
+    failed = re.findall(r"^FAILED +(.+)$", ran.stdout, re.MULTILINE)
     said = re.findall(r"\d+ (?:passed|failed|left out)[^\n]*", ran.stdout)
     yield Line(
         said[-1] if said else (ran.stderr or ran.stdout).strip().splitlines()[-1],
@@ -272,12 +273,12 @@ def topology(place: Place) -> Iterator[Line]:
         said = ran.stdout
     except (OSError, subprocess.TimeoutExpired):
         said = ""
-    kinds = sorted({*re.findall(r"\b(?:NV\d+|PIX|PXB|PHB|NODE|SYS)\b", said.partition("Legend")[0])})
+    rows = [line.split()[1 : 1 + place.ranks] for line in said.splitlines() if line.startswith("GPU")]
+    kinds = sorted({kind for row in rows for kind in row} - {"X"})
+    linked = "NVLink between all" if all(kind.startswith("NV") for kind in kinds) else "slower than NVLink"
     yield Line(
         f"{place.ranks} GPUs, linked by {', '.join(kinds) or 'what nobody tells'}",
-        "NVLink between all"
-        if kinds and all(kind.startswith("NV") for kind in kinds)
-        else "slower than NVLink",
+        linked if kinds else "nvidia-smi does not say",
     )
 
 

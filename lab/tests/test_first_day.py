@@ -16,9 +16,12 @@ from pipemesh.tests.conftest import ROOT
 HERE = Place("cpu", 2, SimpleNamespace(version="x"))
 
 
-@pytest.mark.parametrize(("gpus", "steps"), [(1, ON_ONE), (2, ON_SEVERAL)])
+# Of several GPUs, those that one has not
+@pytest.mark.parametrize(("gpus", "steps"), [(1, ON_ONE), (2, ON_SEVERAL[1:5])])
 def test_every_step_says_a_figure_and_a_verdict_on_the_cpu(gpus, steps):
-    command = (sys.executable, "-m", "lab", "first-day", "--cuda-as", "cpu", "--gpus", str(gpus))
+    numbers = range(1, 9) if gpus == 1 else range(2, 6)
+    command = [sys.executable, "-m", "lab", "first-day", "--cuda-as", "cpu", "--gpus", str(gpus)]
+    command += [f"--step={number}" for number in numbers]
     ran = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ.copy(), check=False
     )
@@ -63,8 +66,8 @@ def good(place):
 
 def test_a_step_that_fails_ends_or_hangs_is_named_and_the_others_go_on():
     said, made = [], (failing, wrong, ending, hanging, good)
-    steps = [Step(one.__name__, one, 1.0 if one is hanging else 60.0) for one in made]
-    assert run(steps, HERE, said.append) == ["failing", "wrong", "ending", "hanging"]
+    steps = [Step(one.__name__, one, 3.0 if one is hanging else 60.0) for one in made]
+    assert run(dict(enumerate(steps, 1)), HERE, said.append) == ["failing", "wrong", "ending", "hanging"]
     assert said == [
         "1. failing",
         "   ok   1 ms: fine",
@@ -75,7 +78,7 @@ def test_a_step_that_fails_ends_or_hangs_is_named_and_the_others_go_on():
         "   FAIL its process ended with 3",
         "4. hanging",
         "   ok   3 ms: fine",
-        "   FAIL took longer than 1 s",
+        "   FAIL took longer than 3 s",
         "5. good",
         "   ok   4 ms: fine",
     ]

@@ -138,7 +138,7 @@ def launching(model: str, launches: int, layout: Layout) -> Job:
 @pytest.mark.parametrize(("ranks", "published"), [(1, 6.71), (2, 4.38), (4, 4.24)])
 def test_flux_takes_h100s_as_long_as_published_where_kernels_are_not_compiled(ranks, published):
     """The same page. Two and four take as long as a CPU takes to start what xDiT's code launches;
-    by the launches of ComfyUI's and this pack's, 2.03 s on four.
+    by the launches of ComfyUI's and this pack's, 2.05 s on four.
     """
     layout = Layout(ulysses=ranks)
     job = launching("flux 1024", XDIT_LAUNCHES[ranks], layout)
