@@ -285,4 +285,4 @@ def test_the_longer_a_gpu_takes_the_longer_a_rank_pauses_between_two_looks(monke
         return
     assert seen.now - ends_s <= PAUSE * seen.now + 2e-4, "noticed late"
     assert min(seen.pauses) > SLACK_S and sorted(seen.pauses) == seen.pauses
-    assert len(seen.pauses) < 10_000
+    assert max(seen.pauses) > LOOK_S, "a long evaluation takes as many looks as a short one"
