@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import comfy.samplers
@@ -21,9 +21,12 @@ from ..crossing.in_block import runs_code_in_blocks, why_all_rows
 from ..families.plan import TokenPlan
 from ..forward import PREFIX
 from ..refusals import patch_name
+from ..watch.python_file import LIBRARIES, compiled_elsewhere, is_code
 from ..wire.tree import is_plain
 
 WRAPPER_KEY = "pipemesh"
+FUNCTIONS = (FunctionType, MethodType)
+AROUND = ("apply_model", "_apply_model", "extra_conds", "forward")  # what a pack may put into one model
 COMFYUI = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
 K_DIFFUSION_SAMPLERS = {
     "ddpm",
@@ -267,8 +270,19 @@ def _named(name: str, value: Any) -> str:
 
 
 def is_hosts_own(model: Any) -> bool:
-    """True if a model's class, and its transformer's, are ComfyUI's."""
-    return all(_qualified(type(one)).startswith("comfy.") for one in (model, model.diffusion_model))
+    """True if a model's classes and its transformer's are ComfyUI's, and have no code of others."""
+    both = (model, model.diffusion_model)
+    kinds = {kind for one in both for kind in type(one).__mro__ if kind.__module__.startswith("comfy.")}
+    return (
+        all(type(one) in kinds for one in both)
+        and not any(isinstance(vars(one).get(name), FUNCTIONS) for one in both for name in AROUND)
+        and not any(
+            compiled_elsewhere(value, LIBRARIES)
+            for kind in kinds
+            for value in vars(kind).values()
+            if is_code(value)
+        )
+    )
 
 
 def known_guider(guider: Any) -> bool:
