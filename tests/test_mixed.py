@@ -202,7 +202,7 @@ def test_images_and_prompts_go_to_groups_by_their_speed():
 
 # -- devices
 
-TITLES = {"NVIDIA H100 80GB HBM3": 100, "NVIDIA GeForce RTX 4090": 17, "NVIDIA GeForce RTX 3090": 7}
+TITLES = {"NVIDIA H100 80GB HBM3": 100, "NVIDIA GeForce RTX 4090": 31, "NVIDIA GeForce RTX 3090": 14}
 
 
 def gpus(*titles):
@@ -211,7 +211,7 @@ def gpus(*titles):
 
 def test_a_placement_knows_how_fast_its_devices_are_by_their_titles():
     assert place(Layout(ulysses=3), "auto", "auto", gpus(*TITLES)).speeds == tuple(TITLES.values())
-    assert place(Layout(ulysses=2), "cuda:2,cuda:1", "auto", gpus(*TITLES)).speeds == (43, 100)
+    assert place(Layout(ulysses=2), "cuda:2,cuda:1", "auto", gpus(*TITLES)).speeds == (46, 100)
     alike, strange = ["NVIDIA L40"] * 2, ["NVIDIA L40", "Strange GPU"]
     assert place(Layout(ulysses=2), "auto", "auto", gpus(*alike)).speeds == ()
     assert place(Layout(ulysses=2), "auto", "auto", gpus(*strange)).speeds == (), (
@@ -270,10 +270,10 @@ def test_the_report_says_what_slower_devices_take_and_why():
     pair = place(
         Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
     )
-    assert said(pair) == ["cuda:1 takes 30 % of the tokens, because it is 2.3 times slower than cuda:0."]
+    assert said(pair) == ["cuda:1 takes 32 % of the tokens, because it is 2.2 times slower than cuda:0."]
     assert not said(place(Layout(ulysses=2), "cpu", "gloo", ()))
     stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
-    assert said(stages) == ["Give stage 0 fewer blocks: it is 2.3 times slower than the fastest stage."]
+    assert said(stages) == ["Give stage 0 fewer blocks: it is 2.2 times slower than the fastest stage."]
     groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
     assert said(groups) == [
         "The group of cuda:1 gets fewer prompts and images, because it is 2.3 times slower."
@@ -437,18 +437,18 @@ def test_stages_that_have_no_room_by_speed_are_even_where_that_has():
 def test_comfyui_makes_room_for_the_part_that_a_faster_device_takes():
     pair = gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
     assert Choice(place(Layout(ulysses=2), "auto", "auto", pair)).computed_on("cuda:0") == pytest.approx(
-        0.7, abs=0.01
+        0.68, abs=0.01
     )
     assert Choice(place(Layout(pipefusion=2), "auto", "auto", pair)).held_on("cuda:0") == pytest.approx(
-        0.7, abs=0.01
+        0.68, abs=0.01
     )
     assert Choice(place(Layout(cfg=2), "auto", "auto", pair)).computed_on("cuda:0") == 0.5
 
 
 def test_ranks_on_one_device_share_its_speed():
-    pair = gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
+    pair = gpus("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
     first, second, third = place(Layout(ulysses=3), "cuda:0,cuda:0,cuda:1", "gloo", pair).speeds
-    assert first == second == 100 and third == pytest.approx(86, abs=1)
+    assert first == second == 100 and third == pytest.approx(61, abs=1)
 
 
 def test_speeds_of_another_torch_stay_in_the_file(tmp_path, monkeypatch):
