@@ -207,13 +207,15 @@ class Runtime:
             if placement.other_machines
             else "stages of a pipeline hold parts of models"
             if placement.layout.stages > 1
+            else "it stays on the CPU, as --cpu-vae says"
+            if vae.device.type == "cpu" and placement.devices[0].is_gpu
             else why_by_stock(vae)
         )
         if why:
             self.notices.tell(f"{OF_A_VAE}: {why.removesuffix('.')}.")
             return vae
         names = [device.name for device in placement.devices]
-        return parallelize_vae(vae, partial(self._pool_for, choice), len(names), own_device() in names)
+        return parallelize_vae(vae, partial(self._pool_for, choice), own_device() in names)
 
     def _pool_for(self, choice: Choice) -> RemotePool:
         """Return the live pool that this choice may have led to: what samples decodes too."""

@@ -3,6 +3,7 @@ real ranks compute it.
 """
 
 import logging
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.remote_vae import FirstStage, parallelize_vae
+from pipemesh.parallel_runtime.client.remote_vae import FirstStage, is_compared, parallelize_vae
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -23,7 +24,7 @@ from .vaes import image_weights, loaded, noise, video_weights
 
 
 def parallel(vae, client):
-    return parallelize_vae(vae, lambda: client, 2, holds_ui_device=False)
+    return parallelize_vae(vae, lambda: client, holds_ui_device=False)
 
 
 @pytest.fixture(scope="module")
@@ -173,5 +174,36 @@ def test_a_vae_in_a_pool_is_parallelized_anew_from_the_stock_one_and_stands_for_
     assert made.memory_used_decode((1, 16, 1, 8, 8), torch.float32) * 2 == pytest.approx(
         stock["video"].memory_used_decode((1, 16, 1, 8, 8), torch.float32)
     )
-    with pytest.raises(Refused, match="put the node that chooses its device before"):
-        made.patcher.deepclone_multigpu()
+
+
+def test_a_vae_that_a_node_changes_behind_the_pool_is_refused_and_the_node_is_told_where_it_belongs(client):
+    changed = loaded(video_weights())
+    made = parallel(changed, client)
+    for change in (
+        made.patcher.deepclone_multigpu,
+        lambda: deepcopy(made),
+        lambda: made.patcher.add_patches({}),
+        lambda: made.patcher.add_object_patch("conv1", None),
+    ):
+        with pytest.raises(Refused, match="put the node that copies it, changes it or"):
+            change()
+    next(made.first_stage_model.modules()).forward = None
+    with pytest.raises(Refused, match="What was changed: a node has put code of its own into it"):
+        made.decode(noise(1, 16, 1, 6, 4))
+
+
+def test_grey_is_compared_by_a_pictures_scale_and_numbers_that_are_none_are_never_the_same():
+    grey = torch.full((1, 3, 8, 8), 1e-3, dtype=torch.float16)
+    assert is_compared("VAE", grey + 2e-3, grey)
+    with pytest.raises(Refused, match="nan% off"):
+        is_compared("VAE", grey * torch.nan, grey)
+    with pytest.raises(Refused, match=r"2\.\d% off"):
+        is_compared("VAE", grey + 2e-2, grey)
+    assert not is_compared("VAE", grey, grey * torch.inf)
+
+
+def test_memory_is_counted_for_the_ranks_that_compute_one_in_a_pipeline(stock, clients):
+    used = stock["video"].memory_used_decode((1, 16, 1, 8, 8), torch.float32)
+    for layout, ranks in (((2,), 2), ((1, 1, 2), 1)):
+        made = parallel(stock["video"], clients(*layout))
+        assert made.memory_used_decode((1, 16, 1, 8, 8), torch.float32) * ranks == pytest.approx(used)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from pipemesh.launcher.pool import verdict
+from pipemesh.launcher.pool import crew, verdict
 from pipemesh.launcher.pool.conversation import StallClock
 from pipemesh.launcher.pool.crew import KEEP_MEMORY, rank_environment
 from pipemesh.launcher.pool.devices import HIP_VARIABLE, Device, place
@@ -279,9 +279,12 @@ def test_what_the_user_has_set_for_gpus_stays(allocator, left):
     }
 
 
-def test_amds_gpus_get_no_segments_that_grow():
-    amd = Device("cuda:0", "0", HIP_VARIABLE)
+def test_amds_gpus_and_those_of_wsl_get_no_segments_that_grow(monkeypatch, tmp_path):
+    amd, nvidia = Device("cuda:0", "0", HIP_VARIABLE), Device("cuda:0", "GPU-0")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in rank_environment(amd, "nccl", {})
+    assert "PYTORCH_CUDA_ALLOC_CONF" in rank_environment(nvidia, "nccl", {})
+    monkeypatch.setattr(crew, "WSL", tmp_path)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in rank_environment(nvidia, "nccl", {})
 
 
 @pytest.fixture

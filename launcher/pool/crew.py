@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
@@ -39,6 +40,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 LOOPBACK = "lo"
+WSL = Path("/dev/dxg")
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 log = logging.getLogger("pipemesh")
 
@@ -81,13 +83,15 @@ def rank_environment(
 def allocator(device: Device, environ: dict[str, str]) -> dict[str, str]:
     """Returns the settings of torch's own allocator: the user's, of which ComfyUI has joined its
     choice of another (``cuda_malloc.py``) to the end; else, on NVIDIA's GPUs, that segments grow,
-    so that less is lost between tensors of a run's sizes and of the next one's.
+    so that less is lost between tensors of a run's sizes and of the next one's. Not under WSL,
+    whose driver may fail at it (pytorch issue 192330).
     """
     for name in ALLOCATORS:
         parts = environ.get(name, "").split(",")
         if own := ",".join(part for part in parts if not part.strip().startswith("backend:")):
             return {name: own}
-    return {ALLOCATOR: "expandable_segments:True"} if device.variable == CUDA_VARIABLE else {}
+    grow = device.variable == CUDA_VARIABLE and not WSL.exists()
+    return {ALLOCATOR: "expandable_segments:True"} if grow else {}
 
 
 class Crew:

@@ -17,15 +17,15 @@ ROWS = 16  # of a program
 def fused(first: Partial, second: Partial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (out, level, weight), as ``merged`` computes them."""
     _, heads, queries, dim = first.out.shape
-    made = torch.empty_like(first.out, dtype=torch.float32)
-    level, weight = (made.new_empty(made.shape[:3]) for _ in range(2))
+    level, weight = (first.out.new_empty(first.out.shape[:3], dtype=torch.float32) for _ in range(2))
     a, b = (part.out if part.out.stride(-1) == 1 else part.out.contiguous() for part in (first, second))
+    made = torch.empty_like(a, dtype=torch.float32)
     count = level.numel()
     if made.numel():
         launch: Any = merge_rows[(triton.cdiv(count, ROWS),)]
         launch(
-            *(a, first.lse.contiguous(), weight if first.weight is None else first.weight),
-            *(b, second.lse.contiguous(), weight if second.weight is None else second.weight),
+            *(a, first.lse.contiguous(), weight if first.weight is None else first.weight.contiguous()),
+            *(b, second.lse.contiguous(), weight if second.weight is None else second.weight.contiguous()),
             *(made, level, weight),
             *(first.keys, math.log(first.keys), second.keys, math.log(second.keys)),
             *(count, queries, heads),

@@ -30,7 +30,12 @@ from .remote_pool import RemotePool
 from .session import Session
 
 ROUNDING = 1e-3  # of a picture's scale
+EPS = 8  # of a smaller dtype
 FRAMES, ROWS_EACH = 5, 6  # that are compared: rows of each rank, of the smallest picture in the VAE
+BEHIND = (
+    "This VAE is on the devices of a pool: put the node that copies it, changes it or chooses its device"
+    " before PipeMesh Parallelize VAE, or leave that out."
+)
 log = logging.getLogger("pipemesh")
 
 
@@ -45,6 +50,11 @@ class RemoteVAE:
         self._pool_of = pool_of
         self._at: tuple[RemotePool, str] | None = None  # the pool, and the VAE's name there
         self._compared: set[tuple[str, int]] = set()  # what was, and by how many ranks
+
+    def ranks(self) -> int:
+        """How many compute a picture: in a pipeline one alone."""
+        layout = self._pool_of().layout
+        return 1 if layout.stages > 1 else len(layout.members(0, layout.widths[-1]))
 
     @property
     def session(self) -> Session | None:
@@ -64,6 +74,8 @@ class RemoteVAE:
     @interrupting
     def bring_up(self) -> tuple[RemotePool, str]:
         """Has every rank of a live pool hold the VAE. Raises Refused, ModelError, PoolFailed."""
+        if why := why_by_stock(self.vae):
+            raise Refused(f"{BEHIND} What was changed: {why}.")
         pool = self._pool_of()
         if pool.session is not None and pool.session.tickets:
             raise Refused(
@@ -105,12 +117,9 @@ class RemoteVAE:
             if len(ranks) > 1 and (work, len(ranks)) not in self._compared:
                 part = samples[:1, :, :FRAMES] if samples.dim() == 5 else samples[:1]
                 part = part[..., : ROWS_EACH * len(ranks) * unit, : ROWS_EACH * unit].contiguous()
-                require_same(
-                    type(self.vae.first_stage_model).__name__,
-                    dispatch(part, ranks, width),
-                    dispatch(part, (0,), ALONE),
-                )
-                self._compared.add((work, len(ranks)))
+                kind = type(self.vae.first_stage_model).__name__
+                if is_compared(kind, dispatch(part, ranks, width), dispatch(part, (0,), ALONE)):
+                    self._compared.add((work, len(ranks)))
             return dispatch(samples, ranks, width)
         except OutOfMemory as error:
             log.warning("[PipeMesh] %s", error)
@@ -119,17 +128,21 @@ class RemoteVAE:
             pool.runs.end(model)
 
 
-def require_same(kind: str, bands: torch.Tensor, alone: torch.Tensor) -> None:
-    """Raises Refused where a row that ranks made together is further from what one made than
-    rounding explains: ComfyUI's code is another than that which was cut.
+def is_compared(kind: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Returns False where what one device made has NaN or infinities. Raises Refused where a row
+    that ranks made together is further from what one made than rounding explains: ComfyUI's code is
+    another than that which was cut. The scale is at least a picture's, 1: its part may be grey.
     """
+    if not alone.isfinite().all():
+        return False
     off = (bands.float() - alone.float()).square().movedim(ROWS, 0).flatten(1).mean(1).sqrt().max()
-    share = float(off / alone.float().square().mean().sqrt())
-    if share > max(ROUNDING, 4 * torch.finfo(alone.dtype).eps):
+    share = float(off) / max(1.0, float(alone.float().square().mean().sqrt()))
+    if not share <= max(ROUNDING, EPS * torch.finfo(alone.dtype).eps):  # nor is NaN
         raise Refused(
             f"{kind} by bands of rows is {share:.1%} off from what one device makes of a part of this"
             " picture: leave PipeMesh Parallelize VAE out, and report it."
         )
+    return True
 
 
 class FirstStage:
@@ -140,6 +153,9 @@ class FirstStage:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.remote.vae.first_stage_model, name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise Refused(BEHIND)
 
     def decode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
         return self.remote.compute("decode", samples, options)
@@ -190,11 +206,10 @@ class VAEPatcher(ModelPatcher):
             self.model.remote.release()
         return self.model
 
-    def deepclone_multigpu(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise Refused(
-            "This VAE is on the devices of a pool: put the node that chooses its device before PipeMesh"
-            " Parallelize VAE, or leave that out."
-        )
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise Refused(BEHIND)
+
+    deepclone_multigpu = add_patches = add_object_patch = _refuse
 
 
 def why_by_stock(vae: Any) -> str:
@@ -212,18 +227,19 @@ def stock_of(vae: Any) -> Any:
     return model.remote.vae if isinstance(model, FirstStage) else vae
 
 
-def parallelize_vae(vae: Any, pool_of: Callable[[], RemotePool], ranks: int, holds_ui_device: bool) -> Any:
-    """Makes a copy of a stock VAE that is computed in a pool of so many ``ranks``, as ``RemoteVAE``
-    has the rest. Nothing is started or loaded before it is used.
+def parallelize_vae(vae: Any, pool_of: Callable[[], RemotePool], holds_ui_device: bool) -> Any:
+    """Makes a copy of a stock VAE that is computed in a pool, as ``RemoteVAE`` has it. Nothing is
+    started or loaded before it is used.
     """
     made = copy(vae)
-    made.first_stage_model = FirstStage(RemoteVAE(vae, pool_of, holds_ui_device))
+    remote = RemoteVAE(vae, pool_of, holds_ui_device)
+    made.first_stage_model = FirstStage(remote)
     patcher = vae.patcher
     made.patcher = VAEPatcher(made.first_stage_model, patcher.load_device, patcher.offload_device)
     for name in ("memory_used_decode", "memory_used_encode"):
-        setattr(made, name, partial(part_of, getattr(vae, name), ranks))
+        setattr(made, name, partial(part_of, getattr(vae, name), remote))
     return made
 
 
-def part_of(memory_used: Callable[..., float], ranks: int, *args: Any, **kwargs: Any) -> float:
-    return memory_used(*args, **kwargs) / ranks
+def part_of(memory_used: Callable[..., float], remote: RemoteVAE, *args: Any, **kwargs: Any) -> float:
+    return memory_used(*args, **kwargs) / remote.ranks()

@@ -43,7 +43,7 @@ class RowExchange:
         picture.
         """
         rank, last = self._comm.rank, self._comm.size - 1
-        if rank < last:  # what is over is what the model has put under its picture
+        if rank < last:  # the zero row that the model adds below: a neighbour has the real one
             x = x.narrow(ROWS, 0, x.shape[ROWS] - x.shape[ROWS] % window.stride)
         rows = x.shape[ROWS]
         if rows < max(window.above, window.below):

@@ -193,7 +193,10 @@ class BandsOfRows:
         sizes = self._rows.of_all(shape[ROWS])
         every = kv.new_empty((sum(sizes), *kv.shape[1:]))
         self._rows.exchange([kv] * self._comm.size, list(every.split(sizes)))
-        q, k, v = (one.flatten(2).transpose(1, 2).unsqueeze(1) for one in (q, *every.movedim(0, ROWS)))
+        # Contiguous: else torch takes no fused kernel, and holds all scores
+        q, k, v = (
+            one.flatten(2).transpose(1, 2).unsqueeze(1).contiguous() for one in (q, *every.movedim(0, ROWS))
+        )
         out = F.scaled_dot_product_attention(q, k, v)
         return out.squeeze(1).transpose(1, 2).reshape(shape)
 

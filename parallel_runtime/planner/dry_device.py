@@ -190,7 +190,13 @@ def is_on_device(tensor: Any) -> bool:
 def fused_attention(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Attend by the kernel that torch has for it on such a device, which holds no scores."""
+    """Attend by the kernel that torch has for it on such a device, which holds no scores; it takes
+    channels that lie one behind the other.
+    """
+    if any(one.stride(-1) != 1 for one in (q, k, v)):
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):

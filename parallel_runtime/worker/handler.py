@@ -161,7 +161,7 @@ class RequestHandler:
         self._memory.give_back()
 
     def _transformer(self, name: str) -> ResidentModel:
-        """The model, which is none that has no weight patches."""
+        """A transformer: VAEs have no weight patches."""
         return cast("ResidentModel", self.models[name])
 
     def _release(self, name: str) -> None:
