@@ -276,7 +276,7 @@ def test_the_report_says_what_slower_devices_take_and_why():
     assert said(stages) == ["Give stage 0 fewer blocks: it is 2.2 times slower than the fastest stage."]
     groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
     assert said(groups) == [
-        "The group of cuda:1 gets fewer prompts and images, because it is 2.3 times slower."
+        "The group of cuda:1 gets fewer prompts and images, because it is 2.2 times slower."
     ]
 
 

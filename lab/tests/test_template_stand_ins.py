@@ -233,7 +233,7 @@ def test_latents_of_other_shapes_or_without_numbers_are_never_the_same():
 def test_a_line_says_the_result_and_its_reason():
     assert line_of(Outcome(name="a", result="refused", reason="why", seconds=2.0)) == "refused    a  2 s  why"
     by_name = line_of(Outcome(name="a", result="same", by_name=["Net"], seconds=2.0))
-    assert by_name == "same      a  2 s  known by its name alone: Net"
+    assert by_name == "same       a  2 s  known by its name alone: Net"
     assert pool_inputs("ring", 3)["ring"] == 3 and pool_inputs("ring", 3)["ulysses"] == 1
 
 
