@@ -46,7 +46,9 @@ class Conds:
         """Inside, conditioning follows from the conds' own tensors where all code between them and
         the transformer is ComfyUI's.
         """
-        self._is_known = not has_foreign_code(sampler, guider, model_options)
+        self._is_known = not has_foreign_code(sampler, guider, model_options) and is_hosts_own(
+            guider.model_patcher.model
+        )
         try:
             yield
         finally:
@@ -60,8 +62,7 @@ class Conds:
         self._constants.look(patcher, conds)
         present = [index for index, cond in enumerate(conds) if cond is not None]
         has_state = must_run_conds_in_sequence(patcher, conds, model_options)
-        known = self._is_known and not has_state and is_hosts_own(model)
-        self._origins = origins_by_cond(conds) if known else {}
+        self._origins = origins_by_cond(conds) if self._is_known and not has_state else {}
         if len(present) < 2 or self._in_sequence() or has_state:
             return executor(model, conds, x, timestep, model_options)
 
