@@ -64,8 +64,8 @@ class TwoMachines:
             raise
 
     def cable(self, state: str) -> None:
-        """``down`` or ``up``. What was asked for while the cable was down is forgotten, or its failure
-        would be the answer to the first who connects again.
+        """``down`` or ``up``. What was asked for while the cable was down is forgotten, or its
+        failure would be the answer to the first who connects again.
         """
         ip("-n", self.far, "link", "set", "far0", state)
         for name in (self.near, self.far):
