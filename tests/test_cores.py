@@ -5,9 +5,10 @@ them.
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from pipemesh.parallel_runtime.comm.cores import GIVE_WAY, giving_way, keep_to
+from pipemesh.parallel_runtime.comm.cores import GIVE_WAY, bus_of, giving_way, keep_to, near
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
 
@@ -65,3 +66,24 @@ def test_a_system_that_forbids_all_this_only_costs_speed(monkeypatch):
     with giving_way():
         thread = Waiting()
     thread.over.set()
+
+
+BUS = "0000:c1:00.0"
+
+
+@pytest.mark.parametrize(
+    ("node", "chosen", "expected"),
+    [("1", range(8), (2, 3, 6)), ("-1", range(8), ()), ("1", range(4), ()), (None, range(8), ())],
+    ids=["", "one node", "the user has chosen cores", "nothing is told"],
+)
+def test_a_gpus_rank_has_the_cores_near_its_gpu(tmp_path, monkeypatch, node, chosen, expected):
+    gpu = tmp_path / "bus/pci/devices" / BUS
+    online = tmp_path / "devices/system/cpu/online"
+    for path, text in ((gpu / "local_cpulist", "2-3,6\n"), (gpu / "numa_node", node), (online, "0-7\n")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            path.write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(chosen))
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    assert bus_of(properties) == BUS and near(BUS, tmp_path) == expected
+    assert bus_of(SimpleNamespace()) == "" and near("", tmp_path) == ()

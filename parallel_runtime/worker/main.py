@@ -12,7 +12,7 @@ import select
 import threading
 from datetime import timedelta
 
-from ..comm.cores import giving_way, keep_to
+from ..comm.cores import bus_of, giving_way, keep_to, near
 from ..wire.arena import Board
 from ..wire.channel import Channel, ChannelClosed
 from ..wire.messages import Ready, Start
@@ -62,12 +62,13 @@ def run(channel: Channel) -> None:
     from .device_memory import DeviceMemory
     from .handler import RequestHandler
     from .own_speed import flops_per_s
-    from .rank_loop import RankLoop
+    from .rank_loop import RankLoop, look_rarely
 
     torch.set_num_threads(start.threads)
     device = torch.device(start.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        keep_to(near(bus_of(torch.cuda.get_device_properties(device))))
         arena.pin(device)
     board.enter(start.rank, "joining")
     layout = Layout(**start.degrees)
@@ -119,6 +120,7 @@ def run(channel: Channel) -> None:
             flops_per_s=speed,
         )
     )
+    look_rarely()
     with contextlib.suppress(ChannelClosed):
         loop.serve(handler)
     if size > 1:

@@ -37,6 +37,7 @@ LOOK_S = 2e-4  # between two looks for what has come, where a core has more to d
 SPIN_S = 1e-3  # without a pause, for a request: the sampler asks for the next evaluation soon
 PAUSE = 1e-3  # of the time that a GPU has taken: the pause between two looks at it
 SLACK_S = 5e-5  # what the system adds to any pause
+ALLOWED = 100_000  # objects that an evaluation may leave: more, as of one that compiles, are looked at
 CPU = torch.device("cpu")
 
 
@@ -141,6 +142,7 @@ class RankLoop:
                 while self._enqueued:
                     self._send_first()
                 self._channel.send(answer)
+            gc.collect(1 if isinstance(message, Forward) else 2)  # 1: of what is new
 
     def _send_what_is_computed(self) -> None:
         """Send the answers that the device has come to, until it has nothing left to compute, or
@@ -215,6 +217,14 @@ class RankLoop:
         finally:
             for segment in segments:
                 segment.close()
+
+
+def look_rarely() -> None:
+    """Have Python look for garbage between requests: amid an evaluation, all ranks would wait for
+    the one that looks. What is there by now, a rank's imports, is never looked at.
+    """
+    gc.freeze()
+    gc.set_threshold(ALLOWED, *gc.get_threshold()[1:])
 
 
 def kind_of(error: Exception) -> Literal["memory", "room", "refused", "error"]:
