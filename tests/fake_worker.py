@@ -37,6 +37,7 @@ PHASES = (
 PHASE = {
     "Start": "importing",
     "Load": "loading",
+    "ReadWeights": "loading",
     "SetWeightPatches": "patching",
     "Adopt": "patching",
     "Release": "releasing",

@@ -6,13 +6,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
+from pipemesh.parallel_runtime.comm.in_step import Stopped
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm, connect
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.weights.device_weights import DeviceWeights
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.messages import EndRun, Forward, Load, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import (
+    EndRun,
+    Forward,
+    Load,
+    ReadWeights,
+    Release,
+    SetWeightPatches,
+)
 from pipemesh.parallel_runtime.wire.parcel import Parcel
 from pipemesh.parallel_runtime.worker import handler as handler_module
 from pipemesh.parallel_runtime.worker import resident
@@ -90,6 +99,21 @@ def test_an_evaluation_under_weight_patches_that_the_rank_does_not_have_is_refus
         rank.evaluate("m", "theirs")
 
 
+def test_a_model_whose_weights_a_rank_could_not_read_goes_from_that_rank_and_from_the_others(
+    rank, monkeypatch
+):
+    for error in (OSError, Stopped):
+        rank.load("m", 2)
+        monkeypatch.setattr(DeviceWeights, "read", lambda _self, _tell, error=error: raise_(error))
+        with pytest.raises(error):
+            rank.ask(ReadWeights, "m")
+        assert not rank.handler.models and rank.ask(Release, "m").memory.model == 0
+
+
+def raise_(error):
+    raise error
+
+
 def test_as_many_groups_share_an_evaluation_as_its_request_says(rank, monkeypatch):
     widths = []
     monkeypatch.setattr(SequenceComm, "use", lambda _self, width: widths.append(width))
@@ -161,7 +185,7 @@ def test_of_shared_weights_a_rank_patches_its_own_alone(monkeypatch):
         unpatch=lambda: None,
         patcher=SimpleNamespace(patches={}),
         sets=SimpleNamespace(begin=ended.append),
-        _weights=SimpleNamespace(has=lambda key: True, applies=lambda patches: False),
+        weights=SimpleNamespace(has=lambda key: True, applies=lambda patches: False),
         _patched=patched.append,
     )
     shared = {"a": (0, ()), "b": (1, ())}

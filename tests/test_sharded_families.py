@@ -116,7 +116,7 @@ def test_a_family_computes_the_same_with_its_weights_shared_out(written, monkeyp
     assert not torch.equal(truth[written_by[0]], truth[written_by[-len(calls)]]), "the LoRA does nothing"
     for key in truth:
         assert (truth[key] is None and ours[key] is None) or torch.equal(truth[key], ours[key]), key
-    assert all(resident._weights.turns.are_known for resident in residents.values())
+    assert all(resident.weights.turns.are_known for resident in residents.values())
 
 
 def in_turn(monkeypatch, layout, weights, paths, calls):

@@ -15,7 +15,7 @@ from ..crossing.source import Source
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
 from ..planner.balance import Sizes, StageBalance
 from ..planner.keeping import WHOLE, WeightsWish, least
-from ..wire.messages import EndRun, Load, Release
+from ..wire.messages import EndRun, Load, ReadWeights, Release
 from ..wire.parcel import Parcel
 from .patched_weights import PatchedWeights, send_weights
 from .runs import Runs
@@ -143,9 +143,11 @@ class Residency:
                 "budget": weights.budget,
                 "title": title_in(source.title, stages),
             }
-            session.ask(
+            answers = session.ask(
                 Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, **asked
             )
+            if any(answer.unread for answer in answers):
+                session.ask(ReadWeights, (), interrupted, model=source.model, title=asked["title"])
         except (ModelError, Refused):
             self.release(source.model)  # ranks that did load it
             raise

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from ..comm.readers import LEAST_BYTES, Readers
 from ..forward import PREFIX
 from ..memory import is_unwritten
-from .placement import Placement, dotted, settled_as, users_of
-from .quantised import put_together, stored_bytes, stored_tensors
+from .placement import Placement, dotted, settled_as, settled_dtype, users_of
+from .quantised import put_together, stored_bytes, stored_tensors, taken_apart, tensors_of, with_tensors
+from .shared_layers import is_number
 
 
 class DeviceWeights(Placement):
@@ -33,12 +35,16 @@ class DeviceWeights(Placement):
         device: torch.device,
         on_progress: Callable[[int], None],
         apart: Collection[str] = (),
+        readers: Readers | None = None,
     ):
         """``on_progress`` is told the bytes of each parameter that is there; ``apart``: parameters
-        and buffers that are left as they are, by their names in the model.
+        and buffers that are left as they are, by their names in the model. ``readers``: with whom
+        ``read`` brings what is large.
         """
         super().__init__(diffusion_model, device)
         self._apart = apart
+        self._readers = readers if device.type != "cpu" else None
+        self._unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # a place on the device, and its source
         self._loaded: dict[str, torch.nn.Parameter] = {}
         self._replaced: dict[str, torch.nn.Parameter] = {}
         users = users_of(diffusion_model)
@@ -51,14 +57,14 @@ class DeviceWeights(Placement):
                 if id(parameter) in shared:
                     settled = shared[id(parameter)][1]
                 else:
-                    settled = self._settled(module, name, parameter)
+                    unread, settled = self.unread_bytes, self._placed(module, name, parameter)
+                    on_progress(stored_bytes([parameter]) if self.unread_bytes == unread else 0)
                 if users[id(parameter)] > 1:
                     shared[id(parameter)] = parameter, settled
                 if settled is not parameter:
                     setattr(module, name, settled)
                     if is_mapped(parameter):
                         self._loaded[PREFIX + dotted(path, name)] = parameter
-                on_progress(stored_bytes([parameter]))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if dotted(path, name) not in apart:
                     # Not by setattr: a model may register a Parameter as one
@@ -68,6 +74,15 @@ class DeviceWeights(Placement):
     def nbytes(self) -> int:
         every = chain(self._model.named_parameters(), self._model.named_buffers())
         return stored_bytes([tensor for name, tensor in every if name not in self._apart])
+
+    @property
+    def unread_bytes(self) -> int:
+        return sum(place.nbytes for place, _ in self._unread)
+
+    def read(self, on_progress: Callable[[int], None]) -> None:
+        if self._readers is not None and self._unread:
+            self._readers.read(self._unread, on_progress)
+            self._unread = []
 
     def replace(self, name: str, weight: Any) -> None:
         module, attribute = self._slot(name)
@@ -82,6 +97,24 @@ class DeviceWeights(Placement):
             name, loaded = self._replaced.popitem()
             module, attribute = self._slot(name)
             setattr(module, attribute, self._settled(module, attribute, loaded))
+
+    def _placed(
+        self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
+    ) -> torch.nn.Parameter:
+        """As ``_settled``, but with ``readers`` only a place for what is large."""
+        if self._readers is None or not is_number(parameter):
+            return self._settled(module, name, parameter)
+        tree, dtype = taken_apart(parameter), settled_dtype(module, name, parameter)
+        places = {}
+        for key, tensor in tensors_of(tree).items():
+            wanted = dtype if tree is tensor else tensor.dtype
+            if tensor.nbytes < LEAST_BYTES or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                places[key] = tensor.to(self._device, wanted)
+                continue
+            places[key] = torch.empty(tensor.shape, dtype=wanted, device=self._device)
+            self._unread.append((places[key], tensor))
+        placed = put_together(with_tensors(tree, places), parameter)
+        return torch.nn.Parameter(placed, requires_grad=False)
 
     def _settled(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter

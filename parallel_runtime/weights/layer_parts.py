@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .placeholder import Placeholder
-from .placement import settled_as
+from .placement import settled_as, settled_dtype
 from .quantised import put_together, taken_apart, tensors_of, with_tensors
 from .shared_layers import Layer
 
@@ -52,6 +52,13 @@ class ShardedParameter:
     def settled(self) -> torch.nn.Parameter:
         return settled_as(self.module, self.attribute, self.loaded)
 
+    def form(self) -> torch.Tensor:
+        """A tensor of the shape and dtype of the settled one; where that is a cast, without
+        content.
+        """
+        dtype = settled_dtype(self.module, self.attribute, self.loaded)
+        return self.loaded if dtype == self.loaded.dtype else self.loaded.to("meta", dtype)
+
     def put(self, parameter: torch.Tensor) -> None:
         slots: dict[str, Any] = self.module._parameters  # not by setattr, which takes Parameters alone
         slots[self.attribute] = parameter
@@ -74,16 +81,26 @@ class ShardedLayer:
         self._views: dict[int, list[torch.nn.Parameter]] = {}
         at = 0
         for one in self.parameters.values():
-            tree = taken_apart(one.settled())
+            tree = taken_apart(one.form())
             places = {}
             for name, tensor in tensors_of(tree).items():
                 places[name] = Place(at, tensor.shape, tensor.dtype)
                 at += aligned(places[name].nbytes)
             one.tree = with_tensors(tree, places)
-            one.placeholder = Placeholder(one.settled(), device, f"{layer.path}.{one.attribute}")
+            one.placeholder = Placeholder(one.form(), device, f"{layer.path}.{one.attribute}")
         count, pinned = aligned(-(-at // size)), part_on.type == "cpu" and device.type == "cuda"
         self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=pinned)
         self.nbytes = size * count
+
+    def load(self, one: ShardedParameter) -> None:
+        """Stores this rank's part of a parameter as it was loaded; of other parts nothing is
+        read.
+        """
+        loaded = taken_apart(one.loaded)
+        for name, place in tensors_of(one.tree).items():
+            self._write(place, tensors_of(loaded)[name])
+        one.tree = with_tensors(loaded, tensors_of(one.tree))
+        self._views.clear()
 
     def write(self, one: ShardedParameter, weight: Any) -> bool:
         """Stores this rank's part of a parameter. False where it is of another size than the one
@@ -103,8 +120,9 @@ class ShardedLayer:
         first = self._rank * self.part.numel()
         begin, end = max(place.at, first), min(place.at + place.nbytes, first + self.part.numel())
         if begin < end:
-            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self.part[begin - first : end - first].copy_(content[begin - place.at : end - place.at])
+            elements = slice(*((at - place.at) // place.dtype.itemsize for at in (begin, end)))
+            content = tensor.detach().contiguous().reshape(-1)[elements].to(place.dtype)
+            self.part[begin - first : end - first].copy_(content.view(torch.uint8))
 
     def put(self, end: int, whole: torch.Tensor) -> None:
         """Gives every parameter its content: views of ``whole``, in which all bytes are. They are

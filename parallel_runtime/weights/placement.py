@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,16 @@ class Placement:
     def nbytes(self) -> int:
         """Bytes on the rank's device while the model computes."""
         raise NotImplementedError
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of parameters that have a place on the device and no content yet: ``read`` brings
+        it, and every rank that shares in it must call that.
+        """
+        return 0
+
+    def read(self, on_progress: Callable[[int], None]) -> None:
+        """Raises Stopped where another rank has failed."""
 
     def has(self, name: str) -> bool:
         """Whether this rank has the parameter: a stage has those of its own blocks alone."""
@@ -71,11 +81,14 @@ class Placement:
         return self._model.get_submodule(path), attribute
 
 
+def settled_dtype(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.dtype:
+    is_plain = type(parameter) is torch.nn.Parameter  # the bytes of others are not numbers in their dtype
+    return getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) if is_plain else parameter.dtype
+
+
 def settled_as(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """Returns the parameter in the dtype that ComfyUI archived for it: itself where it has that."""
-    is_plain = type(parameter) is torch.nn.Parameter  # the bytes of others are not numbers in their dtype
-    wanted = getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) if is_plain else parameter.dtype
-    settled = parameter.to(dtype=wanted)
+    settled = parameter.to(dtype=settled_dtype(module, name, parameter))
     return parameter if settled is parameter else torch.nn.Parameter(settled, requires_grad=False)
 
 

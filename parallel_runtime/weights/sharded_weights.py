@@ -48,7 +48,7 @@ class ShardedWeights(Placement):
         for found in chosen:
             layer = ShardedLayer(found, gather.rank, gather.size, part_on, device)
             for name, one in layer.parameters.items():
-                layer.write(one, taken_apart(one.settled()))
+                layer.load(one)
                 one.put_away()
                 self._sharded[f"{PREFIX}{found.path}.{name}"] = layer, one
             layers.append(layer)
@@ -119,5 +119,5 @@ class ShardedWeights(Placement):
         while self._replaced:
             layer, one = self._sharded[self._replaced.pop()]
             one.instead = None
-            layer.write(one, taken_apart(one.settled()))
+            layer.load(one)
             one.put_away()

@@ -69,6 +69,16 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     budget: int = 0
 
 
+class ReadWeights(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Read this rank's part of a model's weights, and gather the rest from those that hold the
+    same: every rank has built it. ``title``: as ``Load`` has it.
+    """
+
+    request: int
+    model: str
+    title: str = ""
+
+
 class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Weight patches and object patches of a model, replacing earlier ones.
 
@@ -180,7 +190,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
     for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it. ``keeps``: as
-    ``EndRun`` has it.
+    ``EndRun`` has it. ``unread``: the model is built, and its ``ReadWeights`` is to follow.
     """
 
     request: int
@@ -195,6 +205,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     block_s: dict[int, float] = {}
     confirmed: int = 0
     keeps: bool = False
+    unread: bool = False
 
     @property
     def exchange_s(self) -> float:
@@ -234,7 +245,7 @@ class ForRanks(msgspec.Struct, frozen=True, tag=True):
     """Pass a request on to some of the ranks on that machine. Carries the request's descriptors."""
 
     ranks: tuple[int, ...]
-    request: Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+    request: Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
@@ -314,9 +325,9 @@ class Tried(msgspec.Struct, frozen=True, tag=True):
     says: str
 
 
-ToRank = Start | Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch | Close
+ToRank = Start | Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
-Request = Load | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+Request = Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
 ToMachine = Open | ForRanks | Close
 FromMachine = Said | Beat | Ended | Denied
 ToCounter = CountLike | Count
@@ -325,6 +336,7 @@ ToTrial = CountLike | Try
 FromTrial = TrialStep | Tried
 PHASE = {
     Load: "loading",
+    ReadWeights: "loading",
     SetWeightPatches: "patching",
     Adopt: "patching",
     Release: "releasing",

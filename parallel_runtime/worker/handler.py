@@ -15,18 +15,30 @@ from ..checkpoint import File, check_copy, check_file
 from ..comm.in_step import Stopped
 from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
+from ..comm.readers import readers_of
 from ..crossing.source import build_from_state, build_vae, call_factory, find_here
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..layout import ALONE
 from ..methods.method import Progress, free_frames
-from ..wire.messages import Adopt, Done, EndRun, Fetch, Forward, Load, Release, Request, SetWeightPatches
+from ..wire.messages import (
+    Adopt,
+    Done,
+    EndRun,
+    Fetch,
+    Forward,
+    Load,
+    ReadWeights,
+    Release,
+    Request,
+    SetWeightPatches,
+)
 from ..wire.segment import Segment, TensorRef
 from ..wire.tree import decode_tree
 from .arena_io import NOTHING, ArenaIO
 from .compiling import compilation_noted
 from .device_memory import DeviceMemory
-from .resident import CountingRank, ResidentModel
+from .resident import CountingRank, ResidentModel, counted
 from .resident_vae import ResidentVAE
 
 
@@ -92,6 +104,11 @@ class RequestHandler:
                 )
             case Load():
                 self._load(request, segments, rank)
+                model = self.models[request.model]
+                unread = isinstance(model, ResidentModel) and model.weights.unread_bytes > 0
+                return Done(request=request.request, memory=self._memory.now(), unread=unread)
+            case ReadWeights():
+                self._read_weights(request, rank)
             case SetWeightPatches():
                 self._set_weight_patches(request, segments, rank)
             case Adopt():
@@ -128,11 +145,21 @@ class RequestHandler:
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
+        readers = None if self._io.spans_machines else readers_of(self._mesh)
         self.models[request.model] = ResidentModel(
-            patcher, self._device, self._mesh, rank, request, self._kernels
+            patcher, self._device, self._mesh, rank, request, self._kernels, readers
         )
         self._count_models()
         self._memory.give_back()  # whole layers that were loaded or patched for the sake of a part
+
+    def _read_weights(self, request: ReadWeights, rank: CountingRank) -> None:
+        """Where any rank fails, none keeps a model that has not all of its weights."""
+        try:
+            weights = self._transformer(request.model).weights
+            weights.read(counted(rank, weights.unread_bytes))
+        except BaseException:
+            self._release(request.model)
+            raise
 
     def _checked(self, args: tuple, file: File | None) -> tuple:
         """Returns the factory's arguments, with the checkpoint's path on this machine. Raises

@@ -13,6 +13,7 @@ import torch
 from ..attention.kernels import TORCHS, Kernels
 from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
+from ..comm.readers import Readers
 from ..comm.shard_gather import ShardGather
 from ..crossing.by_name import restored
 from ..crossing.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
@@ -56,7 +57,8 @@ class ResidentModel:
     """``patcher`` is the host's own ModelPatcher. Its weights are on this rank's device; in a
     pipeline it has those of its own blocks alone.
 
-    ``load``: the request for it. ``kernels``: the rank's. Raises Refused or LayoutError where the
+    ``load``: the request for it. ``kernels``: the rank's. ``readers``: with whom it reads whole
+    weights, by ``weights.read``. Raises Refused or LayoutError where the
     model cannot run in this layout.
     """
 
@@ -68,6 +70,7 @@ class ResidentModel:
         rank: CountingRank,
         load: Load,
         kernels: Kernels = TORCHS,
+        readers: Readers | None = None,
     ):
         self.patcher = patcher
         self.device = device
@@ -85,13 +88,17 @@ class ResidentModel:
         # The method first, so that no weights of other stages' blocks are moved.
         self.method = make_method(transformer, plan, mesh, rank, load.stages, kernels)
         on_progress = counted(rank, stored_bytes(transformer.parameters()))
-        self._weights = self._placed(load, mesh.sequence.weights, on_progress)
-        if self._weights.turns is not None:
-            self._weights.turns.attach()  # first: a layer has its weights before anything else happens to it
+        self.weights = self._placed(load, mesh.sequence.weights, readers, on_progress)
+        if self.weights.turns is not None:
+            self.weights.turns.attach()  # first: a layer has its weights before anything else happens to it
         self.method.attach()
 
     def _placed(
-        self, load: Load, gather: ShardGather | None, on_progress: Callable[[int], None]
+        self,
+        load: Load,
+        gather: ShardGather | None,
+        readers: Readers | None,
+        on_progress: Callable[[int], None],
     ) -> Placement:
         """Bring the weights to where the request wants them. Without ``gather``, which joins the
         ranks of one sequence, sharded ones are whole; with it, every rank must call this.
@@ -101,11 +108,11 @@ class ResidentModel:
             return OffloadedWeights(self.patcher, device, load.budget, on_progress)
         if load.weights == "sharded" and gather is not None:
             return ShardedWeights(model, device, gather, on_progress)
-        return DeviceWeights(model, device, on_progress)
+        return DeviceWeights(model, device, on_progress, readers=readers)
 
     @cached_property  # every answer reports it
     def nbytes(self) -> int:
-        return self._weights.nbytes
+        return self.weights.nbytes
 
     @cached_property
     def kept(self) -> KeptTokens | None:
@@ -123,8 +130,8 @@ class ResidentModel:
         if self.kept is not None:
             self.kept.free()
         self.method.detach()
-        if self._weights.turns is not None:
-            self._weights.turns.detach()
+        if self.weights.turns is not None:
+            self.weights.turns.detach()
 
     def patch(
         self,
@@ -140,20 +147,20 @@ class ResidentModel:
         """
         self.unpatch()
         self.patcher.patches = {
-            key: value for key, value in unpack_patches(patches).items() if self._weights.has(key)
+            key: value for key, value in unpack_patches(patches).items() if self.weights.has(key)
         }
         objects = dict(objects)
         if IN_BLOCK in objects:
             self._in_block = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
             objects |= self._in_block.methods
         for name, value in objects.items():
-            if self._weights.has(name):
-                self._weights.replace(name, value)
+            if self.weights.has(name):
+                self.weights.replace(name, value)
                 continue
             take_away = put_object(self.patcher.model, name, value, self.device)
             if take_away is not None:
                 self._take_away.append(take_away)
-        if self._weights.applies(self.patcher.patches):
+        if self.weights.applies(self.patcher.patches):
             self.patches_id = patches_id
             return
         mine = [
@@ -164,7 +171,7 @@ class ResidentModel:
         on_progress = counted(rank, len(mine))
         for key in mine:
             if shared is None or segment is None or key not in shared:
-                self._weights.replace(key, self._patched(key))
+                self.weights.replace(key, self._patched(key))
             else:
                 write_tree(segment, shared[key][1], taken_apart(self._patched(key)))
             on_progress(1)
@@ -176,17 +183,17 @@ class ResidentModel:
 
     def adopt(self, keeps: bool) -> None:
         """Use the shared patched weights, all of which are computed now."""
-        self.sets.adopt(self._weights.replace, keeps)
+        self.sets.adopt(self.weights.replace, keeps)
         self.patcher.patches = {}
 
     def recall(self, patches_id: str, objects: dict, rank: CountingRank) -> None:
         """Replace all weight patches by those of a set that was kept."""
         self.patch(patches_id, {}, objects, None, None, rank)
-        self.sets.recall(patches_id, self._weights.replace)
+        self.sets.recall(patches_id, self.weights.replace)
 
     def unpatch(self) -> None:
         """Put back the weights and objects as they were loaded."""
-        self._weights.restore()
+        self.weights.restore()
         while self._take_away:
             self._take_away.pop()()
         self.patches_id = ""
@@ -195,18 +202,18 @@ class ResidentModel:
         self._in_block = PatchesHere()
 
     def _patched(self, key: str) -> torch.Tensor:
-        weight = self._weights.get(key)
+        weight = self.weights.get(key)
         if is_dequantised_late(weight):
             device = self.device if self.patcher.patch_on_device else torch.device("cpu")
             return with_patches(weight, self.patcher.patches[key], key, device)
-        with self._weights.in_place(key):
+        with self.weights.in_place(key):
             return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
     def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
         """Open an evaluation. Where weights are gathered, the first shows which layer follows
         which: the next one sends for them earlier.
         """
-        turns = self._weights.turns
+        turns = self.weights.turns
         if self.kept is not None:
             self.kept.begin((part.run, part.attempt))
         self.method.begin(part, Expected(kind, confirmed, lasts=turns is None or turns.are_known))
@@ -218,7 +225,7 @@ class ResidentModel:
         the run have in common. Not where weights come in turns: all ranks must compute the same
         layers then, and those with less room would keep nothing.
         """
-        keeps = run is not None and self._weights.turns is None
+        keeps = run is not None and self.weights.turns is None
         self.patcher.model.current_patcher = self.patcher if keeps else None
         self._run = run
 
@@ -226,7 +233,7 @@ class ResidentModel:
         """Compute the part that ``begin`` named."""
         if self._in_block.state:
             put_state(self._in_block.state)
-        if self._weights.turns is not None:
+        if self.weights.turns is not None:
             arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
             options = restored(arguments["transformer_options"], self._in_block.patches)
@@ -234,7 +241,7 @@ class ResidentModel:
             arguments = {**arguments, "transformer_options": options}
         transformer = self.patcher.model.diffusion_model
         forward = getattr(transformer, forward_name(transformer))
-        turns = self._weights.turns
+        turns = self.weights.turns
         with nullcontext() if turns is None else turns.evaluation():
             output = self.method.forward(forward, arguments, number)
             if turns is not None:
@@ -261,8 +268,8 @@ class ResidentModel:
         clean_up(self._in_block.patches)
         if self.kept is not None:
             self.kept.free()
-        if self._weights.turns is not None:
-            self._weights.turns.end_run()
+        if self.weights.turns is not None:
+            self.weights.turns.end_run()
             room = -1
         self._tell(None)
         return self.method.end_run(named, room)
