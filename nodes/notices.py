@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from comfy_execution.utils import get_executing_context
 
 KEPT = 20
-OF_A_VAE = "This VAE is decoded and encoded by ComfyUI on one device"  # whatever is sampled later
+OF_A_VAE = "This VAE is decoded and encoded by ComfyUI on one device"
 log = logging.getLogger("pipemesh")
 
 
@@ -18,7 +18,8 @@ log = logging.getLogger("pipemesh")
 class Notice:
     """``at``: seconds since 1970, of the last time. ``node`` and ``prompt``: the ids of ComfyUI's;
     empty where no node runs. ``detail``: more lines, such as the last ones of a worker's log.
-    ``count``: how often it was told in this prompt. ``one_gpu``: the node samples on one GPU.
+    ``count``: how often it was told in this prompt. ``one_gpu``: the node computes on one GPU.
+    ``stays``: whatever is sampled later.
     """
 
     at: float
@@ -28,6 +29,7 @@ class Notice:
     detail: str = ""
     count: int = 1
     one_gpu: bool = True
+    stays: bool = False
 
     @property
     def subject(self) -> tuple[str, str, str]:
@@ -45,10 +47,10 @@ class Notices:
         self._show = show
         self._kept: tuple[Notice, ...] = ()  # the newest first; replaced whole, for others read it meanwhile
 
-    def tell(self, text: str, detail: str = "", *, one_gpu: bool = True) -> None:
+    def tell(self, text: str, detail: str = "", *, one_gpu: bool = True, stays: bool = False) -> None:
         executing = get_executing_context()
         node, prompt = (str(executing.node_id), executing.prompt_id) if executing is not None else ("", "")
-        notice = Notice(time.time(), node, prompt, text, detail, one_gpu=one_gpu)
+        notice = Notice(time.time(), node, prompt, text, detail, one_gpu=one_gpu, stays=stays)
         before = next((one for one in self._kept if one.subject == notice.subject), None)
         others = tuple(one for one in self._kept if one is not before)
         if before is not None:

@@ -81,6 +81,8 @@ def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
 
         @classmethod
         def execute(cls, vae: Any, pool: Choice | None = None) -> io.NodeOutput:
-            return io.NodeOutput(runtime().parallelized_vae(vae, pool))
+            from .vaes import parallelized
+
+            return io.NodeOutput(parallelized(runtime(), vae, pool))
 
     return [PipeMeshPool, PipeMeshParallelize, PipeMeshParallelizeVAE]

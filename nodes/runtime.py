@@ -25,7 +25,6 @@ from ..parallel_runtime.client.alone import Admission
 from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
-from ..parallel_runtime.client.remote_vae import parallelize_vae, stock_of, why_by_stock
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.crossing.attention import why_no_parts
@@ -33,7 +32,7 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.refusals import require_plan
 from .here import all_devices, own_device, why_one_gpu
-from .notices import OF_A_VAE, Notices
+from .notices import Notices
 from .one_gpu import predicted
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
 from .room import room_on_devices
@@ -191,36 +190,15 @@ class Runtime:
             return model
         return self.parallelize(model, choice)
 
-    def parallelized_vae(self, vae: Any, choice: Choice | None) -> Any:
-        """Make a copy of ``vae`` that the pool of this choice decodes and encodes, or without one
-        the pool that samples, if there is one, or all devices. A VAE that cannot be cut, or that
-        has one device, is itself, and a notice says so. Raises LayoutError.
-        """
-        if self.fault:
-            raise LayoutError(self.fault)
-        vae, choice = stock_of(vae), choice or self.default_choice()
-        placement = choice.placement
-        why = (
-            why_one_gpu()
-            if placement.is_one_gpu
-            else "the pool spans several machines"
-            if placement.other_machines
-            else "stages of a pipeline hold parts of models"
-            if placement.layout.stages > 1
-            else "it stays on the CPU, as --cpu-vae says"
-            if vae.device.type == "cpu" and placement.devices[0].is_gpu
-            else why_by_stock(vae)
+    def live_placement(self, choice: Choice) -> Placement | None:
+        """Return where the live pool is that this choice may have led to."""
+        return next(
+            (one for one in list(self._pools) if choice.covers(one) and self._keeper.handle(one).live()), None
         )
-        if why:
-            self.notices.tell(f"{OF_A_VAE}: {why.removesuffix('.')}.")
-            return vae
-        names = [device.name for device in placement.devices]
-        return parallelize_vae(vae, partial(self._pool_for, choice), own_device() in names)
 
-    def _pool_for(self, choice: Choice) -> RemotePool:
-        """Return the live pool that this choice may have led to: what samples decodes too."""
-        live = (one for one in list(self._pools) if choice.covers(one) and self._keeper.handle(one).live())
-        return self._pool(next(live, choice.placement))
+    def pool_for(self, choice: Choice) -> RemotePool:
+        """Return that pool, for what samples decodes too; else the one of the choice."""
+        return self._pool(self.live_placement(choice) or choice.placement)
 
     def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Sampling]) -> PlannedLayout:
         """Choose the layout of an open choice for what is about to be sampled. The wait for its

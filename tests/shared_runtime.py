@@ -50,6 +50,12 @@ class SharedRuntime:
     def default_choice(self):
         return Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
 
+    def live_placement(self, choice):
+        return choice.placement
+
+    def pool_for(self, choice):
+        return self._client
+
     def parallelize(self, model, choice, left_open=None):
         self.choices.append(choice)
         return remote_patcher.parallelize(model, self._client, holds_ui_device=1.0)

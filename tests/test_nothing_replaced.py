@@ -17,8 +17,6 @@ from .test_imports_at_work import chains
 
 HOST = {*COMFYUI, "torch"}
 SEAMS = {  # file, function -> why it may
-    ("nodes/auto/seam.py", "install"): "auto mode's place in every sampler",
-    ("nodes/auto/seam.py", "remove"): "auto mode's place in every sampler",
     (
         "parallel_runtime/client/host_compiler.py",
         "uncompiled",

@@ -12,6 +12,7 @@ from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.vaes import parallelized
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, is_compared, parallelize_vae
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
@@ -151,7 +152,7 @@ def test_a_vae_that_cannot_be_cut_is_itself_and_a_notice_says_why(stock):
     two = Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
 
     def why(vae, choice=two):
-        assert runtime.parallelized_vae(vae, choice) is vae
+        assert parallelized(runtime, vae, choice) is vae
         return runtime.notices.latest()[0].text
 
     tiny = VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
@@ -166,8 +167,8 @@ def test_a_vae_that_cannot_be_cut_is_itself_and_a_notice_says_why(stock):
 
 def test_a_vae_in_a_pool_is_parallelized_anew_from_the_stock_one_and_stands_for_it(stock):
     runtime = Runtime(fake_setup())
-    made = runtime.parallelized_vae(stock["video"], Choice(place(Layout(ulysses=2), "cpu", "auto", ())))
-    again = runtime.parallelized_vae(made, Choice(place(Layout(ulysses=3), "cpu", "auto", ())))
+    made = parallelized(runtime, stock["video"], Choice(place(Layout(ulysses=2), "cpu", "auto", ())))
+    again = parallelized(runtime, made, Choice(place(Layout(ulysses=3), "cpu", "auto", ())))
     assert isinstance(made.first_stage_model, FirstStage) and made is not stock["video"]
     assert again.first_stage_model.remote.vae is stock["video"]
     assert made.get_sd().keys() == stock["video"].get_sd().keys()

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from pipemesh.launcher.pool.devices import place
-from pipemesh.nodes.notices import OF_A_VAE, Notice
+from pipemesh.nodes.notices import Notice
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.nodes.status.figures import (
     InPatches,
@@ -337,7 +337,7 @@ def test_a_sampling_on_one_gpu_after_the_last_run_is_told_first_and_an_earlier_o
 
 def test_a_vae_on_one_device_is_told_of_beside_the_sampling_and_whatever_is_sampled_after_it():
     here = pool()
-    vae = Notice(RUN.began - 1, "9", "prompt", f"{OF_A_VAE}: it has weight patches.")
+    vae = Notice(RUN.began - 1, "9", "prompt", "it has weight patches.", stays=True)
     assert report_text([here], ran(here), [vae]).startswith(f"Last prompt, node 9\n{vae.text}\n\nulysses 2")
     sampled = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
     both = report_text([here], ran(here), [sampled, vae])

@@ -15,11 +15,12 @@ from ..here import own_device
 from ..notices import Notices
 from ..once import Once
 from ..timing import StepTimes
-from .seam import GuiderSeam, HostChanged, Run
+from .seam import GuiderSeam, HostChanged, Run, VAESeam
 from .switch import Switch
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
+    from .decoding import PoolDecoding
     from .sampling import PoolSampling
 
 log = logging.getLogger("pipemesh")
@@ -40,7 +41,9 @@ class Auto:
         self._times = times or StepTimes()
         self._has_been_on = False
         self._in_pool = Once(self._sampling)
+        self._decoding = Once(self._of_vaes)
         self._seam = GuiderSeam(self.sample, self.unseen, self._times)
+        self._vaes = VAESeam(self.use_vae)
 
     def is_on(self) -> bool:
         return not self._why_not and self.switch.is_on()
@@ -59,6 +62,10 @@ class Auto:
             self._seam.install()
         except HostChanged as error:
             self._why_not = str(error)
+        try:
+            self._vaes.install()
+        except HostChanged as error:
+            log.info("[PipeMesh] VAEs are ComfyUI's own affair. %s", error)
         if self._why_not and self.switch.is_on():
             self._notices.tell(self._why_not, one_gpu=False)
         elif self._why_not:
@@ -66,6 +73,7 @@ class Auto:
 
     def remove(self) -> None:
         self._seam.remove()
+        self._vaes.remove()
 
     def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run) -> Any:
         """Hands a guider's sampling to the pool, unless it is stock ComfyUI's own affair: the
@@ -84,6 +92,19 @@ class Auto:
             return run()
         return in_pool.sample(guider, noise, sigmas, run, is_on=is_on)
 
+    def use_vae(self, vae: Any, work: str, given: Any, call: Callable[[Any], Any]) -> Any:
+        """Hands the ``work`` of a VAE to a pool that is up, where that has shown to be worth it."""
+        is_on = self.switch.is_on()
+        self._has_been_on |= is_on
+        if not self._has_been_on:
+            return call(vae)
+        try:
+            decoding = self._decoding()
+        except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
+            log.warning("[PipeMesh] The pool cannot be used in this ComfyUI:", exc_info=error)
+            return call(vae)
+        return decoding.use(vae, work, given, call, is_on=is_on)
+
     def unseen(self, guider: Any) -> None:
         """Tells of a guider whose class samples without ``CFGGuider.sample``."""
         if self.switch.is_on() and not isinstance(guider.model_patcher, InPool):
@@ -96,3 +117,8 @@ class Auto:
         from .sampling import PoolSampling
 
         return PoolSampling(self._runtime(), self._notices, self._times)
+
+    def _of_vaes(self) -> PoolDecoding:
+        from .decoding import PoolDecoding
+
+        return PoolDecoding(self._runtime(), self._notices)

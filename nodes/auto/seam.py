@@ -1,5 +1,6 @@
-"""The one place where PipeMesh replaces methods of ComfyUI's: ``CFGGuider.sample``, which every
-sampler node calls, stock or foreign, and ``outer_sample``, which tells of guiders that do without.
+"""Where auto mode stands in ComfyUI: before ``CFGGuider.sample``, which every sampler node calls,
+stock or foreign; ``outer_sample``, which tells of guiders that do without; and the four methods of
+a ``VAE`` that nodes call.
 
 At ``sample``, not in the constructor: ComfyUI keeps guiders between prompts, so that one made while
 the switch was off may be sampled while it is on.
@@ -15,9 +16,12 @@ from itertools import zip_longest
 from typing import Any
 
 import comfy.samplers
+import comfy.sd
 
-from ...parallel_runtime.errors import PipeMeshError
 from ..timing import Steps, StepTimes
+from .replaced import HostChanged, Replaced, changed, require_uses
+
+__all__ = ["GuiderSeam", "HostChanged", "Run", "VAESeam"]
 
 SAMPLERS = "comfy.samplers"
 NEEDED = (  # function of comfy.samplers, names that its code has to use
@@ -28,6 +32,7 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
     ("sample", ("CFGGuider", "sample")),
 )
 
+OF_VAES = ("decode", "decode_tiled", "encode", "encode_tiled")
 # Of CFGGuider.sample, the first ones
 ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
 
@@ -46,10 +51,6 @@ class Run:
         return self.stock()
 
 
-class HostChanged(PipeMeshError):
-    """ComfyUI samples in another way than auto mode knows."""
-
-
 class GuiderSeam:
     """Installs and removes both methods together.
 
@@ -64,36 +65,25 @@ class GuiderSeam:
         self._times = times
         self._sample = sample
         self._unseen = unseen
-        self._stock: dict[str, Callable] = {}
-        self._ours: dict[str, Callable] = {}
         self._inside: list[Any] = []  # guiders that sample now, the innermost last
+        self._methods = Replaced(
+            comfy.samplers.CFGGuider,
+            {"sample": self._around_sample, "outer_sample": self._around_outer_sample},
+        )
 
     def install(self) -> None:
         """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
-        if not self._ours:
+        if not self._methods.are_in:
             require_known_host()
-            guider = comfy.samplers.CFGGuider
-            self._stock = {name: vars(guider)[name] for name in ("sample", "outer_sample")}
-            self._ours = {"sample": self._around_sample(), "outer_sample": self._around_outer_sample()}
-            for name, method in self._ours.items():
-                setattr(guider, name, method)
+            self._methods.put_in()
 
     def remove(self) -> None:
-        """Puts ComfyUI's own methods back. A method that another pack has wrapped since stays in
-        place, and calls ComfyUI's.
-        """
-        guider = comfy.samplers.CFGGuider
-        for name, method in self._ours.items():
-            if vars(guider)[name] is method:
-                setattr(guider, name, self._stock[name])
-        self._ours = {}
+        self._methods.take_out()
 
-    def _around_sample(self) -> Callable:
-        stock = self._stock["sample"]
-
+    def _around_sample(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
         def sample(guider: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._ours:
+            if not self._methods.are_in:
                 return stock(guider, *args, **kwargs)
             given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
             steps = self._times.watch(guider, given.get("noise"), given.get("sampler"), given.get("callback"))
@@ -110,12 +100,10 @@ class GuiderSeam:
 
         return sample
 
-    def _around_outer_sample(self) -> Callable:
-        stock = self._stock["outer_sample"]
-
+    def _around_outer_sample(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
         def outer_sample(guider: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._ours and not any(guider is one for one in self._inside):
+            if self._methods.are_in and not any(guider is one for one in self._inside):
                 self._unseen(guider)
             return stock(guider, *args, **kwargs)
 
@@ -134,19 +122,10 @@ def require_known_host() -> None:
     """Raises HostChanged, naming what differs, where ComfyUI's samplers are not as auto mode knows
     them. Methods that another pack has replaced are not looked into.
     """
-    for path, names in NEEDED:
-        found: Any = comfy.samplers
-        for part in path.split("."):
-            found = vars(found).get(part)
-            if found is None:
-                raise changed(f"has no {SAMPLERS}.{path}")
-        code = inspect.unwrap(found)
-        if getattr(code, "__module__", None) == SAMPLERS:
-            missing = [name for name in names if name not in code.__code__.co_names]
-            if missing:
-                raise changed(f"does not use {missing[0]} in {SAMPLERS}.{path}")
-            if path == "CFGGuider.sample":
-                require_known_arguments(path, code)
+    require_uses(comfy.samplers, NEEDED)
+    sample = inspect.unwrap(comfy.samplers.CFGGuider.sample)
+    if sample.__module__ == SAMPLERS:
+        require_known_arguments("CFGGuider.sample", sample)
 
 
 def require_known_arguments(path: str, method: Callable) -> None:
@@ -157,8 +136,29 @@ def require_known_arguments(path: str, method: Callable) -> None:
             raise changed(f"has {own or 'nothing'} in the place of {ours} in {SAMPLERS}.{path}")
 
 
-def changed(what: str) -> HostChanged:
-    return HostChanged(
-        f"Auto mode does not know this ComfyUI, which {what}: update PipeMesh, or put PipeMesh Parallelize"
-        " into the graph."
-    )
+class VAESeam:
+    """``use`` is called with a VAE, the name of its method, what that is given, and the stock
+    method, of any VAE.
+    """
+
+    def __init__(self, use: Callable[[Any, str, Any, Callable[[Any], Any]], Any]):
+        self._use = use
+        self._methods = Replaced(comfy.sd.VAE, {name: self._around for name in OF_VAES})
+
+    def install(self) -> None:
+        """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
+        require_uses(comfy.sd, [(f"VAE.{name}", ("patcher", "load_models_gpu")) for name in OF_VAES])
+        self._methods.put_in()
+
+    def remove(self) -> None:
+        self._methods.take_out()
+
+    def _around(self, stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def method(vae: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._methods.are_in:
+                return stock(vae, *args, **kwargs)
+            given = next(iter((*args, *kwargs.values())), None)
+            return self._use(vae, stock.__name__, given, lambda vae: stock(vae, *args, **kwargs))
+
+        return method

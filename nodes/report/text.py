@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
-from ..notices import OF_A_VAE, Notice
+from ..notices import Notice
 from ..status.figures import (
     InPatches,
     Loser,
@@ -40,7 +40,7 @@ def report_text(
     alone = [
         one
         for one in notices
-        if one.node and one.one_gpu and (run is None or run.began <= one.at or one.text.startswith(OF_A_VAE))
+        if one.node and one.one_gpu and (run is None or run.began <= one.at or one.stays)
     ]
     said = [f"Last prompt, node {one.node}\n{one.text}" for one in alone if one.prompt == alone[0].prompt]
     if run is None or run.figures is None:

@@ -8,6 +8,7 @@ memory runs out. Read: comfy/sd.py (VAE), comfy/model_management.py @ ComfyUI 0.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from copy import copy
 from functools import partial
@@ -20,7 +21,7 @@ from comfy.sd import VAE
 from ..comm.bands import ROWS, Bands
 from ..crossing.source import describe_vae, vae_source
 from ..errors import OutOfMemory, Refused
-from ..layout import ALONE
+from ..layout import ALONE, Layout
 from ..vae_modules import why_not_in_bands
 from ..weights.quantised import stored_bytes
 from .branch import Branch
@@ -40,21 +41,23 @@ log = logging.getLogger("pipemesh")
 
 
 class RemoteVAE:
-    """A VAE in a pool. ``pool_of`` finds the pool, again at each load. ``holds_ui_device``: a rank
-    is on the UI's own device.
+    """A VAE in a pool. ``vae_of`` has the stock one. ``pool_of`` finds the pool, again at each
+    load. ``holds_ui_device``: a rank is on the UI's own device.
     """
 
-    def __init__(self, vae: Any, pool_of: Callable[[], RemotePool], holds_ui_device: bool):
-        self.vae = vae  # the stock one
+    def __init__(self, vae_of: Callable[[], Any], pool_of: Callable[[], RemotePool], holds_ui_device: bool):
+        self._vae_of = vae_of
         self.holds_ui_device = holds_ui_device
         self._pool_of = pool_of
         self._at: tuple[RemotePool, str] | None = None  # the pool, and the VAE's name there
         self._compared: set[tuple[str, int]] = set()  # what was, and by how many ranks
 
+    @property
+    def vae(self) -> Any:
+        return self._vae_of()
+
     def ranks(self) -> int:
-        """How many compute a picture: in a pipeline one alone."""
-        layout = self._pool_of().layout
-        return 1 if layout.stages > 1 else len(layout.members(0, layout.widths[-1]))
+        return ranks_of(self._pool_of().layout)
 
     @property
     def session(self) -> Session | None:
@@ -126,6 +129,11 @@ class RemoteVAE:
             raise torch.OutOfMemoryError(str(error)) from error
         finally:
             pool.runs.end(model)
+
+
+def ranks_of(layout: Layout) -> int:
+    """Returns how many ranks compute a picture: in a pipeline one alone."""
+    return 1 if layout.stages > 1 else len(layout.members(0, layout.widths[-1]))
 
 
 def is_compared(kind: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
@@ -227,12 +235,15 @@ def stock_of(vae: Any) -> Any:
     return model.remote.vae if isinstance(model, FirstStage) else vae
 
 
-def parallelize_vae(vae: Any, pool_of: Callable[[], RemotePool], holds_ui_device: bool) -> Any:
+def parallelize_vae(
+    vae: Any, pool_of: Callable[[], RemotePool], holds_ui_device: bool, keeps: bool = True
+) -> Any:
     """Makes a copy of a stock VAE that is computed in a pool, as ``RemoteVAE`` has it. Nothing is
-    started or loaded before it is used.
+    started or loaded before it is used. ``keeps``: the copy keeps the stock one, else whoever uses
+    the copy does.
     """
     made = copy(vae)
-    remote = RemoteVAE(vae, pool_of, holds_ui_device)
+    remote = RemoteVAE((lambda: vae) if keeps else weakref.ref(vae), pool_of, holds_ui_device)
     made.first_stage_model = FirstStage(remote)
     patcher = vae.patcher
     made.patcher = VAEPatcher(made.first_stage_model, patcher.load_device, patcher.offload_device)

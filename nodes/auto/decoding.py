@@ -1,0 +1,128 @@
+"""Decodes and encodes in the pool that sampled, where that takes less time than ComfyUI's own
+device was seen to take; by ComfyUI itself otherwise, and after whatever goes wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...parallel_runtime.client.interrupt import interrupting
+from ...parallel_runtime.client.remote_vae import FirstStage, ranks_of
+from ...parallel_runtime.errors import LayoutError, RunCancelled
+from ..notices import OF_A_VAE, Notices
+from ..runtime import Runtime
+from ..vaes import lent
+from .sampling import prompt_now, reason_of
+
+WORTH_S = 0.5  # what several devices have to save
+TRIES = 2  # of a pool, before it is judged: the first loads the VAE there
+MOST = 200  # kinds that are remembered
+Kind = tuple[str, torch.dtype, str]  # class of the VAE, dtype, method
+log = logging.getLogger("pipemesh")
+
+
+@dataclass
+class VAETimes:
+    """Remembers seconds for each number that a VAE was given, the least of each kind and number of
+    ranks: what a VAE takes grows as the picture does. One rank is ComfyUI's own device.
+    """
+
+    _least: dict[tuple[Kind, int], tuple[float, int]] = field(default_factory=dict)
+
+    def note(self, kind: Kind, ranks: int, numbers: int, seconds: float) -> None:
+        least, times = self._least.pop((kind, ranks), (seconds / numbers, 0))
+        self._least[kind, ranks] = min(least, seconds / numbers), times + 1
+        if len(self._least) > MOST:
+            del self._least[next(iter(self._least))]
+
+    def is_worth(self, kind: Kind, ranks: int, numbers: int) -> bool:
+        """Return whether so many ranks may save enough, as far as is known. Before one device was
+        timed they may not.
+        """
+        alone, timed = self._least.get((kind, 1), (0.0, 0))
+        saved_s = alone * numbers * (1 - 1 / ranks)
+        return timed > 0 and saved_s >= WORTH_S and not self.is_slower(kind, ranks)
+
+    def is_slower(self, kind: Kind, ranks: int) -> bool:
+        alone, _ = self._least.get((kind, 1), (0.0, 0))
+        pool, times = self._least.get((kind, ranks), (0.0, 0))
+        return times >= TRIES and pool > alone > 0
+
+
+class PoolDecoding:
+    """``clock`` returns seconds."""
+
+    def __init__(self, runtime: Runtime, notices: Notices, clock: Callable[[], float] = time.perf_counter):
+        self.times = VAETimes()
+        self._runtime = runtime
+        self._notices = notices
+        self._clock = clock
+        # What stands for a VAE in ranks
+        self._lent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._given_up = ""  # the prompt in which the pool has failed
+
+    @interrupting
+    def use(self, vae: Any, work: str, given: Any, call: Callable[[Any], Any], *, is_on: bool) -> Any:
+        """Call ``work`` of ``vae``, or of what stands for it in the pool where the switch
+        ``is_on``.
+        """
+        if not is_on:
+            self._give_back()
+        model = getattr(vae, "first_stage_model", None)
+        if not is_on or isinstance(model, FirstStage) or not isinstance(given, torch.Tensor):
+            return call(vae)
+        kind = type(model).__name__, getattr(vae, "vae_dtype", given.dtype), work
+        if not self._given_up or self._given_up != prompt_now():
+            try:
+                if (made := self._worth_having(vae, kind, given)) is not None:
+                    return self._in_pool(made, kind, given, call)
+            except RunCancelled:
+                raise
+            except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
+                self._given_up = prompt_now()
+                self._notices.tell(f"{OF_A_VAE}: {reason_of(error).removesuffix('.')}.")
+                log.debug("[PipeMesh] A VAE failed in the pool:", exc_info=error)
+        return self._timed(vae, kind, 1, given, call)
+
+    def _worth_having(self, vae: Any, kind: Kind, given: torch.Tensor) -> Any:
+        """Return what stands for the VAE in a pool that is up; None where that would save little,
+        or is refused.
+        """
+        try:
+            choice = self._runtime.default_choice()
+        except LayoutError:
+            return None
+        placement = self._runtime.live_placement(choice)
+        if placement is None or not self.times.is_worth(kind, ranks_of(placement.layout), given.numel()):
+            return None
+        made = self._lent.get(vae)
+        if made is None:
+            made = self._lent[vae] = lent(self._runtime, vae, choice, placement)
+        return made
+
+    def _in_pool(self, made: Any, kind: Kind, given: torch.Tensor, call: Callable[[Any], Any]) -> Any:
+        ranks = made.first_stage_model.remote.ranks()
+        output = self._timed(made, kind, ranks, given, call)
+        if self.times.is_slower(kind, ranks):
+            self._notices.tell(f"{OF_A_VAE} from now on: {ranks} workers were slower, {TRIES} times.")
+        return output
+
+    def _timed(
+        self, vae: Any, kind: Kind, ranks: int, given: torch.Tensor, call: Callable[[Any], Any]
+    ) -> Any:
+        began = self._clock()
+        output = call(vae)
+        self.times.note(kind, ranks, max(1, given.numel()), self._clock() - began)
+        return output
+
+    def _give_back(self) -> None:
+        """Have ranks free what they hold for auto mode's sake."""
+        for made in list(self._lent.values()):
+            made.first_stage_model.remote.release()
