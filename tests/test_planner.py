@@ -3,15 +3,19 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.dry_run.expected import even_bytes
+from pipemesh.parallel_runtime.attention.merging import Partial, in_one
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.box import Cache, Level, Message
 from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan, sizes_of, with_running
 from pipemesh.parallel_runtime.planner.cost import (
+    MERGE_BYTES,
+    MERGED_BYTES,
     NOWHERE,
     OF_EXCHANGES,
     OF_PATCH,
@@ -106,7 +110,20 @@ def test_a_ring_waits_for_all_that_its_own_cores_move_and_for_its_merges():
     once, twice = (
         of(layout, dataclasses.replace(box(2), devices=(one,) * 2), job).parts["ring"] for one in merging
     )
-    assert once == pytest.approx(2 * twice) and once > 1e-3
+    assert once == pytest.approx(2 * twice)
+    attended = SharedAttention(layout, job.whole.attended[0])
+    assert once == pytest.approx((MERGE_BYTES + MERGED_BYTES) * attended.output_elements / 1e9, rel=1e-3)
+
+
+def test_a_ring_is_charged_what_its_merges_read_and_write():
+    shape = (1, 2, 3, 64)
+    whole, *parts = (Partial(torch.ones(shape, dtype=torch.bfloat16), torch.zeros(shape[:3])) for _ in "abcd")
+    moved = 0
+    for part in parts:
+        before, whole = whole, in_one(whole, part)
+        moved += sum(one.out.nbytes for one in (before, part, whole))
+    moved += whole.out.nbytes + whole.out.bfloat16().nbytes  # RingAttention.attend's last line
+    assert moved == whole.out.numel() * (len(parts) * MERGE_BYTES + MERGED_BYTES)
 
 
 def test_where_ranks_own_cores_move_messages_weights_and_patches_wait_for_them_too():

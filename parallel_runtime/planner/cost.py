@@ -30,10 +30,15 @@ from .messages import SharedAttention
 from .ways import Kept
 from .whole import ITEM_BYTES
 
-# Moved for each element of a ring's output at each merge: attention/kernels.py, operation by
-# operation
-MERGE_BYTES = 34
 FP32_BYTES = 4
+# Moved for each element of a ring's output at each merge, which is one kernel: it reads what is
+# merged so far, in fp32, and the next part, and writes fp32. The first one reads two parts, and the
+# last result is read once more and written as a part is.
+MERGE_BYTES = FP32_BYTES + ITEM_BYTES + FP32_BYTES
+MERGED_BYTES = (ITEM_BYTES - FP32_BYTES) + (FP32_BYTES + ITEM_BYTES)
+# Operation by operation, as on a CPU: what is merged times its share, the part in fp32, that times
+# its share, and their sum
+UNFUSED_MERGE_BYTES = 8 + 6 + 8 + 12
 # Kernels that a rank starts beside those of one GPU, a message as one, as its dry run counts them:
 # for both exchanges of an attention, more where ranks have unlike parts, for its ring and each step
 # of that, and for what a patch keeps of it, more where ranks exchange it.
@@ -164,13 +169,13 @@ class Costs:
             travels = self.box.seconds(
                 [message._replace(nbytes=full * message.nbytes) for message in one.ring_step()]
             )
-            merged = share * MERGE_BYTES * one.output_elements
+            merged = share * one.output_elements * (MERGE_BYTES * steps + MERGED_BYTES)
             for rank in ranks:
                 device, covered = self.box.devices[rank], 0.0
                 if self.box.overlaps:
                     covered = self._attention_s(device, rank, one, share) / self.layout.ring
                 merging = merged / (device.merge_bytes_per_s or device.memory_bytes_per_s)
-                seconds[rank] += count * steps * (max(0.0, travels - covered) + merging)
+                seconds[rank] += count * (steps * max(0.0, travels - covered) + merging)
         return max(seconds.values())
 
     def stage_s(self, share: float) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .box import Box, Device, Level
+from .cost import MERGE_BYTES, UNFUSED_MERGE_BYTES
 from .measured import Speeds
 from .published import GIGA, MICRO, TERA, device, figures, links, of_any_box, pcie, slowest_link
 from .whole import ITEM_BYTES
@@ -141,6 +142,7 @@ def cpu_box(seen: Sequence[RankDevice], measured: Speeds | None, alone: Speeds |
             attention_flops_per_s=speed,
             memory_bytes=1000 * TERA,
             memory_bytes_per_s=figure["memory_gb_per_s"] * GIGA,
+            merge_bytes_per_s=figure["memory_gb_per_s"] * GIGA * MERGE_BYTES / UNFUSED_MERGE_BYTES,
         )
         for speed in speeds
     )

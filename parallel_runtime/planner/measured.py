@@ -19,7 +19,7 @@ import torch
 from .box import Box, Device, Level
 from .whole import ITEM_BYTES
 
-VERSION = 3  # of the file: another one is measured anew
+VERSION = 4  # of the file: another one is measured anew
 PLENTY = 1e15
 
 
