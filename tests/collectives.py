@@ -226,7 +226,7 @@ class World:
         self._batches += 1
         return [one.op(one.tensor, one.peer, one.group, batch=self._batches) for one in operations]
 
-    def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group, async_op=False):
+    def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group=None, async_op=False):
         run, name = getcurrent(), self.name_of(group)
         members = self.members[name]
         operation = Operation(run.rank, run.note("all_to_all", name, (*send_sizes, *receive_sizes)))

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -327,6 +328,12 @@ class Driver:
 
     def get_device_capability(self, device=None):
         return CAPABILITY
+
+    def get_device_properties(self, device=None):
+        return SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 << 30)
+
+    def current_device(self):
+        return 0
 
     def is_available(self):
         return True

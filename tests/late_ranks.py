@@ -169,7 +169,7 @@ class LateWorld(World):
         box.pass_time()
         return Work(op) if is_async else None
 
-    def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group, async_op=False):
+    def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group=None, async_op=False):
         if self.via_cpu:
             return super().all_to_all_single(receiving, sending, receive_sizes, send_sizes, group, async_op)
         name, rank = self.name_of(group), getcurrent().rank

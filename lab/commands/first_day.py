@@ -73,7 +73,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     ranks = options.gpus or seen
     numbered = enumerate(ON_ONE if ranks == 1 else ON_SEVERAL, 1)
     steps = {number: step for number, step in numbered if not options.step or number in options.step}
-    failed = run(steps, Place(options.cuda_as, ranks, host), partial(print, flush=True))
+    failed = run(
+        steps, Place(options.cuda_as, ranks, host, options.cuda_as == "cpu"), partial(print, flush=True)
+    )
     print(
         f"\n{len(steps) - len(failed)} steps as they should be"
         + f", not so: {', '.join(failed)}" * bool(failed)

@@ -24,13 +24,15 @@ from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceParallel
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.cost import costs_of, launches_of
+from ...parallel_runtime.planner.dry_run import count
+from ...parallel_runtime.planner.host_call import kernels_that_count
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.machine import RankDevice, machine_box
 from ...parallel_runtime.planner.prediction import predict
 from ...parallel_runtime.planner.released_model import DryModel, arguments_of, empty_model, latent_shapes
 from ...parallel_runtime.planner.whole import Whole
 from ..dry_run.ranks import joined
-from .place import Line, Place, milliseconds, on_ranks, use_host, wait
+from .place import Broken, Line, Place, milliseconds, on_ranks, use_host, wait
 
 MODEL = next(name for name, (_, one) in RELEASED.items() if one.title)  # of the documents' table
 SMALL = (64, 64, 1)  # pixels: a GPU computes them faster than a CPU starts the kernels
@@ -56,7 +58,7 @@ class Tried:
         use_host(place)
         self.sample, released = RELEASED[MODEL]
         self.device, self.dtype = device, torch.float32 if place.is_tiny else torch.bfloat16
-        self.released = sized(released, place, device)
+        self.released, self.rounds = sized(released, place, device), place.rounds(9)
         self.model: Any = empty_model(self.sample, self.released, self.dtype, device)
         with torch.inference_mode():
             for weight in self.model.diffusion_model.parameters():
@@ -72,9 +74,11 @@ class Tried:
     def taken(self, mesh: Mesh | None) -> Taken:
         """``mesh``: of this rank; None for the model as ComfyUI runs it."""
         with torch.inference_mode(), self._evaluating(mesh) as evaluate:
-            large = milliseconds(lambda: evaluate(self.usual), self.device)
+            if not bool(evaluate(self.usual).isfinite().all()):
+                raise Broken("an evaluation has numbers that are not finite")
+            large = milliseconds(lambda: evaluate(self.usual), self.device, self.rounds)
             starting = []
-            for _ in range(9):
+            for _ in range(self.rounds + 2):
                 wait(self.device)
                 began = perf_counter()
                 evaluate(self.small)
@@ -150,46 +154,51 @@ def nothing_comes() -> Iterator[None]:
 def alone(place: Place) -> Iterator[Line]:
     """One rank of each layout by itself."""
     tried = Tried(place, place.own())
-    whole = DryModel(tried.sample, tried.released).whole()
+    whole = None if place.on_cpu else whole_of(tried.released)
     layouts = [Layout(), *(Layout(**{axis: ranks}) for axis in ("ulysses", "ring") for ranks in (2, 4, 8))]
     for layout in (*layouts[:2], layouts[5]) if place.is_tiny else layouts:
         shared = layout.world_size > 1
         with nothing_comes() if shared else nullcontext(), joined(layout, 0) as mesh:
             mesh.sequence.device_type = place.device
-            yield line_of(place, layout, tried.taken(mesh if shared else None), whole)
+            yield line_of(layout, tried.taken(mesh if shared else None), whole)
 
 
 def together(place: Place) -> Iterator[Line]:
     """All ranks of each layout of as many as there are."""
-    ranks, found = place.ranks, {}
+    ranks = place.ranks
     layouts = [Layout(ulysses=ranks), Layout(ring=ranks)]
     if ranks > 2 and ranks % 2 == 0:
         layouts.append(Layout(ulysses=ranks // 2, ring=2))
-    for layout in layouts:
 
-        def of_rank(rank: int, backend: str, layout: Layout = layout) -> tuple[Taken, Released]:
-            tried = Tried(place, place.own(rank))
-            via_cpu = backend == "gloo" and not place.is_tiny
-            mesh = connect(layout, rank, device_type=place.device, via_cpu=via_cpu, wants_stop=lambda: False)
-            return tried.taken(mesh), tried.released
+    def of_rank(rank: int, backend: str) -> tuple[list[Taken], Released]:
+        tried, via_cpu = Tried(place, place.own(rank)), backend == "gloo" and not place.on_cpu
+        how = {"device_type": place.device, "via_cpu": via_cpu, "wants_stop": lambda: False}
+        return [tried.taken(connect(layout, rank, **how)) for layout in layouts], tried.released
 
-        _, found[layout] = on_ranks(place, ranks, False, of_rank, limit_s=240.0)
+    _, found = on_ranks(place, ranks, False, of_rank, limit_s=240.0 * len(layouts))
     use_host(place)
     # Not before: to ask a GPU for its name takes a context, with which no process can be forked
-    whole = DryModel(RELEASED[MODEL][0], found[layouts[0]][0][1]).whole()
-    for layout, of_ranks in found.items():
-        yield line_of(place, layout, max(taken for taken, _ in of_ranks), whole)
+    whole = None if place.on_cpu else whole_of(found[0][1])
+    for at, layout in enumerate(layouts):
+        yield line_of(layout, max(taken[at] for taken, _ in found), whole)
 
 
-def line_of(place: Place, layout: Layout, taken: Taken, whole: Whole) -> Line:
-    """Beside what the planner says of the layout on GPUs like this one."""
-    unit = "operations" if place.is_tiny else "kernels"
+def whole_of(released: Released) -> Whole:
+    """Count the model, as the planner does."""
+    with kernels_that_count() as attention:
+        dry = DryModel(RELEASED[MODEL][0], released)
+        return count(dry.model, dry.plan, dry.arguments, dry.mode, attention)
+
+
+def line_of(layout: Layout, taken: Taken, whole: Whole | None) -> Line:
+    """``whole``: to say beside it what the planner says of the layout on GPUs like this one."""
+    unit = "operations" if whole is None else "kernels"
     each = 1e3 * taken.starting_ms / max(1, taken.kernels)
     figure = (
         f"{layout.product()}: {taken.ms:.1f} ms, {taken.kernels} {unit} in {taken.busy_ms:.1f} ms, started in"
         f" {taken.starting_ms:.1f} ms ({each:.0f} us each)"
     )
-    if not place.is_tiny:
+    if whole is not None:
         found = torch.cuda.get_device_properties(0)
         device = RankDevice(title=found.name, memory_bytes=found.total_memory)
         box = machine_box([device] * layout.world_size).box

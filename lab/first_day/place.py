@@ -35,20 +35,24 @@ ALLOWS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 
 @dataclass(frozen=True)
 class Place:
-    """``device``: cuda, or cpu in its place, with tiny sizes. ``ranks``: GPUs, or processes in
-    their place.
+    """``device``: cuda, or cpu in its place. ``ranks``: GPUs, or processes in their place.
+    ``is_tiny``: sizes and rounds are no more than a step needs to run.
     """
 
     device: str
     ranks: int
     host: ComfyInstall
+    is_tiny: bool = False
 
     @property
-    def is_tiny(self) -> bool:
+    def on_cpu(self) -> bool:
         return self.device == "cpu"
 
     def own(self, rank: int = 0) -> torch.device:
-        return torch.device("cpu") if self.is_tiny else torch.device("cuda", rank)
+        return torch.device("cpu") if self.on_cpu else torch.device("cuda", rank)
+
+    def rounds(self, number: int) -> int:
+        return 1 if self.is_tiny else number
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def use_host(place: Place) -> None:
     """Have ComfyUI, which nothing has imported yet, compute as the place does."""
     import comfy.cli_args
 
-    comfy.cli_args.args.cpu = place.is_tiny
+    comfy.cli_args.args.cpu = place.is_tiny  # of a late GPU too: ComfyUI asks the driver itself
     comfy.cli_args.args.use_pytorch_cross_attention = True  # what it chooses on a GPU
     torch.set_num_threads(1)
 
@@ -174,7 +178,7 @@ def on_ranks(
 
 
 def backend_of(place: Place, share_one: bool) -> str:
-    if place.is_tiny or not dist.is_nccl_available():
+    if place.on_cpu or not dist.is_nccl_available():
         return "gloo"
     return "gloo" if share_one and tuple(torch.cuda.nccl.version())[:2] < SHARES_A_GPU else "nccl"
 

@@ -34,9 +34,14 @@ MPS = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 class Step(NamedTuple):
+    """``never_late``: why only the CPU can stand in a GPU's place; empty where a late GPU can
+    (tests/late_device.py).
+    """
+
     name: str
     run: Callable[[Place], Iterator[Line]]
     limit_s: float = LIMIT_S
+    never_late: str = ""
 
 
 def machine(place: Place) -> Iterator[Line]:
@@ -77,16 +82,23 @@ def sizes(place: Place) -> tuple[float, ...]:
 
 def exchanged(place: Place, megabytes: tuple[float, ...], rank: int, backend: str) -> list[Line]:
     ranks, found = dist.get_world_size(), []
-    own = place.own(torch.cuda.current_device() if not place.is_tiny else 0)
+    own = place.own(torch.cuda.current_device() if not place.on_cpu else 0)
     for size in megabytes:
         part = int(size * 1e6) // 2 // ranks // 64 * 64
         room = torch.zeros(2, ranks * part + 64, dtype=torch.bfloat16, device=own)
+        room[1] = rank + 1
+        parts = [part] * ranks
 
-        def once(offset: int, part: int = part, room: torch.Tensor = room) -> None:
-            come, go = (one[offset // 2 :][: ranks * part] for one in room)
-            dist.all_to_all_single(come, go)
+        def once(offset: int, room: torch.Tensor = room, parts: list[int] = parts) -> None:
+            come, go = (one[offset // 2 :][: sum(parts)] for one in room)
+            dist.all_to_all_single(come, go, parts, parts)
 
-        taken = {offset: 1e3 * milliseconds(partial(once, offset), own, 25) for offset in OFFSETS}
+        taken = {
+            offset: 1e3 * milliseconds(partial(once, offset), own, place.rounds(25)) for offset in OFFSETS
+        }
+        come = room[0, OFFSETS[-1] // 2 :][: sum(parts)].view(ranks, part)
+        if not torch.equal(come.amin(1), come.amax(1)) or come[:, 0].tolist() != [*range(1, ranks + 1)]:
+            raise Broken(f"rank {rank} got other numbers than were sent")
         slower = taken[OFFSETS[1]] / taken[OFFSETS[0]]
         found.append(
             Line(
@@ -122,7 +134,7 @@ def _multiply(place: Place, ready: Any, over: Any) -> None:
     while not over.is_set():
         for _ in range(20):
             one.matmul(one)
-        if not place.is_tiny:
+        if not place.on_cpu:
             torch.cuda.synchronize()
         ready.set()
     os._exit(0)
@@ -146,38 +158,44 @@ def latencies(place: Place) -> Iterator[dict[str, float]]:
     own = place.own()
     there = torch.ones(512 * KIB, dtype=torch.uint8, device=own)
     like, other = torch.ones(2, 4 * MIB, dtype=torch.uint8, device=own)
-    pinned = torch.empty(512 * KIB, dtype=torch.uint8, pin_memory=not place.is_tiny)
+    pinned = torch.empty(512 * KIB, dtype=torch.uint8, pin_memory=not place.on_cpu)
     acts = {
-        "512 KiB to pageable memory": lambda: there.cpu() if not place.is_tiny else there.clone(),
+        "512 KiB to pageable memory": lambda: there.cpu() if not place.on_cpu else there.clone(),
         "512 KiB to pinned memory": lambda: pinned.copy_(there, non_blocking=True),
         "4 MiB compared": lambda: torch.equal(like, other),
         "one addition": lambda: there.add_(1),
     }
-    yield {name: milliseconds(act, own, 25) for name, act in acts.items()}
+    yield {name: milliseconds(act, own, place.rounds(25)) for name, act in acts.items()}
+
+
+def ranks_of_pools(place: Place) -> Any:
+    """Return the set-up of ranks, and the process that those of several pools are forked from."""
+    use_host(place)
+    from ...nodes.here import rank_setup
+
+    return rank_setup({})
 
 
 @contextmanager
-def pool_of(place: Place, layout: Layout, backend: str = "gloo") -> Iterator[Any]:
+def pool_of(place: Place, layout: Layout, setup: Any, backend: str = "gloo") -> Iterator[Any]:
     """A stock MODEL and its twin in a pool, whose ranks share the first device or have one each."""
-    use_host(place)
     import comfy.model_management as mm
 
     from ...launcher.pool.devices import place as placed
     from ...launcher.pool.devices import visible_gpus
     from ...launcher.pool.handle import PoolHandle
-    from ...nodes.here import rank_setup
     from ...nodes.settings import Choice
     from ...parallel_runtime.client.remote_patcher import parallelize
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ..commands.parity import stock_model
 
     ranks = range(layout.world_size)
-    names = ["cpu" if place.is_tiny else f"cuda:{rank if backend == 'nccl' else 0}" for rank in ranks]
+    names = ["cpu" if place.on_cpu else f"cuda:{rank if backend == 'nccl' else 0}" for rank in ranks]
     placement = placed(
-        layout, ",".join(names), "gloo" if place.is_tiny else backend, visible_gpus(place.is_tiny)
+        layout, ",".join(names), "gloo" if place.on_cpu else backend, visible_gpus(place.on_cpu)
     )
-    handle, stock = PoolHandle(placement, rank_setup({})), stock_model(HEADS)
-    remote = RemotePool(handle, shares_weights=place.is_tiny)
+    handle, stock = PoolHandle(placement, setup), stock_model(HEADS)
+    remote = RemotePool(handle, shares_weights=place.on_cpu)
     choice, here = Choice(placement, None), str(mm.get_torch_device())
     try:
         yield (
@@ -193,7 +211,7 @@ HEADS = 8
 
 def hop(place: Place) -> Iterator[Line]:
     """An evaluation's way to a rank and back, beside what the rank computes."""
-    with pool_of(place, Layout()) as (model, remote):
+    with pool_of(place, Layout(), ranks_of_pools(place)) as (model, remote):
         for _ in range(2 if place.is_tiny else 8):
             sampled(model)
         evaluations = remote.last_run.evaluations
@@ -212,12 +230,12 @@ def several_on_one(place: Place) -> Iterator[Line]:
     """The pack's exchange among ranks that share a GPU: over NCCL where it lets them."""
     for ranks in (2,) if place.is_tiny else (2, 4):
         backend, taken = on_ranks(place, ranks, True, partial(passed, place, ranks), LIMIT_S)
-        why = "" if place.is_tiny or backend == "nccl" else "; NCCL shares a GPU from 2.30 on, LD_PRELOAD one"
+        why = "" if place.on_cpu or backend == "nccl" else "; NCCL shares a GPU from 2.30 on, LD_PRELOAD one"
         yield Line(f"{ranks} ranks over {backend}: {max(taken):.2f} ms an exchange", f"all came right{why}")
 
 
 def passed(place: Place, ranks: int, rank: int, backend: str) -> float:
-    via_cpu = backend == "gloo" and not place.is_tiny
+    via_cpu = backend == "gloo" and not place.on_cpu
     mesh = connect(
         Layout(ulysses=ranks), rank, device_type=place.device, via_cpu=via_cpu, wants_stop=lambda: False
     )
@@ -229,7 +247,7 @@ def passed(place: Place, ranks: int, rank: int, backend: str) -> float:
     def once() -> None:
         exchange.all_to_all([runs_of(sent, 0, parts)], runs_of(came, 0, parts), 0.0)
 
-    ms = milliseconds(once, place.own())
+    ms = milliseconds(once, place.own(), place.rounds(9))
     due = torch.arange(ranks, dtype=came.dtype, device=came.device)
     if not torch.equal(came, due[:, None].expand_as(came)):
         raise Broken(f"rank {rank} got other numbers than were sent")
@@ -239,8 +257,9 @@ def passed(place: Place, ranks: int, rank: int, backend: str) -> float:
 def same_seed(place: Place, backend: str = "gloo") -> Iterator[Line]:
     """Twice in one pool, and in a pool that is started anew."""
     images, layout = [], Layout(ulysses=min(2, place.ranks) if backend == "nccl" else 2)
+    setup = ranks_of_pools(place)
     for times in (2, 1):
-        with pool_of(place, layout, backend) as (model, _):
+        with pool_of(place, layout, setup, backend) as (model, _):
             images += [sampled(model) for _ in range(times)]
     again, anew = (torch.equal(images[0], other) for other in images[1:])
     yield Line(
@@ -291,7 +310,7 @@ def memory_of_groups(place: Place) -> Iterator[Line]:
 
 def held(place: Place, rank: int, backend: str) -> tuple[int, int]:
     def free() -> int:
-        return torch.cuda.mem_get_info()[0] if not place.is_tiny else 0
+        return torch.cuda.mem_get_info()[0] if not place.on_cpu else 0
 
     torch.zeros(1, device=place.own(rank))
     before = free()
@@ -304,26 +323,31 @@ def held(place: Place, rank: int, backend: str) -> tuple[int, int]:
     )
     joined = free()
     one = torch.zeros(place.ranks * KIB, device=place.own(rank))
-    dist.all_to_all_single(torch.empty_like(one), one)
+    parts = [KIB] * place.ranks
+    dist.all_to_all_single(torch.empty_like(one), one, parts, parts)
     return before - joined, joined - free()
 
 
+OF_DRIVER = "asks drivers, and computes nothing"
+OF_POOLS = "ranks of a pool are processes of their own"
+OF_PYTEST = "pytest runs in a process of its own"
+
 ON_ONE = (
-    Step("this machine", machine),
+    Step("this machine", machine, never_late=OF_DRIVER),
     Step("one rank of several, alone", alone, 600.0),
     Step("an exchange with itself", to_itself),
     Step("beside a busy process", beside),
-    Step("to a rank and back", hop),
+    Step("to a rank and back", hop, never_late=OF_POOLS),
     Step("several ranks on one GPU", several_on_one),
-    Step("the same seed", same_seed),
-    Step("the checks", partial(checks, chosen="kernels or gloo or memory or one_rank"), 900.0),
+    Step("the same seed", same_seed, never_late=OF_POOLS),
+    Step("the checks", partial(checks, chosen="kernels or gloo or memory or one_rank"), 900.0, OF_PYTEST),
 )
 ON_SEVERAL = (
-    Step("this machine", machine),
-    Step("what links the GPUs", topology),
+    Step("this machine", machine, never_late=OF_DRIVER),
+    Step("what links the GPUs", topology, never_late=OF_DRIVER),
     Step("an exchange among all", among_all),
     Step("memory of a group", memory_of_groups),
     Step("all ranks of a layout", together, 900.0),
-    Step("the same seed", partial(same_seed, backend="nccl")),
-    Step("the checks", partial(checks, chosen="nccl"), 900.0),
+    Step("the same seed", partial(same_seed, backend="nccl"), never_late=OF_POOLS),
+    Step("the checks", partial(checks, chosen="nccl"), 900.0, OF_PYTEST),
 )

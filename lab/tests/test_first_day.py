@@ -1,44 +1,159 @@
-"""Every step of a GPU's first day runs with the CPU in its place; each says figure and verdict."""
+"""Every step of a GPU's first day runs with the CPU in its place, and all that can with a late GPU;
+each says figure and verdict.
+"""
 
 import os
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import comfy.cli_args
 import pytest
-from pipemesh.lab.commands.first_day import run
+import torch
+from pipemesh.lab.commands.first_day import main, run
+from pipemesh.lab.first_day import one_rank, place, steps
 from pipemesh.lab.first_day.place import Broken, Line, Place, on_ranks
-from pipemesh.lab.first_day.steps import ON_ONE, ON_SEVERAL, Step
+from pipemesh.lab.first_day.steps import OF_POOLS, ON_ONE, ON_SEVERAL, Step
+from pipemesh.launcher.comfyui.host_record import ComfyInstall
+from pipemesh.nodes import here
+from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
+from pipemesh.parallel_runtime.comm.exchange import Exchange
+from pipemesh.parallel_runtime.families.every import RELEASED
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.tests.conftest import ROOT
+from pipemesh.tests.late_device import late_device
+from pipemesh.tests.late_ranks import LateWorld
 
-HERE = Place("cpu", 2, SimpleNamespace(version="x"))
+HOST = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
+HERE = Place("cpu", 2, HOST, is_tiny=True)
+STEPS = [*((1, one) for one in ON_ONE), *((2, one) for one in ON_SEVERAL[1:5])]
+IN_POOLS = [(gpus, step) for gpus, step in STEPS if step.never_late == OF_POOLS]
+ON_CPU = [one for one in STEPS if one not in IN_POOLS]
+LATE = [(gpus, step) for gpus, step in STEPS if not step.never_late]
 
 
-# Of several GPUs, those that one has not
-@pytest.mark.parametrize(("gpus", "steps"), [(1, ON_ONE), (2, ON_SEVERAL[1:5])])
-def test_every_step_says_a_figure_and_a_verdict_on_the_cpu(gpus, steps):
-    numbers = range(1, 9) if gpus == 1 else range(2, 6)
-    command = [sys.executable, "-m", "lab", "first-day", "--cuda-as", "cpu", "--gpus", str(gpus)]
-    command += [f"--step={number}" for number in numbers]
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ.copy(), check=False
-    )
-    said: dict[str, list[str]] = {}
-    for line in ran.stdout.splitlines():
-        if step := re.fullmatch(r"\d+\. (.+)", line):
-            said[step[1]] = []
-        elif line.startswith("   "):
-            said[[*said][-1]].append(line)
-    assert [*said] == [step.name for step in steps], ran.stderr
-    for name, lines in said.items():
-        assert lines and all(re.match(r"   ok   .*\w.*: \w", line) for line in lines), (
-            name,
-            lines,
-            ran.stderr,
-        )
-    assert ran.returncode == 0 and ran.stdout.strip().endswith(f"{len(steps)} steps as they should be")
+def named(cases):
+    return [f"{gpus} {step.name}" for gpus, step in cases]
+
+
+def taken(step, place):
+    said = []
+    run({1: step}, place, said.append)
+    return said[1:]
+
+
+def is_well(said):
+    return said and all(re.match(r"   ok   .*\w.*: \w", line) for line in said)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Counted before any step is taken, with which their processes have imported what they need."""
+    return one_rank.whole_of(one_rank.sized(RELEASED[one_rank.MODEL][1], HERE, HERE.own()))
+
+
+@pytest.mark.parametrize(("gpus", "step"), ON_CPU, ids=named(ON_CPU))
+def test_every_step_says_a_figure_and_a_verdict_on_the_cpu(gpus, step, whole):
+    said = taken(step, replace(HERE, ranks=gpus))
+    assert is_well(said), said
+
+
+@pytest.mark.parametrize(("gpus", "step"), IN_POOLS, ids=named(IN_POOLS))
+def test_every_step_with_pools_says_a_figure_and_a_verdict(gpus, step, clients, setup, monkeypatch):
+    """Here, and with ``clients``, by which the ranks are forked from where others are."""
+    args = comfy.cli_args.args
+    monkeypatch.setattr(args, "use_pytorch_cross_attention", args.use_pytorch_cross_attention)
+    monkeypatch.setattr(here, "rank_setup", lambda environ: setup)
+    said = [*step.run(replace(HERE, ranks=gpus))]
+    assert said and not any(line.fails for line in said)
+
+
+@pytest.fixture
+def on_late(monkeypatch, whole):
+    """A step's ranks are those of a world of late GPUs, whose kernels no profiler sees."""
+    monkeypatch.setattr(Kernels, "choose", lambda self, ask: EXPLICIT)
+    monkeypatch.setattr(one_rank, "whole_of", lambda released: whole)
+    sent = SimpleNamespace(wait=lambda: None)  # by a rank alone, to nobody
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *args, **kwargs: sent)
+    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", lambda operations: [sent])
+
+    def ranks(place, number, share_one, of_rank, limit_s):
+        with pytest.MonkeyPatch.context() as patch, late_device() as box:
+            world, found = LateWorld(Layout(ulysses=number), box, patch), {}
+            world.members["all"] = tuple(range(number))
+
+            def connected(layout, rank, **_):
+                world.layout = layout
+                return world._join(rank, patch)
+
+            def work(mesh, run):
+                found[mesh.rank] = of_rank(mesh.rank, "nccl")
+
+            for module in (steps, one_rank):
+                patch.setattr(module, "connect", connected)
+            patch.setattr(torch.distributed, "get_world_size", lambda: number)
+            patch.setattr(one_rank, "profiled", partial(launched, box))
+            world.run(work)
+            return "late", [found[rank] for rank in range(number)]
+
+    for module in (steps, one_rank):
+        monkeypatch.setattr(module, "on_ranks", ranks)
+
+
+def launched(box, act, device):
+    before = box.gpu.launches.total()
+    act()
+    return 1.0, box.gpu.launches.total() - before
+
+
+@pytest.mark.parametrize(("gpus", "step"), LATE, ids=named(LATE))
+def test_every_step_says_a_figure_and_a_verdict_on_a_late_gpu(gpus, step, on_late, monkeypatch):
+    with late_device() as box:
+        monkeypatch.setattr(one_rank, "profiled", partial(launched, box))
+        said = taken(step, replace(HERE, device="cuda", ranks=gpus))
+    assert is_well(said), said
+
+
+def test_what_is_timed_has_ended_when_its_time_is_taken():
+    with late_device() as box:
+        one, ended = torch.ones(8, device="cuda"), []
+        clock = SimpleNamespace(perf_counter=lambda: ended.append(box.gpu.current.last.is_over) or 0.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, "time", clock)
+            place.milliseconds(lambda: one.add_(1), torch.device("cuda", 0))
+    assert len(ended) == 2 * (9 + 2) and all(ended)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_whose_ranks_get_other_numbers_than_were_sent_fails(device, on_late, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(steps, "on_ranks", on_ranks)
+    monkeypatch.setattr(Exchange, "all_to_all", lambda *args: None)
+    (step,) = (one for one in ON_ONE if one.run is steps.several_on_one)
+    (said,) = taken(step, replace(HERE, device=device))
+    assert re.fullmatch(r"   FAIL (Broken: )?rank \d got other numbers than were sent", said), said
+
+
+def test_why_a_step_is_not_tried_on_a_late_gpu_is_in_the_document():
+    said = " ".join((ROOT / "lab/docs/CUDA.md").read_text().split())
+    reasons: dict[str, dict[str, None]] = {}
+    for step in (*ON_ONE, *ON_SEVERAL):
+        if step.never_late:
+            reasons.setdefault(step.never_late, {})[f"*{step.name}*"] = None
+    for why, names in reasons.items():
+        assert f"{' and '.join(names)}: {why}" in said
+
+
+def test_the_command_takes_the_steps_that_are_asked_for_by_their_numbers(capsys):
+    asked = ["--cuda-as", "cpu", "--gpus", "1", "--step", "3", "--step", "6"]
+    assert main(asked, HOST) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line[:1].strip()] == [
+        f"3. {ON_ONE[2].name}",
+        f"6. {ON_ONE[5].name}",
+        "2 steps as they should be",
+    ]
 
 
 def failing(place):
@@ -66,7 +181,7 @@ def good(place):
 
 def test_a_step_that_fails_ends_or_hangs_is_named_and_the_others_go_on():
     said, made = [], (failing, wrong, ending, hanging, good)
-    steps = [Step(one.__name__, one, 3.0 if one is hanging else 60.0) for one in made]
+    steps = [Step(one.__name__, one, 2.0 if one is hanging else 60.0) for one in made]
     assert run(dict(enumerate(steps, 1)), HERE, said.append) == ["failing", "wrong", "ending", "hanging"]
     assert said == [
         "1. failing",
@@ -78,7 +193,7 @@ def test_a_step_that_fails_ends_or_hangs_is_named_and_the_others_go_on():
         "   FAIL its process ended with 3",
         "4. hanging",
         "   ok   3 ms: fine",
-        "   FAIL took longer than 3 s",
+        "   FAIL took longer than 2 s",
         "5. good",
         "   ok   4 ms: fine",
     ]
