@@ -3,6 +3,7 @@ real ranks compute it.
 """
 
 import logging
+import re
 from copy import deepcopy
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_po
     with caplog.at_level(logging.WARNING), confined(pool.ranks.pids, room=4 << 20):
         vae.decode(noise(1, 16, 512, 512))
     assert tiles == [(1, 16, 512, 512)]
-    assert any("Rank 0 on cpu ran out of memory while computing" in one for one in caplog.messages)
+    assert any(re.search(r"Rank \d on cpu ran out of memory while computing", one) for one in caplog.messages)
     low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks could not map it
     assert torch.equal(vae.decode(latent), truth) and client.session.pool is pool
     pool.arena.give(low, 8 << 20)

@@ -5,6 +5,7 @@ A rank writes a line into FILE.PID for each request, before it sends the answer:
 functions called since the answer before.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -30,7 +31,7 @@ def function_of(code):
 @contextmanager
 def traced():
     """Gives the functions that this thread calls inside, each call of each, and the number of each
-    request that the pool is given.
+    request that the pool is given. No garbage is looked for meanwhile: that calls finalizers.
     """
     from pipemesh.launcher.pool.pool import WorkerPool
 
@@ -44,11 +45,13 @@ def traced():
         if frame.f_code is WorkerPool.submit.__code__:
             requests.append(frame.f_locals["request"].request)
 
+    gc.disable()
     sys.setprofile(look)
     try:
         yield calls, requests
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def trace_every_request(file):
