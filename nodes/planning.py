@@ -27,6 +27,7 @@ from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
 from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.client.windows import windows_of
 from ..parallel_runtime.crossing.source import file_of
 from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole
@@ -55,14 +56,16 @@ AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is about to be sampled: a latent (B, C, ...), its conds of every evaluation, how many
-    evaluations there are, at one a step, and the ``file`` of the model; empty if there is none.
+    """What is about to be sampled: a latent (B, C, ...), or as many context ``windows`` of that
+    shape, its conds of every evaluation, how many evaluations there are, at one a step, and the
+    ``file`` of the model; empty if there is none.
     """
 
     shape: tuple[int, ...]
     conds: tuple[Mapping[str, Any], ...]
     evaluations: int
     file: str = ""
+    windows: int = 1
 
     @classmethod
     def of(cls, guider: Any, noise: Any, sigmas: Any) -> Sampling:
@@ -80,17 +83,23 @@ class Sampling:
         found = tuple(one for several in conds.values() for one in several)
         if not found or sigmas is None or len(sigmas) < 2:
             raise NotCounted("there is nothing to evaluate")
-        return cls(
-            tuple(noise.shape), found, len(sigmas) - 1, file_of(getattr(guider, "model_patcher", None))
-        )
+        windows, shape = windows_of(guider.model_options, noise.shape)
+        file = file_of(getattr(guider, "model_patcher", None))
+        return cls(shape, found, len(sigmas) - 1, file, windows)
+
+    @property
+    def branches(self) -> int:
+        """Evaluations of the transformer for each image in one of the sampler's."""
+        return len(self.conds) * self.windows
 
     @property
     def text(self) -> str:
         """Say it in the report's words."""
         prompts, images = len(self.conds), self.shape[0]
         size = " x ".join(map(str, self.shape[1:]))
+        windows = f" in {self.windows} context windows" * (self.windows > 1)
         return (
-            f"{prompts} prompt{'s' * (prompts > 1)}, {images} latent{'s' * (images > 1)} of {size},"
+            f"{prompts} prompt{'s' * (prompts > 1)}, {images} latent{'s' * (images > 1)}{windows} of {size},"
             f" {self.evaluations} evaluations"
         )
 
@@ -285,7 +294,7 @@ class Planning:
         job = Job(
             whole=self.counts.of(model, asked.conds, asked.shape, is_up),
             evaluations=asked.evaluations,
-            branches=len(asked.conds),
+            branches=asked.branches,
             batch=asked.shape[0],
             warm_up=warm_up.evaluations,
             keeps=KEEPS.get(choice.weights, Job.keeps),
@@ -294,7 +303,7 @@ class Planning:
         made = plan(
             job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone
         )
-        kind = type(model), asked.shape, len(asked.conds), asked.evaluations
+        kind = type(model), asked.shape, asked.branches, asked.evaluations
         wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
         best = made.best
         for layout in running:

@@ -114,6 +114,12 @@ def execute(module, name, *args, **kwargs):
     return made[0] if len(made) == 1 else made
 
 
+def in_windows(model, **options):
+    given = {"context_schedule": "standard_static", "context_stride": 1, "closed_loop": False}
+    given |= {"fuse_method": "pyramid", "dim": 2, "freenoise": False}
+    return execute("nodes_context_windows", "ContextWindowsManual", model, **given | options)
+
+
 custom = partial(execute, "nodes_custom_sampler")
 
 

@@ -1,10 +1,12 @@
 """Branches and images of a batch in groups of ranks of their own: the same image as on one GPU."""
 
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
@@ -21,8 +23,8 @@ from .bounds import assert_same
 from .conftest import ALL
 from .foreign_pack import unet
 from .in_groups import in_groups
-from .models import run
-from .patched import advanced, custom, execute, pass_through
+from .models import VIDEO, run
+from .patched import advanced, custom, execute, in_windows, pass_through
 
 
 @settings(deadline=None)
@@ -238,8 +240,6 @@ def test_every_image_of_a_batch_has_its_own_noise_and_mask_in_whatever_group_it_
 
 def test_what_comfyui_batches_itself_is_split_and_put_together(monkeypatch):
     """A wrapper of another pack sees the evaluations one after the other, as ComfyUI made them."""
-    from comfy.patcher_extension import WrappersMP
-
     stock, (ours, pool) = stock_model(5), in_groups(Layout(cfg=2), stock_model(5))
     ours = ours.clone()
     ours.add_wrapper(WrappersMP.APPLY_MODEL, pass_through)
@@ -278,6 +278,44 @@ def test_the_prompts_and_images_of_every_family_go_to_groups(family, axis):
     assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)} or batch == 1, (
         "of one short video both groups may share the sequence"
     )
+
+
+# -- context windows
+
+TWO = {"context_length": 2, "context_overlap": 1, "causal_window_fix": False}  # of 3 frames
+UNIFORM = {"context_schedule": "standard_uniform", "freenoise": True}
+SCHEDULES = [
+    pytest.param(TWO, 1.0, {"cfg": 2}, id="static"),
+    pytest.param(TWO | {"fuse_method": "relative"}, 4.0, {"cfg": 2}, id="relative"),
+    pytest.param(TWO | UNIFORM, 1.0, {"data": 2}, id="uniform"),
+    pytest.param(TWO | {"causal_window_fix": True}, 4.0, {"cfg": 2}, id="of unlike lengths"),
+]
+
+
+def windows_on(degrees, options, cfg, change=lambda model: model):
+    """Says how many windows each group computed, of those that have one rank."""
+    case = Case(VIDEO, "ulysses1", "odd", 5, cfg, False, "heun")
+    stock, (ours, pool) = (
+        stock_model(5, family=case.family),
+        in_groups(Layout(**degrees), stock_model(5, family=case.family)),
+    )
+    assert_same(lambda model: sample(change(in_windows(model, **options)), case, steps=2), ours, stock)
+    return Counter(ranks for ranks, _, _ in pool.asked if len(ranks) == 1)
+
+
+@pytest.mark.parametrize(("options", "cfg", "degrees"), SCHEDULES)
+def test_the_windows_of_one_evaluation_go_to_groups_together_and_the_video_is_stocks(options, cfg, degrees):
+    windows = windows_on(degrees, options, cfg)
+    assert len(windows) == Layout(**degrees).groups and len({*windows.values()}) == 1
+
+
+def test_windows_that_a_node_may_tell_apart_by_their_order_come_one_after_the_other():
+    def wrapped(model):
+        model = model.clone()
+        model.add_wrapper(WrappersMP.APPLY_MODEL, pass_through)
+        return model
+
+    assert windows_on({"cfg": 2}, TWO, 1.0, wrapped) == {}, "both groups share each"
 
 
 # -- a model that cannot be cut

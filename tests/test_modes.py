@@ -32,6 +32,7 @@ from .patched import (  # noqa: F401
     alive_timelines,
     custom,
     execute,
+    in_windows,
     latent,
     models_let_go,
     one_cond_at_a_time,
@@ -476,9 +477,7 @@ def test_a_controlnet_is_named_and_stock_when_warm():
     control_net.cache_clear()
 
 
-def windowed(model):
-    options = 2, 1, "standard_static", 1, False, "pyramid", 2, False
-    return execute("nodes_context_windows", "ContextWindowsManual", model, *options)
+windowed = partial(in_windows, context_length=2, context_overlap=1)
 
 
 def test_context_windows_are_named_and_stock_when_warm():

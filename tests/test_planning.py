@@ -51,7 +51,8 @@ from pipemesh.parallel_runtime.wire.messages import Memory
 from .bounds import assert_same
 from .foreign_pack import unet
 from .in_groups import GroupsHere
-from .models import run
+from .models import VIDEO, run
+from .patched import in_windows
 from .planned import box, counts
 from .shared_runtime import no_trials
 
@@ -85,6 +86,19 @@ def test_what_a_guider_is_about_to_sample_is_known_before_it_begins():
     assert both.text == "2 prompts, 2 latents of 16 x 8 x 10, 3 evaluations"
     with pytest.raises(NotCounted, match="several latents at once"):
         Sampling.of(guider(1.0)[0], object(), torch.ones(3))
+
+
+def test_context_windows_are_planned_for_as_evaluations_of_their_own_size():
+    model = stock_model(5, family=VIDEO)
+    windowed = in_windows(model, context_length=5, context_overlap=2)
+    sampled, _, sigmas = guider(4.0, model=windowed)
+    asked = Sampling.of(sampled, torch.zeros(1, 16, 11, 8, 6), sigmas)
+    assert (asked.shape, asked.windows, asked.branches) == ((1, 16, 6, 8, 6), 3, 6), "a frame before two of 5"
+    assert asked.text == "2 prompts, 1 latent in 3 context windows of 16 x 6 x 8 x 6, 3 evaluations"
+    plan = planning().choose(model.model, OPEN, lambda: asked, ())
+    assert plan.layout.groups == 2
+    one = Sampling.of(sampled, torch.zeros(1, 16, 5, 8, 6), sigmas)
+    assert (one.shape, one.windows) == ((1, 16, 5, 8, 6), 1)
 
 
 # -- what is chosen

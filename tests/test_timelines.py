@@ -83,7 +83,7 @@ def test_the_hosts_preview_keeps_the_last_x0_and_knows_which_node_runs():
 
 
 def waiting_conds():
-    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Cond) and thing]
+    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Aside) and thing]
 
 
 class Queue(InOneProcess):

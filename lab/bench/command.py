@@ -27,6 +27,8 @@ NAMES = (
     "sp",
     "cfg",
     "data",
+    "windows",
+    "vae",
     "mixed",
     "load",
     "peers",

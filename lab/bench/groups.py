@@ -1,5 +1,5 @@
 """Measure a pool of two groups of one rank: the same runs as stock's in turn, the cores' capacity
-taken out. ``cfg`` and ``data`` are benches of it.
+taken out. ``cfg``, ``data`` and ``windows`` are benches of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from .lockstep import Phase, Ranks, merge, run, timed
 EFFICIENCY = 0.97  # goal
 TOKENS, STEPS = 1024, 3
 SHORTER = 16  # tokens by which the negative prompt is shorter than the positive one
-BATCH, SCALE = {"cfg": 1, "data": 2}, {"cfg": 4.0, "data": 1.0}  # images, and cfg
+BATCH, SCALE = {"data": 2}, {"cfg": 4.0}  # images, and cfg, else 1
+ROWS, OVERLAP, DIM = 36, 8, 2  # of two context windows, which have all 64 rows of the latent
 
 
 def efficiency(rounds: Sequence[Round]) -> float:
@@ -28,10 +29,10 @@ def speedup(rounds: Sequence[Round]) -> float:
 
 class GroupRuns:
     """One process of the bench: the sampler over the stock model, and, in the first process, over
-    a pool with two groups along ``axis``.
+    a pool with two groups for ``what`` there are two of.
     """
 
-    def __init__(self, ranks: Ranks, axis: str, comfyui: str):
+    def __init__(self, ranks: Ranks, what: str, comfyui: str):
         from ...launcher.pool.devices import place
         from ...launcher.pool.handle import PoolHandle
         from ...launcher.pool.rank_setup import RankSetup
@@ -40,7 +41,7 @@ class GroupRuns:
         from ...parallel_runtime.layout import Layout
         from .forwards import SAMPLE, SIZE
 
-        self.axis = axis
+        self.what, axis = what, "data" if what == "data" else "cfg"
         self.stock = SAMPLE.form.random_model(SIZE)
         self.all_cores = ranks.all_cores
         self.handle = None
@@ -54,7 +55,9 @@ class GroupRuns:
     def sample(self, model: Any) -> Any:
         from .forwards import TEXT_TOKENS, sampled
 
-        how = {"images": BATCH[self.axis], "cfg": SCALE[self.axis]}
+        how = {"images": BATCH.get(self.what, 1), "cfg": SCALE.get(self.what, 1.0)}
+        if self.what == "windows":
+            model = in_windows(model)
         return sampled(model, TOKENS, STEPS, prompts=(TEXT_TOKENS, TEXT_TOKENS - SHORTER), **how)
 
     def through(self) -> float:
@@ -67,8 +70,23 @@ class GroupRuns:
             return timed(lambda: self.sample(self.parallel))
 
 
-def measure(ranks: Ranks, axis: str, rounds: int, comfyui: str) -> list[Round]:
-    runs = GroupRuns(ranks, axis, comfyui)
+def in_windows(model: Any) -> Any:
+    from comfy import context_windows
+
+    made = model.clone()
+    made.model_options["context_handler"] = context_windows.IndexListContextHandler(
+        context_windows.get_matching_context_schedule("standard_static"),
+        context_windows.get_matching_fuse_method("pyramid"),
+        ROWS,
+        OVERLAP,
+        dim=DIM,
+        causal_window_fix=False,
+    )
+    return made
+
+
+def measure(ranks: Ranks, what: str, rounds: int, comfyui: str) -> list[Round]:
+    runs = GroupRuns(ranks, what, comfyui)
     try:
         phases = {
             "alone": Phase(lambda: timed(lambda: runs.sample(runs.stock)), alone=True),
@@ -81,11 +99,11 @@ def measure(ranks: Ranks, axis: str, rounds: int, comfyui: str) -> list[Round]:
             runs.handle.close()
 
 
-def bench_of(axis: str, options: Options) -> Iterator[Figure]:
+def bench_of(what: str, options: Options, goal: float = EFFICIENCY) -> Iterator[Figure]:
     rounds = merge(
-        run(options.host, 2, "groups:measure", axis=axis, rounds=options.rounds, comfyui=options.host.comfyui)
+        run(options.host, 2, "groups:measure", what=what, rounds=options.rounds, comfyui=options.host.comfyui)
     )
-    case = f"{axis}2_{TOKENS}"
-    yield Figure(axis, case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=EFFICIENCY))
-    yield Figure(axis, case, "speedup", estimate(rounds, speedup), "x")
-    yield Figure(axis, case, "capacity", estimate(rounds, capacity), "x")
+    case = f"{what}2_{TOKENS}"
+    yield Figure(what, case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=goal))
+    yield Figure(what, case, "speedup", estimate(rounds, speedup), "x")
+    yield Figure(what, case, "capacity", estimate(rounds, capacity), "x")

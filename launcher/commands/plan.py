@@ -128,6 +128,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         help="such as 8xL40-PCIe, 8xA100-NVLink, 1xRTX4090+1xRTX3090-PCIe, 2x8xL40-PCIe-100G",
     )
     parser.add_argument("--cfg", action="store_true", help="two branches in each evaluation")
+    parser.add_argument("--windows", type=int, default=1, help="context windows of this size at once")
     parser.add_argument("--batch", type=int, default=1, help="images or videos at once")
     parser.add_argument("--evaluations", type=int, default=28, help="of a run (default 28)")
     parser.add_argument(
@@ -170,7 +171,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     job = Job(
         whole=whole,
         evaluations=options.evaluations,
-        branches=1 + options.cfg,
+        branches=(1 + options.cfg) * options.windows,
         batch=options.batch,
         patches=options.patches,
         warm_up=options.warm_up,

@@ -14,7 +14,8 @@ from greenlet import getcurrent
 from ..crossing.rows import Constants
 from .branch import Origin, SampleCall, origins_by_cond
 from .separable import has_foreign_code, is_hosts_own, must_run_conds_in_sequence
-from .timelines import Cond, in_flight_together
+from .timelines import Aside, in_flight_together
+from .windows import WindowsTogether, can_be_together
 
 Compute = Callable[[Sequence[SampleCall]], list[Any]]
 WithRoom = Callable[[Any, Callable[[], list[Any]]], list[Any]]
@@ -54,6 +55,15 @@ class Conds:
         finally:
             self._is_known, self._origins = False, {}
 
+    def with_windows(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns a run's model options, by which context windows are computed together where there
+        are several groups.
+        """
+        handler = options.get("context_handler")
+        if self._in_sequence() or not can_be_together(handler):
+            return options
+        return {**options, "context_handler": WindowsTogether(handler, self._must_wait, self._beside)}
+
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper: does what ComfyUI's batch of conds does, each side by
         itself, and computes the next calls of all sides together.
@@ -70,10 +80,7 @@ class Conds:
             only = [cond if number == index else None for number, cond in enumerate(conds)]
             return executor(model, only, x, timestep, model_options)[index]
 
-        def together(calls: Sequence[SampleCall]) -> list[Any]:
-            return self._with_room(patcher, lambda: self._compute(calls))
-
-        outputs = in_flight_together([partial(alone, index) for index in present], together)
+        outputs = self._beside([partial(alone, index) for index in present], patcher)
         by_index = dict(zip(present, outputs, strict=True))
         return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
 
@@ -81,8 +88,20 @@ class Conds:
         """Returns the output of one call. Where its cond runs beside others, the call waits until
         each of these has made one.
         """
-        cond, known = getcurrent(), [self._origins.get(name) for name in call.branch.conds]
+        aside, known = getcurrent(), [self._origins.get(name) for name in call.branch.conds]
         origins = tuple(origin for origin in known if origin is not None)
         if len(origins) == len(known):
             call = replace(call, branch=replace(call.branch, origins=origins))
-        return cond.output_of(call) if isinstance(cond, Cond) else self._compute([call])[0]
+        return aside.outputs_of([call])[0] if isinstance(aside, Aside) else self._compute([call])[0]
+
+    def _must_wait(self, patcher: Any, conds: Any, model_options: dict[str, Any]) -> bool:
+        return self._in_sequence() or must_run_conds_in_sequence(patcher, conds, model_options)
+
+    def _beside(self, runs: Sequence[Callable[[], Any]], patcher: Any) -> list[Any]:
+        def compute(calls: Sequence[SampleCall]) -> list[Any]:
+            aside = getcurrent()
+            if isinstance(aside, Aside):  # a window, whose conds wait for those of others
+                return aside.outputs_of(calls)
+            return self._with_room(patcher, lambda: self._compute(calls))
+
+        return in_flight_together(runs, compute)

@@ -140,9 +140,10 @@ class Remote:
         """A SAMPLER_SAMPLE wrapper: evaluations of groups and of patches are not collected where
         the forward asked for them, but by whoever waits for several.
         """
-        conds = self.sampling.conds
-        with self.computing(), conds.sampling(executor.class_obj, guider, extra_args["model_options"]):
-            return executor(guider, sigmas, extra_args, *args, **kwargs)
+        conds, options = self.sampling.conds, extra_args["model_options"]
+        with self.computing(), conds.sampling(executor.class_obj, guider, options):
+            own = {**extra_args, "model_options": conds.with_windows(options)}
+            return executor(guider, sigmas, own, *args, **kwargs)
 
     def end_run(self) -> None:
         """Ends the run that the model is in, if any: after a run inside a run, the outer one's

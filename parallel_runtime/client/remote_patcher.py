@@ -58,6 +58,7 @@ from .remote_forward import WRAPPERS, RemoteForward
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 from .wait import waited_for
+from .windows import windows_of
 
 log = logging.getLogger("pipemesh")
 
@@ -308,7 +309,8 @@ def prepare_sampling(
         raise Refused(
             f"The latent is empty ({shape}): connect one with at least one image of at least one pixel."
         )
-    model.remote.sampled = Sampled(weakref.ref(model.model), tuple(noise_shape), conds)
+    _, shape = windows_of(model_options or {}, noise_shape)
+    model.remote.sampled = Sampled(weakref.ref(model.model), shape, conds)
     hand_over_compilation(model_options or {}, model.model)
     encode_images(
         model.model.diffusion_model, (model_options or {}).get("transformer_options", {}), noise_shape

@@ -130,17 +130,17 @@ class Timeline(greenlet):
         return parent_of(self).switch(calls)
 
 
-class Cond(greenlet):
-    """Runs one cond of an evaluation. It is suspended where it waits for the transformer, so that
-    another cond can get there as well.
+class Aside(greenlet):
+    """Runs one cond of an evaluation, or one context window with its conds. It is suspended where
+    it waits for the transformer, so that another can get there as well.
     """
 
     def __init__(self, run: Callable[[], Any]):
         super().__init__(run)
         self.gr_context = contextvars.copy_context()
 
-    def output_of(self, asked: SampleCall) -> torch.Tensor:
-        """Suspends the cond until its output is there. Call from inside it."""
+    def outputs_of(self, asked: Sequence[SampleCall]) -> list[torch.Tensor]:
+        """Is suspended until all outputs are there. Call from inside it."""
         return parent_of(self).switch(asked)
 
 
@@ -154,21 +154,21 @@ def parent_of(suspended: greenlet) -> greenlet:
 def in_flight_together(
     runs: Sequence[Callable[[], Any]], compute: Callable[[Sequence[SampleCall]], list[torch.Tensor]]
 ) -> list[Any]:
-    """Runs all of ``runs`` and returns their results. Each is taken to its next evaluation before
-    ``compute`` is called for all of them.
+    """Runs all of ``runs`` and returns their results. Each is taken to its next evaluations before
+    ``compute`` is called for those of all.
     """
-    conds = [Cond(run) for run in runs]
+    asides = [Aside(run) for run in runs]
     try:
-        left_with = [cond.switch() for cond in conds]
-        while waiting := [index for index, cond in enumerate(conds) if cond]:
-            outputs = compute([left_with[index] for index in waiting])
-            for index, output in zip(waiting, outputs, strict=True):
-                left_with[index] = conds[index].switch(output)
+        left_with = [aside.switch() for aside in asides]
+        while waiting := [index for index, aside in enumerate(asides) if aside]:
+            outputs = iter(compute([call for index in waiting for call in left_with[index]]))
+            for index in waiting:
+                left_with[index] = asides[index].switch([next(outputs) for _ in left_with[index]])
         return left_with
     finally:
-        for cond in conds:
-            if cond:  # suspended: unwind it here
-                cond.throw()
+        for aside in asides:
+            if aside:  # suspended: unwind it here
+                aside.throw()
 
 
 class FreeRun:

@@ -1,0 +1,99 @@
+"""Measure a VAE by bands of rows: two ranks that decode one picture, or one video, beside stock's
+decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .capacity import capacity
+from .figures import Figure, Goal, Options, Round, estimate
+from .lockstep import Phase, Ranks, merge, run, timed
+from .sp import efficiency, patch_tax, speedup
+
+# Latents of each VAE, whose decode takes two seconds or more
+CASES = {"AutoencoderKL": (1, 16, 64, 64), "Wan 2.1": (1, 16, 3, 48, 4)}
+EFFICIENCY, OF_CAPACITY = 0.90, 0.85  # goals
+
+
+def of_capacity(rounds: Sequence[Round]) -> float:
+    return speedup(rounds) / capacity(rounds)
+
+
+def model_of(case: str) -> Any:
+    """Make a VAE of ComfyUI's with random weights that keep what goes through at one size."""
+    import torch
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+    from comfy.ldm.wan.vae import WanVAE
+
+    form = {"num_res_blocks": 2, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
+    image = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32}
+    image |= {"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": []}
+    made = (
+        AutoencoderKL(ddconfig=image, embed_dim=16)
+        if case == "AutoencoderKL"
+        else WanVAE(dim=96, z_dim=16, **form)
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, one in made.named_parameters():
+            if one.dim() > 1 and not name.endswith("gamma"):
+                one.normal_(std=(2 / one[0].numel()) ** 0.5, generator=generator)
+            else:
+                one.fill_(float(not name.endswith("bias")))
+    return made.eval().requires_grad_(False)
+
+
+def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
+    import torch
+
+    from ...parallel_runtime.comm.cores import giving_way
+    from ...parallel_runtime.comm.mesh import connect
+    from ...parallel_runtime.layout import Layout
+    from ...parallel_runtime.methods.vae_bands import BandsOfRows
+    from ...parallel_runtime.patches import Part
+    from .forwards import standin
+
+    layout, cpu = Layout(ulysses=ranks.size), torch.device("cpu")
+    with giving_way():
+        mesh = connect(layout, ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+    model, latent = model_of(case), torch.randn(CASES[case], generator=torch.Generator().manual_seed(5))
+    arguments = {"samples": latent, "unit": 1, "options": {}}
+
+    def through(comm: Any) -> float:
+        method = BandsOfRows(model, comm, cpu)
+        method.attach()
+        try:
+            method.begin(Part(1, 0))
+            with torch.inference_mode():
+                return timed(lambda: method.forward(model.decode, arguments, 1))
+        finally:
+            method.detach()
+
+    def whole() -> float:
+        with torch.inference_mode():
+            return timed(lambda: model.decode(latent))
+
+    standins = [standin(layout, rank) for rank in range(ranks.size)]
+    return ranks.measure(
+        {
+            "alone": Phase(whole, alone=True),
+            "parallel": Phase(lambda: through(mesh.sequence)),
+            "both": Phase(whole),
+            "shards": Phase(lambda: sum(map(through, standins)), alone=True),
+        },
+        rounds,
+    )
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    for case in CASES:
+        rounds = merge(run(options.host, 2, "vae:measure", case=case, rounds=options.rounds))
+        found = estimate(rounds, efficiency)
+        yield Figure("vae", case, "efficiency", found, "ratio", Goal(at_least=EFFICIENCY))
+        yield Figure("vae", case, "speedup", estimate(rounds, speedup), "x")
+        found = estimate(rounds, of_capacity)
+        yield Figure("vae", case, "of_capacity", found, "ratio", Goal(at_least=OF_CAPACITY))
+        yield Figure("vae", case, "band_tax", estimate(rounds, patch_tax), "ratio")
+        yield Figure("vae", case, "capacity", estimate(rounds, capacity), "x")

@@ -1,0 +1,77 @@
+"""Take the context windows of one evaluation to the groups of ranks together.
+
+ComfyUI's loop asks for a window when it has the one before (comfy/context_windows.py @ 0.30.0),
+although windows need nothing of each other. So it runs twice: it asks for all, then it is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from comfy.context_windows import IndexListContextHandler
+
+Together = Callable[[Sequence[Callable[[], Any]], Any], list[Any]]
+
+
+class WindowsTogether(IndexListContextHandler):
+    """Stands for the handler of a run. ``in_sequence`` says of a MODEL, conds and options when one
+    window has to wait for another, ``together`` runs windows of a MODEL side by side.
+    """
+
+    def __init__(
+        self, handler: IndexListContextHandler, in_sequence: Callable[..., bool], together: Together
+    ):
+        self.__dict__.update(vars(handler))
+        self._in_sequence = in_sequence
+        self._together = together
+        self._asked: list[Callable[[], Any]] | None = None
+        self._answers: list[Any] = []
+
+    def execute(
+        self, calc_cond_batch: Any, model: Any, conds: Any, x_in: Any, timestep: Any, model_options: Any
+    ) -> Any:
+        given = calc_cond_batch, model, conds, x_in, timestep, model_options
+        self._answers = []
+        if not self._in_sequence(model.current_patcher, conds, model_options):
+            self._asked = []
+            super().execute(*given)
+            asked, self._asked = self._asked, None
+            self._answers = self._together(asked, model.current_patcher)[::-1]
+        return super().execute(*given)
+
+    def evaluate_context_windows(self, *args: Any, **kwargs: Any) -> Any:
+        if self._answers:
+            return self._answers.pop()
+        stock = partial(super().evaluate_context_windows, *args, **kwargs)
+        if self._asked is None:
+            return stock()
+        given = signature(stock.func).bind(*args, **kwargs).arguments
+        options = given["model_options"]  # each window writes into its own
+        own = {**options, "transformer_options": dict(options["transformer_options"])}
+        self._asked.append(partial(stock.func, **{**given, "model_options": own}))
+        return []
+
+
+def can_be_together(handler: Any) -> bool:
+    """Return whether nothing but ComfyUI's own loop goes through the windows."""
+    if type(handler) is not IndexListContextHandler or handler.callbacks:
+        return False
+    return "model_options" in signature(handler.evaluate_context_windows).parameters
+
+
+def windows_of(model_options: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return how many windows an evaluation of a latent of ``shape`` has at first, and the shape of
+    one; 1 and the latent's own where it has none, or is packed with others.
+    """
+    handler: Any = model_options.get("context_handler")
+    own = tuple(shape)
+    if not isinstance(handler, IndexListContextHandler) or not 3 < len(own) > handler.dim:
+        return 1, own
+    if own[handler.dim] <= handler.context_length:
+        return 1, own
+    windows = handler.context_schedule.func(own[handler.dim], handler, model_options)
+    frames = max(map(len, windows)) + handler.causal_window_fix  # a frame before each but the first
+    return len(windows), (*own[: handler.dim], frames, *own[handler.dim + 1 :])
