@@ -82,6 +82,7 @@ def alone_in(pool):
 
 
 def test_it_costs_one_evaluation_once_for_each_comfyui_class_and_numbers(trials, monkeypatch):
+    monkeypatch.setattr("pipemesh.lab.commands.fingerprints.classes", lambda: [FLUX])
     stock, made = stock_model(5), trials()
     ours, pool = in_groups(PAIR, stock, **watched(made))
     assert_same(partial(run, cfg=4.0), ours, stock)

@@ -224,11 +224,11 @@ def test_a_process_that_holds_a_gpu_is_not_forked_and_says_so(tmp_path, capfd):
     )
 
 
-def test_ranks_share_the_memory_of_what_their_server_has_imported(setup_as_users):
+def test_ranks_share_the_memory_of_what_their_server_has_imported(setup):
     """Both of one pool and those of the next, with torch among it."""
     servers, shared = set(), []
     for _ in range(2):
-        handle = PoolHandle(cpus(2), setup_as_users)
+        handle = PoolHandle(cpus(2), setup)
         for pid in handle.ensure().ranks.pids:
             servers.add(psutil.Process(pid).ppid())
             shared.append(shared_dirty_bytes(pid))

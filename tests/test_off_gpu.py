@@ -127,6 +127,8 @@ def test_samplers_that_are_taken_off_the_gpu_are_those_that_draw_nothing_there(f
     assert len(known) > 30
     with ui_on_it():
         model = load(files["model"])
+        # What the model computes has no part in it, and takes most of the time
+        model.set_model_unet_function_wrapper(lambda apply, given: given["input"] / 2)
         for name in known:
             run(model, steps=3, sampler=name)
     assert {name for name in known if draws_there(samplers[name])} == drawn.keys()

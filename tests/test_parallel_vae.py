@@ -38,7 +38,7 @@ CASES = {
     "images": ("image", lambda vae: vae.decode(noise(3, 16, 9, 6))),
     "a video": ("video", lambda vae: vae.decode(noise(1, 16, 3, 7, 4))),
     "one row, which one rank has": ("video", lambda vae: vae.decode(noise(1, 16, 1, 1, 4))),
-    "tiles": ("image", lambda vae: vae.decode_tiled(noise(1, 16, 20, 12), tile_x=8, tile_y=8, overlap=2)),
+    "tiles": ("image", lambda vae: vae.decode_tiled(noise(1, 16, 12, 8), tile_x=8, tile_y=8, overlap=2)),
     "frames to a latent": ("video", lambda vae: vae.encode(noise(5, 57, 40, 3).sigmoid())),
     "one picture to a latent": ("video", lambda vae: vae.encode(noise(1, 48, 32, 3).sigmoid())),
 }

@@ -4,6 +4,7 @@ import json
 import os
 import random
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import pytest
@@ -20,6 +21,7 @@ from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
 from pipemesh.lab.dry_run.expected import even_bytes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
+from pipemesh.launcher.pool import rank_setup
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families import FILES
@@ -294,7 +296,10 @@ def test_of_a_run_that_goes_step_by_step_the_first_steps_say_how_long_all_of_it_
     assert runs.step_by_step("model") == 5 + 3 * 2 + 1
 
 
-def test_the_hop_bench_runs(monkeypatch):
+def test_the_hop_bench_runs(setup, monkeypatch):
+    """``setup``: its ranks are forked from where others are."""
+    monkeypatch.setattr(rank_setup, "RankSetup", partial(replace, setup))
+    monkeypatch.setattr(hop, "SIZE", replace(hop.SIZE, blocks=(1, 1)))
     monkeypatch.setattr(hop, "PER_ROUND", {"back_to_back": 1, "between_forwards": 1})
     monkeypatch.setattr(hop, "WARM_UP", 1)
     figures = {(figure.case, figure.metric) for figure in hop.bench(Options(host=host(), rounds=1))}
