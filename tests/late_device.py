@@ -46,11 +46,11 @@ class Memory:
     """
 
     def __init__(self, gpu, content):
-        self.box, self._content, self._queue = gpu.box, content, gpu.current
+        self.box, self._content, self._queue, self._gpu = gpu.box, content, gpu.current, gpu
 
     def __del__(self):
         content = self._content
-        self._queue.do_behind(lambda: poison(content))
+        self._gpu.free(self._queue, lambda: poison(content))
 
 
 def poison(content):
@@ -173,6 +173,7 @@ def on_cpu(box, func, args, kwargs):
 
 def pin_down(box, tensor):
     """A copy that is in a queue holds pinned memory, as torch's allocator does until its event."""
+    box.gpu.require_no_recording("pinned memory")
     storage = tensor.untyped_storage()
     box.pinned.add(storage._cdata)
     weakref.finalize(storage, box.pinned.discard, storage._cdata)
@@ -319,6 +320,19 @@ class Driver:
     def cudart(self):
         return Cudart(self._box)
 
+    def CUDAGraph(self):
+        return Graph(self._box)
+
+    @contextmanager
+    def graph(self, graph, pool=None, capture_error_mode="global"):
+        self.synchronize()
+        gpu, gpu.recording = self._box.gpu, graph.asked
+        gpu.recordings += 1
+        try:
+            yield
+        finally:
+            gpu.recording = None
+
     def current_stream(self, device=None):
         return self
 
@@ -358,6 +372,21 @@ class Driver:
     def _lazy_init(self): ...
 
 
+class Graph:
+    """What a GPU was asked for, to be asked for again."""
+
+    def __init__(self, box):
+        self._box, self.asked = box, []
+
+    def pool(self):
+        return 0, 0
+
+    def replay(self):
+        self._box.gpu.replays += 1
+        for ask in self.asked:
+            ask()
+
+
 class Cudart:
     """Registers memory as pinned, where the box has a GPU that can."""
 
@@ -380,10 +409,12 @@ class Event:
         self._box, self.op = box, None
 
     def record(self):
+        self._box.gpu.require_no_recording("Event.record")
         self.op = self._box.gpu.current.last
 
     def query(self):
         """Who asks again and again sees time pass."""
+        self._box.gpu.require_no_recording("Event.query")
         if self.op is not None and not self.op.is_over:
             self._box.look()
         return self.op is None or self.op.is_over

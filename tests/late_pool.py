@@ -86,6 +86,7 @@ class PoolWorld(LateWorld):
     """``ui(remote)``: what ComfyUI's process does; ``prepare(rank, model)``: what is odd there."""
 
     idle_turns = done = 0
+    records = False
 
     def __init__(self, layout, box, monkeypatch, ui, prepare):
         super().__init__(layout, box, monkeypatch)
@@ -127,6 +128,7 @@ class PoolWorld(LateWorld):
             channel.send(Close())
 
     def serve(self, mesh, run):
+        mesh.sequence.records = self.records
         arena = self.pool.arena.segment
         segment = Segment(os.dup(arena.fd), arena.nbytes)
         segment.pin(DEVICE)
@@ -152,13 +154,17 @@ class PoolWorld(LateWorld):
         segment.close()
 
 
-def pooled(layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None):
-    """Has ``ui`` use a pool. ``pins``: whether its arena is pinned; else it is so at even seeds."""
+def pooled(layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None, records=False):
+    """Has ``ui`` use a pool; returns its ranks' GPUs. ``pins``: whether its arena is pinned; else
+    it is so at even seeds.
+    """
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
         box.registers = seed % 2 == 0 if pins is None else pins
         world = PoolWorld(layout, box, patch, ui, prepare)
+        world.records = records
         try:
             world.run(world.serve)
+            return world.gpus
         finally:
             for channel in (*world.ranks.channels, *world.ranks.theirs):
                 channel.close()

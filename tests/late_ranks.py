@@ -10,6 +10,7 @@ has the caller's stream wait.
 from contextlib import suppress
 from functools import partial
 from threading import Semaphore, Thread
+from types import SimpleNamespace
 
 from greenlet import getcurrent
 
@@ -172,6 +173,9 @@ class LateWorld(World):
     def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group=None, async_op=False):
         if self.via_cpu:
             return super().all_to_all_single(receiving, sending, receive_sizes, send_sizes, group, async_op)
+        if (recording := getcurrent().gpu.recording) is not None:
+            given = receiving, sending, receive_sizes, send_sizes, group
+            return recording.append(lambda: self.all_to_all_single(*given))
         name, rank = self.name_of(group), getcurrent().rank
         members = self.members[name]
         getcurrent().note("all_to_all", name, (*send_sizes, *receive_sizes))
@@ -233,6 +237,10 @@ class LateWorld(World):
     def batch_isend_irecv(self, operations):
         if self.via_cpu:
             return super().batch_isend_irecv(operations)
+        if (recording := getcurrent().gpu.recording) is not None:
+            works = []
+            recording.append(lambda: works.extend(self.batch_isend_irecv(operations)))
+            return [SimpleNamespace(wait=lambda: recording.append(lambda: works.pop().wait()))]
         self._batches += 1
         ends = [
             self._message(

@@ -114,10 +114,11 @@ class Asking:
                 self._session.end_run()
             if act.succeeded:
                 ticket = SimpleNamespace(
-                    run=SimpleNamespace(model=act.model), kind=act.looks, ranks=act.ranks
+                    run=SimpleNamespace(model=act.model), kind=act.looks, ranks=act.ranks, part=Part(1, 0)
                 )
                 self._session.confirm(
-                    ticket, [SimpleNamespace(confirmed=number) for _, number in act.answers.values()]
+                    ticket,
+                    [SimpleNamespace(confirmed=number, recorded=False) for _, number in act.answers.values()],
                 )
 
 

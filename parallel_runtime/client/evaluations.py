@@ -169,6 +169,7 @@ class Evaluations:
             kind,
         )
         session.tickets.append(ticket)
+        confirmed = session.known_steps(run.model, kind, ranks)
         request = Forward(
             request=ticket.number,
             model=run.model,
@@ -179,7 +180,8 @@ class Evaluations:
             part=part,
             width=work.width,
             kind=kind,
-            confirmed=session.known_steps(run.model, kind, ranks),
+            confirmed=confirmed,
+            recorded=confirmed > 0 and (part, kind, ranks) in session.models[run.model].recorded,
         )
         try:
             session.pool.submit(request, ranks)

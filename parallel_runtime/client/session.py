@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -84,7 +84,7 @@ class Resident:
     empty: as many each. ``weights``: what was asked for of them, and what came of it. ``sets``: the
     bytes of each set of patched weights that ranks keep, least recently used first. ``confirmed``:
     which steps of a kind of evaluation all these ranks have told that they know; they have had
-    memory for the messages since.
+    memory for the messages since. ``recorded``: of which evaluations they have a CUDA graph.
     """
 
     stages: tuple[int, ...] = ()
@@ -94,6 +94,7 @@ class Resident:
     patches_id: str = ""
     sets: dict[str, int] = field(default_factory=dict)
     confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    recorded: set[tuple[Part, int, tuple[int, ...]]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,13 +151,15 @@ class Session:
         """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
         return self.models[model].confirmed.get((kind, ranks), 0) if model in self.models else 0
 
-    def confirm(self, ticket: Ticket, answers: Iterable[Done]) -> None:
-        """Notes which steps all ranks of an evaluation know now."""
+    def confirm(self, ticket: Ticket, answers: Collection[Done]) -> None:
+        """Notes which steps all ranks of an evaluation know now, and whether all can replay it."""
         known = {answer.confirmed for answer in answers}
         if ticket.run.model in self.models:
-            self.models[ticket.run.model].confirmed[ticket.kind, ticket.ranks] = (
-                known.pop() if len(known) == 1 else 0
-            )
+            model, key = self.models[ticket.run.model], (ticket.kind, ticket.ranks)
+            model.confirmed[key] = known.pop() if len(known) == 1 else 0
+            model.recorded.discard((ticket.part, *key))
+            if all(answer.recorded for answer in answers):
+                model.recorded.add((ticket.part, *key))
 
     def lasting_steps(self, model: str) -> tuple[int, ...]:
         """Returns the steps that ranks are to know in the next run of ``model``: the latest that
@@ -165,6 +168,7 @@ class Session:
         if model not in self.models:
             return ()
         known = self.models[model].confirmed
+        self.models[model].recorded.clear()  # they end with the run
         latest = sorted(filter(None, known.values()))[-KEPT_KINDS:]
         self.models[model].confirmed = {key: steps for key, steps in known.items() if steps in latest}
         return tuple(latest)

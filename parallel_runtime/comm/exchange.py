@@ -33,18 +33,22 @@ class StopFlag:
         self._wants_stop = wants_stop
         self._later: deque[LateValue] = deque()
         self._look_ahead = 0
+        self.is_whole = False  # no rank leaves the evaluation at hand
 
     def begin(self, attentions: int) -> None:
         """Begin an evaluation of so many attentions."""
         self._later.clear()
+        self.is_whole = False
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
 
     def wish(self) -> float:
         """Return 1 if this rank wishes to stop, else 0."""
-        return float(self._wants_stop())
+        return 0.0 if self.is_whole else float(self._wants_stop())
 
     def decide(self, flag: Flag) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
+        if self.is_whole:
+            return
         if isinstance(flag, torch.Tensor) and flag.device.type == "cuda":
             self._later.append(LateValue(flag))
             stops = len(self._later) > self._look_ahead and self._later.popleft().read()

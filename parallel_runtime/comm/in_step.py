@@ -44,13 +44,18 @@ class Expected(NamedTuple):
     ``kind`` take the same, as a rule.
 
     ``confirmed``: the evaluation in which all its ranks learned them. All have told that they know
-    them, and have had memory for the messages since. 0: nobody knows of that. ``lasts``: whether
-    the next evaluation of this kind takes the same steps.
+    them, and have had memory for the messages since. 0: nobody knows of that. ``recorded``: all
+    have recorded it, so that none leaves amid it. ``lasts``: whether the next evaluation of this
+    kind takes the same steps. ``changed``: the model's weights may be others than before.
+    ``foreign``: code of nodes replaces some of the model's.
     """
 
     kind: Hashable = ()
     confirmed: int = 0
+    recorded: bool = False
     lasts: bool = True
+    changed: bool = False
+    foreign: bool = False
 
 
 class Traffic:
@@ -302,6 +307,10 @@ class InStep:
             course.known.learn(course.kind, number, course.steps)
             self.confirmed = course.known.number_of(course.kind)
         course.steps, self.flag = [], 0.0
+
+    def pass_over(self) -> None:
+        """End an evaluation that a replay has gone through, all its steps together."""
+        self._is_over, self.confirmed = True, self._course.relied
 
     def fail(self) -> None:
         """Go through what is left of the evaluation, for this rank has failed: until all ranks

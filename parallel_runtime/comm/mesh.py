@@ -50,6 +50,8 @@ class SequenceComm:
     the numbers that were given to ``join``; ``ALONE``: this rank by itself.
     """
 
+    records = False  # evaluations, as CUDA graphs
+
     def __init__(
         self,
         ulysses: Exchange,

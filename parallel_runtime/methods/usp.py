@@ -10,7 +10,7 @@ Legend: B batch, l tokens of one rank, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,7 @@ from .blocks import blocks_of
 from .fit import require_fit
 from .hooks import TokenHooks
 from .method import ALONE, Facts, free_frames
+from .recorded import RecordedForward
 from .sequence_attention import QKV, Call, SequenceAttention, in_order
 from .shards import Shards, part_of_mask, permute_mask
 
@@ -52,11 +53,20 @@ class SequenceParallel:
         on_progress: Callable[[], None] = lambda: None,
         kernels: Kernels = TORCHS,
     ):
+        def tick() -> None:
+            if not comm.stop.is_whole:
+                on_progress()
+
+        ticking = tick if comm.records else on_progress
         self._comm = comm
-        self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
+        self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, ticking, kernels))
         self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
         self._known = KnownSteps()
+        self._keeps_tokens = not (plan.prefix is None and plan.kept is None)
+        self._recorded = RecordedForward()
+        self._foreign = False
+        self._key: Hashable = None  # of the evaluation at hand; None: no graph stands for it
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -73,23 +83,56 @@ class SequenceParallel:
         self._hooks.detach()
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
-        if self._part is None or part.run != self._part.run:
+        before = self._part
+        if before is None or part.run != before.run:
             self._hooks.end_run()
-        self._part = part
+        if expected.changed or before is None or (part.run, part.attempt) != (before.run, before.attempt):
+            self._recorded = RecordedForward() if self._comm.records else self._recorded
+        self._part, self._foreign, self._key = part, expected.foreign, None
         self._comm.begin(self._attentions)
+        self._comm.stop.is_whole = expected.recorded
         self._comm.in_step.begin(self._known, expected)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
+        in_step, sent = self._comm.in_step, self._comm.traffic.sent_bytes
+        self._key = self._key_of(arguments) if self._comm.records else None
         try:
-            self._comm.in_step.agree()
+            if self._key is not None and self._comm.stop.is_whole and self._key in self._recorded:
+                output = self._recorded.replay(self._key, arguments, sent)
+                in_step.pass_over()
+                return output
+            in_step.agree()
             output = forward(**self._hooks.arguments(arguments))
             self._hooks.patches.entered.require_all(arguments)
-            self._comm.in_step.end(number)
-            return output
+            in_step.end(number)
         except Exception as error:
             free_frames(error)
             self.fail(number)
             raise
+        if self._key is not None:
+            self._recorded.record(self._key, arguments, partial(self._again, forward), sent)
+        return output
+
+    def _key_of(self, arguments: dict[str, Any]) -> Hashable:
+        assert self._part is not None  # begin is called first
+        if self._keeps_tokens:
+            return self._recorded.refuse("the model keeps tokens from one evaluation to the next")
+        if self._foreign:
+            return self._recorded.refuse("code of nodes replaces some of the model's")
+        if self._comm.weights is not None:
+            return self._recorded.refuse("weights are gathered from other ranks")
+        return self._recorded.key_of(arguments, self._part.branch, self._comm.size)
+
+    def _again(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Compute once more what was just computed, while it is recorded: no step is taken, no wish
+        is read, and no progress told.
+        """
+        self._comm.stop.is_whole = True
+        try:
+            return forward(**self._hooks.arguments(arguments))
+        finally:
+            self._comm.in_step.flag = 0.0  # else it would outlive the recording
+            self._hooks.end_run()
 
     def fail(self, number: int) -> None:
         self._comm.in_step.fail()
@@ -97,12 +140,16 @@ class SequenceParallel:
     def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
         self._hooks.end_run()
         self._known.end_run(named)
+        if self._comm.records:
+            self._recorded = RecordedForward()
         return self._comm.free_buffers(room)
 
     @property
     def facts(self) -> Facts:
         in_step = self._comm.in_step
-        return Facts("all" if in_step.is_even else "some", in_step.confirmed)
+        done = "all" if in_step.is_even else "some"
+        recorded = self._key is not None and self._key in self._recorded
+        return Facts(done, in_step.confirmed, recorded=recorded)
 
 
 class SequenceSharding(SequenceAttention):

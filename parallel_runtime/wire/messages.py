@@ -130,7 +130,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
     has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
     neighbouring groups of ranks got it, and share its sequence; ``layout.ALONE``: one rank did.
-    ``kind`` and ``confirmed``: as ``Expected`` has them.
+    ``kind``, ``confirmed`` and ``recorded``: as ``Expected`` has them.
     """
 
     request: int
@@ -143,6 +143,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     width: int = 1
     kind: int = 0
     confirmed: int = 0
+    recorded: bool = False
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -189,8 +190,9 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
-    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it. ``keeps``: as
-    ``EndRun`` has it. ``unread``: the model is built, and its ``ReadWeights`` is to follow.
+    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it, ``recorded`` as
+    ``Facts``. ``keeps``: as ``EndRun`` has it. ``unread``: the model is built, and its
+    ``ReadWeights`` is to follow.
     """
 
     request: int
@@ -204,6 +206,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sent_bytes: int = 0
     block_s: dict[int, float] = {}
     confirmed: int = 0
+    recorded: bool = False
     keeps: bool = False
     unread: bool = False
 

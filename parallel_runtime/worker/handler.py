@@ -241,7 +241,7 @@ class RequestHandler:
     def _evaluated(
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
-        model.begin(request.part, request.kind, request.confirmed)
+        model.begin(request.part, request.kind, request.confirmed, request.recorded)
         self._io.arena.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
             raise Refused(
@@ -277,6 +277,7 @@ class RequestHandler:
                 sent_bytes=sent_bytes,
                 block_s=dict(facts.block_s()),
                 confirmed=facts.confirmed,
+                recorded=facts.recorded,
             )
 
         if self._device.type == "cuda":

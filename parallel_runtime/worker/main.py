@@ -58,6 +58,7 @@ def run(channel: Channel) -> None:
     from ..comm.machines import MachineComm
     from ..comm.mesh import connect
     from ..layout import Layout
+    from ..methods.recorded import is_wanted
     from .arena_io import ArenaIO
     from .device_memory import DeviceMemory
     from .handler import RequestHandler
@@ -104,6 +105,7 @@ def run(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
             speeds=start.speeds,
         )
+    mesh.sequence.records = is_wanted(start.backend, os.environ)
     away = machines is not None and machines.away
     kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
     handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away, kernels, joining)

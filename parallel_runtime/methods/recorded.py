@@ -1,0 +1,182 @@
+"""Record evaluations as CUDA graphs, each replayed by one call of the CPU.
+
+A graph does again what kernels did to the memory that it was recorded on, and no code runs again:
+inputs are copied to where the recorded ones lie, what was read besides is kept, and what a graph
+would repeat as it was is refused while it is recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
+
+from ..families.plan import COMPILE
+
+VARIABLE = "PIPEMESH_GRAPHS"
+MOST = 8  # graphs of a run
+COPIES = {"aten::_to_copy", "aten::to", "aten::copy_"}
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+OF_ITS_TIME = {  # what a graph has of the moment in which it was recorded
+    torch.Tag.data_dependent_output: "reads numbers of the GPU",
+    torch.Tag.dynamic_output_shape: "has a result whose shape depends on numbers of the GPU",
+}
+log = logging.getLogger("pipemesh")
+
+
+def is_wanted(backend: str, environ: Mapping[str, str]) -> bool:
+    return backend == "nccl" and environ.get(VARIABLE) == "1"
+
+
+class Unlike(ValueError):
+    """An evaluation is not of the kind that can be recorded."""
+
+
+class Recording(NamedTuple):
+    """``read``: what lay in memory before, and must stay there. ``sent_bytes``: by axis."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]
+    output: Any
+    read: list[torch.Tensor]
+    sent_bytes: Mapping[str, int]
+
+
+class Region(TorchDispatchMode):
+    """What is asked of torch while a graph is recorded: ``read``, and what is made. Weights are
+    left out of ``read``: where they change, graphs are void. Raises Unlike.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, torch.Tensor] = {}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        given = tree_leaves((args, kwargs))
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        devices = {one.type for one in given if isinstance(one, torch.device)} | {
+            one.device.type for one in tensors if one.ndim or one.is_cuda or name in COPIES
+        }
+        if kwargs.get("pin_memory"):
+            raise Unlike(f"{name} takes pinned memory")
+        if {"cpu", "cuda"} <= devices:
+            raise Unlike(f"{name} is on the CPU and the GPU")
+        for tag in set(func.tags) & set(OF_ITS_TIME) if "cuda" in devices else ():
+            raise Unlike(f"{name} {OF_ITS_TIME[tag]}")
+        for one in tensors:
+            if not self._has_made(one) and not isinstance(one, torch.nn.Parameter):
+                self.read[id(one)] = one
+        made = func(*args, **kwargs)
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and not any(one is other for other in tensors):
+                self._made[id(one)] = weakref.ref(one)
+        return made
+
+    def _has_made(self, tensor: torch.Tensor) -> bool:
+        made = self._made.get(id(tensor))
+        return made is not None and made() is tensor
+
+    def left(self, output: Any) -> int:
+        """Return how many tensors somebody else than ``output`` keeps: replays overwrite them."""
+        gc.collect()  # rows refer to what refers to them
+        returned = {id(one) for one in tree_leaves(output)}
+        alive = [one for one in (made() for made in self._made.values()) if one is not None]
+        return sum(one.is_cuda and id(one) not in returned for one in alive)
+
+
+class RecordedForward:
+    """The graphs of one model's evaluations in one run, by what each is like. Of what cannot be
+    recorded, the log says once why.
+    """
+
+    def __init__(self) -> None:
+        self._recordings: dict[Hashable, Recording] = {}
+        self._refused: set[Hashable] = set()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._recordings
+
+    def key_of(self, arguments: dict[str, Any], *others: Hashable) -> Hashable:
+        """Return what evaluations have in common that one graph computes: all but what tensors
+        hold, and ``others``. None where there is no such graph.
+        """
+        try:
+            if COMPILE in arguments.get("transformer_options", {}):
+                raise Unlike("blocks are compiled")
+            return others, *((path, described(leaf)) for path, leaf in tree_flatten_with_path(arguments)[0])
+        except Unlike as error:
+            return self.refuse(error)
+
+    def refuse(self, why: Any, key: Hashable = None) -> None:
+        if not self._refused:
+            log.warning("[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
+        self._refused.add(key)
+
+    def replay(self, key: Hashable, arguments: dict[str, Any], sent_bytes: Counter[str]) -> Any:
+        """Compute an evaluation like the recorded one. What takes memory comes before the graph,
+        whose messages go out once.
+        """
+        recording = self._recordings[key]
+        output = tree_map_only(torch.Tensor, torch.empty_like, recording.output)
+        for own, given in zip(recording.inputs, tensors_in(arguments), strict=True):
+            own.copy_(given)
+        recording.graph.replay()
+        for given, own in zip(tensors_in(recording.output), tensors_in(output), strict=True):
+            own.copy_(given)
+        sent_bytes.update(recording.sent_bytes)
+        return output
+
+    def record(
+        self, key: Hashable, arguments: dict[str, Any], compute: Callable, sent_bytes: Counter[str]
+    ) -> None:
+        """Record ``compute`` of such arguments behind an evaluation like it, which has chosen
+        kernels, taken memory and connected ranks. Recording computes and sends nothing.
+        """
+        if key in self or key in self._refused:
+            return
+        try:
+            if len(self._recordings) == MOST:
+                raise Unlike(f"the run has {MOST} of them")
+            inputs = tree_map_only(torch.Tensor, torch.clone, arguments)
+            self._recordings[key] = self._recorded(inputs, compute, sent_bytes)
+        except Exception as error:  # noqa: BLE001 it was computed already
+            self.refuse(error, key)
+
+    def _recorded(self, arguments: dict[str, Any], compute: Callable, sent_bytes: Counter[str]) -> Recording:
+        graph, region, sent = torch.cuda.CUDAGraph(), Region(), sent_bytes.copy()
+        pool = next((one.graph.pool() for one in self._recordings.values()), None)
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), region:
+                output = compute(arguments)
+        finally:
+            sent_bytes.clear()
+            sent_bytes.update(sent)
+        if left := region.left(output):
+            raise Unlike(f"the model keeps {left} tensors of an evaluation")
+        return Recording(graph, tensors_in(arguments), output, [*region.read.values()], sent)
+
+
+def described(leaf: Any) -> Hashable:
+    """Raises Unlike for code of others, and for a tensor that is not on the GPU."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+        return leaf.shape, leaf.stride(), leaf.dtype
+    if not isinstance(leaf, PLAIN):
+        raise Unlike(f"an argument is a {type(leaf).__name__}, not a number or on the GPU")
+    return type(leaf), leaf
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]

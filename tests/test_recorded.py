@@ -1,0 +1,370 @@
+"""Evaluations that are recorded as CUDA graphs and replayed are those of stock, and nothing is in a
+graph that a replay would have as it was: late GPUs record what they are asked for.
+"""
+
+from collections import Counter, defaultdict
+from copy import deepcopy
+from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from greenlet import getcurrent
+from pipemesh.lab.commands.parity import BOUND, PLAIN, relative_error, sampled, stock_model
+from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
+from pipemesh.parallel_runtime.client.session import Resident, Session
+from pipemesh.parallel_runtime.comm.in_step import Expected
+from pipemesh.parallel_runtime.comm.mesh import connect
+from pipemesh.parallel_runtime.crossing.in_block import PatchesHere
+from pipemesh.parallel_runtime.errors import RunCancelled
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.families.every import SAMPLES
+from pipemesh.parallel_runtime.families.plan import COMPILE
+from pipemesh.parallel_runtime.forward import binder, forward_name
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.methods.recorded import RecordedForward, Region, Unlike, is_wanted
+from pipemesh.parallel_runtime.patches import Part
+from pipemesh.parallel_runtime.wire.messages import Load
+from pipemesh.parallel_runtime.worker.resident import ResidentModel
+
+from .in_ranks import Crossed
+from .late_device import DEVICE, late_device
+from .late_pool import pooled
+from .late_ranks import LateWorld
+from .test_collectives import Rank
+from .test_late_methods import on_gpu
+from .test_late_pool import Sampler, assert_same, at_once
+from .test_prefix import PLAN as PROMPTED
+from .test_prefix import Prompted, arguments
+
+GIVEN = {
+    PLAIN: {"x": (1, 16, 13, 12), "context": (1, 7, 64), "y": (1, 32), "guidance": (1,)},
+    "qwen-image": {"x": (1, 16, 1, 13, 12), "context": (1, 7, 64)},
+}
+
+
+class Guarded(Rank):
+    def tick(self):
+        getcurrent().gpu.require_no_recording("progress")
+
+
+def given(family, number, **shapes):
+    generator = torch.Generator().manual_seed(number)
+    tensors = {
+        name: torch.randn(shape, generator=generator) for name, shape in {**GIVEN[family], **shapes}.items()
+    }
+    time = "timesteps" if family == "qwen-image" else "timestep"
+    return {**tensors, time: torch.rand(1, generator=generator), "transformer_options": {}}
+
+
+@cache
+def stock(family):
+    return stock_model(2, family=family).model.diffusion_model
+
+
+class Asked(NamedTuple):
+    """An evaluation. ``changed`` and ``foreign``: as ``Expected`` has it; ``model``: which one."""
+
+    arguments: dict
+    changed: bool = False
+    foreign: bool = False
+    model: int = 0
+    attempt: int = 0
+
+    @property
+    def part(self):
+        return Part(self.model + 1, 0, attempt=self.attempt)
+
+
+class UI:
+    """What ComfyUI's process tells of the next evaluation, as it does."""
+
+    def __init__(self, ranks):
+        self.session = Session(SimpleNamespace(arena=None, facts=SimpleNamespace(speeds=())), Layout())
+        self.session.models |= {"0": Resident(), "1": Resident()}
+        self.ranks, self.answers = tuple(range(ranks)), defaultdict(list)
+
+    def expected(self, at, asked):
+        """Once all have answered what was asked before."""
+        while at and len(self.answers[at - 1]) < len(self.ranks):
+            getcurrent().parent.switch(None)
+        kind, model = self.kind_of(asked), str(asked.model)
+        confirmed = self.session.known_steps(model, kind, self.ranks)
+        recorded = (asked.part, kind, self.ranks) in self.session.models[model].recorded
+        return Expected(kind, confirmed, recorded, changed=asked.changed, foreign=asked.foreign)
+
+    def kind_of(self, asked):
+        return str([one.shape for one in asked.arguments.values() if isinstance(one, torch.Tensor)])
+
+    def hear(self, at, asked, facts):
+        self.answers[at].append(facts)
+        if len(self.answers[at]) == len(self.ranks):
+            kind, run = self.kind_of(asked), SimpleNamespace(model=str(asked.model))
+            ticket = SimpleNamespace(run=run, kind=kind, ranks=self.ranks, part=asked.part)
+            self.session.confirm(ticket, self.answers[at])
+
+
+def evaluated(layout, asked, models, *, plan=None, seed=0, prepare=lambda mesh, run, models, at: None):
+    """What ranks compute of all that is asked; how often each has replayed a graph by then."""
+    outputs, replays, ui = {}, defaultdict(list), UI(layout.world_size)
+
+    def work(mesh, run):
+        mesh.sequence.records = True
+        run.wants_stop = lambda: bool(getcurrent().gpu.require_no_recording("a flag"))
+        own, methods = deepcopy(models), []
+        for model in own:
+            tokens = plan or plan_for(type(model))
+            methods.append(make_method(model, tokens, mesh, Guarded([]), (), Kernels((EXPLICIT,))))
+            model.to(DEVICE)
+            methods[-1].attach()
+        for at, one in enumerate(asked):
+            prepare(mesh, run, own, at)
+            model, method = own[one.model], methods[one.model]
+            expected = ui.expected(at, one)
+            method.begin(one.part, expected)
+            try:
+                output = method.forward(getattr(model, forward_name(model)), on_gpu(one.arguments), at + 1)
+                outputs[mesh.rank, at] = output.to("cpu", non_blocking=True)
+            except ZeroDivisionError:
+                outputs[mesh.rank, at] = ZeroDivisionError
+            replays[mesh.rank].append(run.gpu.replays)
+            assert method.facts.messages_done == "all"
+            ui.hear(at, one, method.facts)
+        for method in methods:
+            method.end_run()
+            assert not method.facts.recorded
+
+    with pytest.MonkeyPatch.context() as patch, late_device(seed) as box:
+        LateWorld(layout, box, patch).run(work)
+    return outputs, [replays[rank] for rank in range(layout.world_size)]
+
+
+def is_right(output, model, arguments):
+    with torch.inference_mode():
+        truth = getattr(model, forward_name(model))(**arguments)
+    return relative_error(output, truth) <= BOUND
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout()], ids=Layout.equation)
+@pytest.mark.parametrize("family", GIVEN)
+def test_from_the_second_evaluation_on_ranks_replay_and_compute_what_stock_does(family, layout):
+    sent = defaultdict(list)
+
+    def prepare(mesh, run, models, at):
+        sent[mesh.rank].append(mesh.sequence.traffic.sent_bytes.total())  # before it
+
+    asked = [Asked(given(family, number)) for number in range(3)]
+    outputs, replays = evaluated(layout, asked, [stock(family)], seed=3, prepare=prepare)
+    assert replays == [[0, 1, 2]] * layout.world_size
+    for _, computed, replayed in sent.values():
+        assert computed == replayed and (computed > 0) == (layout.world_size > 1)
+    for at, one in enumerate(asked):
+        assert is_right(outputs[layout.writer, at], stock(family), one.arguments), at
+
+
+def test_another_shape_another_model_and_other_weights_have_no_graph_of_these():
+    """Weights that change in place are read where they lie."""
+    wide = {"x": (1, 16, 12, 13)}  # as many numbers, and tokens
+    more = {"x": (1, 16, 15, 14)}
+    asked = [
+        *(Asked(given(PLAIN, 0)), Asked(given(PLAIN, 1)), Asked(given(PLAIN, 2, **wide))),
+        *(Asked(given(PLAIN, 3, **more), model=1), Asked(given(PLAIN, 4, **wide))),
+        *(Asked(given(PLAIN, 5, **more), model=1), Asked(given(PLAIN, 6))),
+        *(Asked(given(PLAIN, 7), changed=True), Asked(given(PLAIN, 8))),
+    ]
+    other = deepcopy(stock(PLAIN))
+    other.img_in.weight.data.mul_(-1)
+
+    def prepare(mesh, run, models, at):
+        weight = models[0].img_in.weight
+        if at == 6:
+            weight.mul_(2)
+        if at == 7:
+            models[0].img_in.weight = torch.nn.Parameter(weight * 2, requires_grad=False)
+
+    outputs, replays = evaluated(Layout(ulysses=2), asked, [stock(PLAIN), other], prepare=prepare)
+    truth = [deepcopy(stock(PLAIN)), other]
+    for at, one in enumerate(asked):
+        if at in (6, 7):
+            truth[0].img_in.weight.data.mul_(2)
+        assert is_right(outputs[0, at], truth[one.model], one.arguments), at
+    assert replays == [[0, 1, 1, 1, 2, 3, 4, 4, 5]] * 2
+
+
+def pins(model, _inputs):
+    torch.empty(1, pin_memory=True)
+
+
+def keeps(model, inputs):
+    model.kept = inputs[0] * 2
+
+
+def lacks(model, inputs):
+    if getcurrent().gpu.recording is not None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+
+@pytest.mark.parametrize(
+    ("does", "why"), [(pins, "pinned memory"), (keeps, "keeps 1 tensors"), (lacks, "no memory is left")]
+)
+def test_where_one_rank_cannot_record_no_rank_replays(caplog, does, why):
+    def prepare(mesh, run, models, at):
+        if mesh.rank == 1 and at == 0:
+            models[0].img_in.register_forward_pre_hook(does)
+
+    asked = [Asked(given(PLAIN, number)) for number in range(3)]
+    outputs, replays = evaluated(Layout(ulysses=2), asked, [stock(PLAIN)], prepare=prepare)
+    assert replays == [[0, 0, 0]] * 2
+    assert all(is_right(outputs[0, at], stock(PLAIN), one.arguments) for at, one in enumerate(asked))
+    (line,) = caplog.messages
+    assert why in line
+
+
+def test_a_model_that_keeps_its_prompt_and_one_with_code_of_nodes_are_computed(caplog):
+    asked = [Asked(arguments(number, 13)) for number in (1, 2, 3)]
+    outputs, replays = evaluated(Layout(ring=2), asked, [Prompted()], plan=PROMPTED)
+    assert replays == [[0, 0, 0]] * 2
+    kept = Prompted()
+    assert all(is_right(outputs[0, at], kept, one.arguments) for at, one in enumerate(asked))
+    evaluated(Layout(), [Asked(given(PLAIN, number), foreign=True) for number in range(2)], [stock(PLAIN)])
+    why = "keeps tokens", "keeps tokens", "code of nodes"
+    assert all(one in line for one, line in zip(why, caplog.messages, strict=True))
+
+
+def test_a_rank_that_computes_or_fails_where_others_replay_leaves_none_waiting():
+    """Behind a failure all record anew."""
+    recordings = {}
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    def prepare(mesh, run, models, at):
+        if mesh.rank == 1:
+            mesh.sequence.records = at not in (2, 4)
+        if mesh.rank == 1 and at == 4:
+            run.failing = models[0].img_in.register_forward_pre_hook(fail)
+        if mesh.rank == 1 and at == 5:
+            run.failing.remove()
+        recordings[mesh.rank, at] = run.gpu.recordings
+
+    asked = [Asked(given(PLAIN, number), attempt=int(number > 4)) for number in range(7)]
+    outputs, replays = evaluated(Layout(ring=2), asked, [stock(PLAIN)], prepare=prepare)
+    assert outputs[1, 4] is ZeroDivisionError
+    assert [recordings[0, at] for at in (5, 6)] == [1, 2]
+    assert replays == [[0, 1, 2, 2, 3, 3, 4], [0, 1, 1, 1, 1, 1, 2]]
+    for at in (0, 1, 2, 3, 5, 6):
+        assert is_right(outputs[0, at], stock(PLAIN), asked[at].arguments), at
+
+
+class StopsTheSecond(Sampler):
+    def sampled(self, remote):
+        self.stops = 3 if self.runs[0] is not None and self.runs[1] is None else -1
+        return super().sampled(remote)
+
+
+def test_stop_ends_a_run_that_is_replayed_and_the_next_is_right():
+    sampler = StopsTheSecond(Layout(ulysses=2), runs=3)
+    gpus = pooled(sampler.layout, sampler, records=True)
+    assert sampler.runs[1] is RunCancelled and all(gpu.replays for gpu in gpus)
+    for outputs in (sampler.runs[0], sampler.runs[2]):
+        assert_same(outputs, at_once(sampler.layout))
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_pool_that_replays_computes_what_one_does_that_does_not(seed):
+    layout = Layout(ulysses=2)
+    sampler = Sampler(layout)
+    gpus = pooled(layout, sampler, seed, records=True)
+    for outputs in sampler.runs:
+        assert_same(outputs, at_once(layout))
+    assert all(gpu.replays for gpu in gpus)
+
+
+def test_a_pool_records_nothing_where_that_is_off():
+    gpus = pooled(Layout(ulysses=2), Sampler(Layout(ulysses=2), runs=1))
+    assert not any(gpu.recordings for gpu in gpus)
+
+
+def test_a_rank_tells_its_method_of_other_weights_and_of_nodes_code(monkeypatch):
+    mesh = connect(Layout(), 0, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+    rank, told = SimpleNamespace(tick=lambda: None, count=lambda *_: None), []
+    resident = ResidentModel(
+        stock_model(2), torch.device("cpu"), mesh, rank, Load(request=1, model="m", source=b"")
+    )
+    monkeypatch.setattr(resident.method, "begin", lambda _, expected: told.append(expected[-2:]))
+    for number in range(4):
+        if number == 2:
+            resident.patch("b", {}, {}, None, None, rank)
+        if number == 3:
+            resident._in_block = PatchesHere(methods={"blocks.0.forward": print})
+        resident.begin(Part(1, 0))
+    assert told == [(True, False), (False, False), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "why"),
+    [
+        (lambda gpu: gpu.sum().item(), "reads numbers of the GPU"),
+        (lambda gpu: gpu.nonzero(), "shape depends"),
+        (lambda gpu: gpu.to("cpu"), "on the CPU and the GPU"),
+        (lambda gpu: torch.ones(2).to(DEVICE), "on the CPU and the GPU"),
+        (lambda gpu: torch.empty(2, pin_memory=True), "takes pinned memory"),
+    ],
+)
+def test_what_a_replay_would_have_as_it_was_is_refused_by_name(ask, why):
+    with late_device(), pytest.raises(Unlike, match=why), Region():
+        ask(torch.ones(2, device=DEVICE))
+
+
+def test_what_was_there_is_kept_and_what_outlives_a_recording_is_seen():
+    with late_device():
+        there, kept = torch.ones(2, device=DEVICE), []
+        with Region() as region:
+            kept.append(there * 2)
+            output = kept[0] + there
+        assert [id(one) for one in region.read.values()] == [id(there)]
+        assert region.left(output) == 1
+        kept.clear()
+        assert region.left(output) == 0
+        graphs = RecordedForward()
+        graphs.record("a", {"x": output}, lambda given: given["x"] * there, Counter())
+        assert any(one is there for one in graphs._recordings["a"].read)
+
+
+def test_an_evaluation_with_code_or_on_the_cpu_has_no_graph_and_one_with_other_numbers_another(caplog):
+    with late_device():
+        there = torch.ones(2, device=DEVICE)
+        options = {"transformer_options": {"a": [1, "b"]}}
+        assert RecordedForward().key_of({"x": there, **options}) is not None
+        for unlike in ({"x": torch.ones(2)}, {"patch": print}, {"transformer_options": {COMPILE: {}}}):
+            assert RecordedForward().key_of({"y": there, **unlike}) is None
+        numbers = [RecordedForward().key_of({"x": there, "n": number}) for number in (1, 1.0, True, 2)]
+        assert len(set(numbers)) == 4
+    assert len(caplog.messages) == 3
+
+
+@pytest.mark.parametrize("family", GIVEN)
+def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family, monkeypatch):
+    patcher, asked = stock_model(2, family=family), []
+    transformer = patcher.model.diffusion_model
+    name = forward_name(transformer)
+    compute, named = getattr(transformer, name), binder(getattr(type(transformer), name))
+
+    def note(*args, **kwargs):
+        asked.append(Crossed(patcher).arguments(named(args, kwargs)))
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(transformer, name, note)
+    sampled(patcher, SAMPLES[family], "odd", 4.0, False, "euler", 0, 3)
+    graphs = RecordedForward()
+    with late_device():
+        keys = [graphs.key_of(on_gpu(one)) for one in asked]
+    assert len(asked) == 6 and len(set(keys)) == 2 and None not in keys
+
+
+def test_graphs_are_off_unless_they_are_asked_for_and_nccl_moves_messages():
+    on = {"PIPEMESH_GRAPHS": "1"}
+    asked = [("nccl", on), ("gloo", on), ("nccl", {}), ("nccl", {"PIPEMESH_GRAPHS": "0"})]
+    assert [is_wanted(*one) for one in asked] == [True, False, False, False]
