@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -237,6 +238,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     import torch
 
     torch.set_num_threads(1)
+    with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
+        import comfy.model_base
+    gc.freeze()  # garbage is looked for in each rank, and not in what was imported
     print_to = sys.stderr if options.table else sys.stdout
     if not options.json:
         print(HEAD.rstrip(), flush=True, file=print_to)

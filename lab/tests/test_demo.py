@@ -35,6 +35,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(
         demo, "Workload", partial(demo.Workload, size=Size(heads=1, head_dim=128, blocks=(1, 1)), pixels=64)
     )
+    monkeypatch.setattr(demo, "SEEDS", demo.SEEDS[:2])
     monkeypatch.setattr(demo, "trained_files", no_file)  # its captions cost two more pools
     terminated = signal.getsignal(signal.SIGTERM)
     yield lambda: demo.main(
