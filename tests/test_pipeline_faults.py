@@ -119,6 +119,15 @@ def test_a_stage_that_fails_before_its_message_came_takes_it_all_the_same(
     assert client.session.pool is pool and pool.idle
 
 
+def test_a_forward_that_leaves_out_a_stages_block_is_refused_before_a_step_is_made_of_it(broken_pipeline):
+    model, client = broken_pipeline("leaves_out_its_blocks")
+    client.sessions.open(lambda: False)
+    pool = client.session.pool
+    with pytest.raises(Refused, match=r"^This model's forward left out a block at which a stage"):
+        sample(model, case())
+    assert client.session.pool is pool and pool.idle
+
+
 def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
     """As it does for a VAE or a ControlNet that needs the room."""
     of, client = case(), clients(1, 1, 2)

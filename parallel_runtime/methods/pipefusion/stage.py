@@ -15,6 +15,7 @@ from ...attention.kernels import TORCHS, Kernels
 from ...comm.in_step import Expected, Stopped
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
+from ...errors import Refused
 from ...families.plan import TokenPlan
 from ...layout import Layout
 from ...patches import Part, Patch
@@ -112,6 +113,11 @@ class PipeFusion:
                 self._messages.check()
             except StageDone:
                 output = None
+            if self._messages.done.progress != "all":
+                raise Refused(
+                    "This model's forward left out a block at which a stage of the pipeline receives or"
+                    " sends: set pipefusion to 1."
+                )
             self._hooks.patches.entered.require_all(arguments)
             self._comm.in_step.end(number)
             return output
