@@ -97,7 +97,7 @@ def test_an_evaluation_takes_no_more_files_and_functions_than_it_did(evaluation,
     ui, rank = evaluation(kind)
     functions = {*ui, *rank}
     files = {one.partition(":")[0] for one in functions}
-    assert len(files) <= MOST[kind][0] and len(functions) <= MOST[kind][1], sorted(functions)
+    assert len(files) <= MOST[kind][0] and len(functions) <= MOST[kind][1], " ".join(sorted(functions))
 
 
 def test_the_names_of_the_layers_mean_nothing_else_on_the_way(evaluation):

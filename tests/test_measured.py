@@ -4,7 +4,7 @@ import pytest
 from pipemesh.lab.bench.plan import Timed
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.measured import Speeds, read, this_machine, write
+from pipemesh.parallel_runtime.planner.measured import VERSION, Speeds, read, this_machine, write
 from pipemesh.parallel_runtime.planner.prediction import predict
 
 from .planned import attention_alone, counts
@@ -30,9 +30,9 @@ def test_the_file_is_for_one_machine_and_one_version(tmp_path):
     write(file, "a", {"model": SPEEDS})
     assert read(file, "a") == {"model": SPEEDS}
     assert read(file, "b") == {}
-    file.write_text(file.read_text().replace('"version": 3', '"version": 2'))
+    file.write_text(file.read_text().replace(f'"version": {VERSION}', f'"version": {VERSION - 1}'))
     assert read(file, "a") == {}
-    for broken in ("", "[]", '{"version": 3, "machine": "a", "speeds": {"model": {}}}'):
+    for broken in ("", "[]", f'{{"version": {VERSION}, "machine": "a", "speeds": {{"model": {{}}}}}}'):
         file.write_text(broken)
         assert read(file, "a") == {}
 

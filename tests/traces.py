@@ -55,9 +55,13 @@ def traced():
 
 
 def trace_every_request(file):
-    """Has the rank write down what it calls for each request, before it answers."""
+    """Has the rank write down what it calls for each request, before it answers. How much memory is
+    free it asks once: a slow machine would ask again amid a run.
+    """
     from pipemesh.parallel_runtime.wire.channel import Channel
+    from pipemesh.parallel_runtime.worker import device_memory
 
+    device_memory.MEMORY_KEPT_S = 600.0
     calls = []
 
     def look(frame, event, _argument):
