@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import comfy.model_management
+
 from ..launcher.pool.devices import Placement
 from ..parallel_runtime.client.remote_vae import parallelize_vae, stock_of, why_by_stock
 from ..parallel_runtime.errors import LayoutError, Refused
@@ -54,5 +56,7 @@ def why_on_one(vae: Any, placement: Placement) -> str:
         if placement.layout.stages > 1
         else "it stays on the CPU, as --cpu-vae says"
         if vae.device.type == "cpu" and placement.devices[0].is_gpu
+        else f"a node has put it on {vae.device}"
+        if vae.device != comfy.model_management.get_torch_device()
         else why_by_stock(vae)
     )

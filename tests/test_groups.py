@@ -286,7 +286,7 @@ TWO = {"context_length": 2, "context_overlap": 1, "causal_window_fix": False}  #
 UNIFORM = {"context_schedule": "standard_uniform", "freenoise": True}
 SCHEDULES = [
     pytest.param(TWO, 1.0, {"cfg": 2}, id="static"),
-    pytest.param(TWO | {"fuse_method": "relative"}, 4.0, {"cfg": 2}, id="relative"),
+    pytest.param(TWO | {"fuse_method": "relative"}, 1.0, {"cfg": 2}, id="relative"),
     pytest.param(TWO | UNIFORM, 1.0, {"data": 2}, id="uniform"),
     pytest.param(TWO | {"causal_window_fix": True}, 4.0, {"cfg": 2}, id="of unlike lengths"),
 ]

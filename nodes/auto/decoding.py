@@ -8,6 +8,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +16,16 @@ import torch
 
 from ...parallel_runtime.client.interrupt import interrupting
 from ...parallel_runtime.client.remote_vae import FirstStage, ranks_of
-from ...parallel_runtime.errors import LayoutError, RunCancelled
+from ...parallel_runtime.errors import LayoutError, PipeMeshError, RunCancelled
 from ..notices import OF_A_VAE, Notices
 from ..runtime import Runtime
 from ..vaes import lent
-from .sampling import prompt_now, reason_of
+from .sampling import reason_of
 
 WORTH_S = 0.5  # what several devices have to save
-TRIES = 2  # of a pool, before it is judged: the first loads the VAE there
+TRIES = 2  # before a device, or a pool, is judged: the first loads the VAE there
 MOST = 200  # kinds that are remembered
-Kind = tuple[str, torch.dtype, str]  # class of the VAE, dtype, method
+Kind = tuple[type, torch.dtype, str]  # class of the VAE, dtype, method
 log = logging.getLogger("pipemesh")
 
 
@@ -44,11 +45,11 @@ class VAETimes:
 
     def is_worth(self, kind: Kind, ranks: int, numbers: int) -> bool:
         """Return whether so many ranks may save enough, as far as is known. Before one device was
-        timed they may not.
+        timed ``TRIES`` times they may not.
         """
         alone, timed = self._least.get((kind, 1), (0.0, 0))
         saved_s = alone * numbers * (1 - 1 / ranks)
-        return timed > 0 and saved_s >= WORTH_S and not self.is_slower(kind, ranks)
+        return timed >= TRIES and saved_s >= WORTH_S and not self.is_slower(kind, ranks)
 
     def is_slower(self, kind: Kind, ranks: int) -> bool:
         alone, _ = self._least.get((kind, 1), (0.0, 0))
@@ -66,7 +67,7 @@ class PoolDecoding:
         self._clock = clock
         # What stands for a VAE in ranks
         self._lent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._given_up = ""  # the prompt in which the pool has failed
+        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # with which the pool has failed
 
     @interrupting
     def use(self, vae: Any, work: str, given: Any, call: Callable[[Any], Any], *, is_on: bool) -> Any:
@@ -78,15 +79,18 @@ class PoolDecoding:
         model = getattr(vae, "first_stage_model", None)
         if not is_on or isinstance(model, FirstStage) or not isinstance(given, torch.Tensor):
             return call(vae)
-        kind = type(model).__name__, getattr(vae, "vae_dtype", given.dtype), work
-        if not self._given_up or self._given_up != prompt_now():
+        if torch.is_grad_enabled():  # gradients do not come back from ranks
+            return call(vae)
+        kind = type(model), getattr(vae, "vae_dtype", given.dtype), work
+        if vae not in self._left:
             try:
                 if (made := self._worth_having(vae, kind, given)) is not None:
-                    return self._in_pool(made, kind, given, call)
+                    return self._in_pool(vae, made, kind, given, call)
             except RunCancelled:
                 raise
             except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
-                self._given_up = prompt_now()
+                self._left.add(vae)
+                self._free(vae)
                 self._notices.tell(f"{OF_A_VAE}: {reason_of(error).removesuffix('.')}.")
                 log.debug("[PipeMesh] A VAE failed in the pool:", exc_info=error)
         return self._timed(vae, kind, 1, given, call)
@@ -107,10 +111,13 @@ class PoolDecoding:
             made = self._lent[vae] = lent(self._runtime, vae, choice, placement)
         return made
 
-    def _in_pool(self, made: Any, kind: Kind, given: torch.Tensor, call: Callable[[Any], Any]) -> Any:
+    def _in_pool(
+        self, vae: Any, made: Any, kind: Kind, given: torch.Tensor, call: Callable[[Any], Any]
+    ) -> Any:
         ranks = made.first_stage_model.remote.ranks()
         output = self._timed(made, kind, ranks, given, call)
         if self.times.is_slower(kind, ranks):
+            self._free(vae)
             self._notices.tell(f"{OF_A_VAE} from now on: {ranks} workers were slower, {TRIES} times.")
         return output
 
@@ -124,5 +131,11 @@ class PoolDecoding:
 
     def _give_back(self) -> None:
         """Have ranks free what they hold for auto mode's sake."""
-        for made in list(self._lent.values()):
-            made.first_stage_model.remote.release()
+        for vae in list(self._lent):
+            self._free(vae)
+
+    def _free(self, vae: Any) -> None:
+        made = self._lent.pop(vae, None)
+        if made is not None:
+            with suppress(PipeMeshError):  # of ranks that are gone
+                made.first_stage_model.remote.release()

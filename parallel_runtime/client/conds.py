@@ -59,10 +59,10 @@ class Conds:
         """Returns a run's model options, by which context windows are computed together where there
         are several groups.
         """
-        handler = options.get("context_handler")
-        if self._in_sequence() or not can_be_together(handler):
+        handler, groups = options.get("context_handler"), self._constants.groups
+        if groups == 1 or not can_be_together(handler):
             return options
-        return {**options, "context_handler": WindowsTogether(handler, self._must_wait, self._beside)}
+        return {**options, "context_handler": WindowsTogether(handler, self._must_wait, self._beside, groups)}
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
         """A CALC_COND_BATCH wrapper: does what ComfyUI's batch of conds does, each side by

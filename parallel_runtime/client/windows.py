@@ -13,20 +13,27 @@ from typing import Any
 
 from comfy.context_windows import IndexListContextHandler
 
+HOSTS = IndexListContextHandler.__module__  # other schedules may need what a run has
 Together = Callable[[Sequence[Callable[[], Any]], Any], list[Any]]
 
 
 class WindowsTogether(IndexListContextHandler):
     """Stands for the handler of a run. ``in_sequence`` says of a MODEL, conds and options when one
-    window has to wait for another, ``together`` runs windows of a MODEL side by side.
+    window has to wait for another, ``together`` runs windows of a MODEL side by side, ``at_once``
+    of them: what ComfyUI prepares for each, such as ControlNets' residuals, takes memory.
     """
 
     def __init__(
-        self, handler: IndexListContextHandler, in_sequence: Callable[..., bool], together: Together
+        self,
+        handler: IndexListContextHandler,
+        in_sequence: Callable[..., bool],
+        together: Together,
+        at_once: int,
     ):
         self.__dict__.update(vars(handler))
         self._in_sequence = in_sequence
         self._together = together
+        self._at_once = at_once
         self._asked: list[Callable[[], Any]] | None = None
         self._answers: list[Any] = []
 
@@ -39,7 +46,10 @@ class WindowsTogether(IndexListContextHandler):
             self._asked = []
             super().execute(*given)
             asked, self._asked = self._asked, None
-            self._answers = self._together(asked, model.current_patcher)[::-1]
+            answers: list[Any] = []
+            for first in range(0, len(asked), self._at_once):
+                answers += self._together(asked[first : first + self._at_once], model.current_patcher)
+            self._answers = answers[::-1]
         return super().execute(*given)
 
     def evaluate_context_windows(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,9 +78,9 @@ def windows_of(model_options: Mapping[str, Any], shape: Sequence[int]) -> tuple[
     """
     handler: Any = model_options.get("context_handler")
     own = tuple(shape)
-    if not isinstance(handler, IndexListContextHandler) or not 3 < len(own) > handler.dim:
+    if type(handler) is not IndexListContextHandler or not 3 < len(own) > handler.dim:
         return 1, own
-    if own[handler.dim] <= handler.context_length:
+    if own[handler.dim] <= handler.context_length or handler.context_schedule.func.__module__ != HOSTS:
         return 1, own
     windows = handler.context_schedule.func(own[handler.dim], handler, model_options)
     frames = max(map(len, windows)) + handler.causal_window_fix  # a frame before each but the first

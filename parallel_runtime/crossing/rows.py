@@ -109,11 +109,11 @@ class Constants:
     def __init__(self, groups: int) -> None:
         self.names: set[str] = set()
         self.together = False
-        self._groups = groups
+        self.groups = groups
 
     def batch_of(self, arguments: dict[str, Any]) -> Batch:
         """Returns which rows of an evaluation can be computed apart; one group computes all."""
-        if self._groups == 1:
+        if self.groups == 1:
             return ALL_ROWS
         batch = batch_of(arguments, self.names)
         return Batch(1, 1, batch.weight * batch.rows) if self.together else batch
