@@ -15,6 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 from pipemesh.parallel_runtime.comm.mesh import connect
@@ -74,7 +75,6 @@ class World:
     of the ranks, as a mesh has them.
     """
 
-    device_type = "cpu"
     via_cpu = False
 
     def __init__(self, layout, backend: str, monkeypatch, speeds=()):
@@ -102,6 +102,10 @@ class World:
         ):
             monkeypatch.setattr(dist, name, getattr(self, name))
 
+    def device_of(self, rank):
+        """Where its messages lie."""
+        return torch.device("cpu")
+
     def _join(self, rank, monkeypatch):
         """The mesh as ``rank`` makes it, in a world that has no other ranks."""
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -119,7 +123,7 @@ class World:
             try:
                 wants_stop = lambda: getcurrent().wants_stop()  # noqa: E731
                 how = {
-                    "device_type": self.device_type,
+                    "device": self.device_of(rank),
                     "via_cpu": self.via_cpu,
                     "wants_stop": wants_stop,
                     "speeds": self.speeds,

@@ -1,5 +1,6 @@
-"""A GPU that no machine has, as late as a GPU may be: its tensors say that they are on cuda:0, hold
-real data, and are computed when somebody waits for them.
+"""A GPU that no machine has, as late as a GPU may be: its tensors say that they are on cuda:N, hold
+real data, and are computed when somebody waits for them. A process that asks for another GPU, or
+for one without a number, is told: on a real one that may make a context elsewhere.
 
 Each operation goes into a stream's queue (late_queues.py). A process waits for an event, a value
 that it reads, and a copy from or to memory that is not pinned; a stream that waits for another does
@@ -21,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .late_queues import Box
 
-DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # of an H100
 PLENTY = 1 << 40  # bytes
 aten = torch.ops.aten
@@ -46,11 +46,11 @@ class Memory:
     """
 
     def __init__(self, gpu, content):
-        self.box, self._content, self._queue, self._gpu = gpu.box, content, gpu.current, gpu
+        self.box, self._content, self._queue, self.gpu = gpu.box, content, gpu.current, gpu
 
     def __del__(self):
         content = self._content
-        self._gpu.free(self._queue, lambda: poison(content))
+        self.gpu.free(self._queue, lambda: poison(content))
 
 
 def poison(content):
@@ -74,7 +74,7 @@ class LateTensor(torch.Tensor):
         made.content, made.memory = content, memory
         return made
 
-    device = property(lambda self: DEVICE)
+    device = property(lambda self: self.memory.gpu.device)
     is_cuda = property(lambda self: True)
     is_meta = property(lambda self: False)
 
@@ -140,11 +140,16 @@ def mapped(function, tree):
 
 def asked_for(box, func, args, kwargs):
     if func is torch.ops.prim.device.default:
-        return DEVICE if isinstance(args[0], LateTensor) else args[0].device
+        return args[0].device
     if func is aten._has_compatible_shallow_copy_type.default:
         return type(args[0]) is type(args[1])  # else a module makes itself new parameters when it moves
     leaves = leaves_of(args, kwargs)
     asked = [one.type for one in leaves if isinstance(one, torch.device)]
+    own = box.gpu.device
+    if others := [
+        one for one in leaves if isinstance(one, torch.device) and one.type == "cuda" and one != own
+    ]:
+        raise RuntimeError(f"{func}: {others[0]} in a process that computes on {own}")
     if "cuda" not in asked and not any(isinstance(one, LateTensor) for one in leaves):
         return on_cpu(box, func, args, dict(kwargs))
     if is_taken_apart(func):
@@ -209,7 +214,7 @@ def on_gpu(gpu, func, args, kwargs):
         by_data = bool(elsewhere) or any(one is not None and one.dtype == torch.bool for one in args[1])
     elif elsewhere:
         raise RuntimeError(
-            f"{func}: Expected all tensors to be on the same device, but found {DEVICE} and cpu"
+            f"{func}: Expected all tensors to be on the same device, but found {gpu.device} and cpu"
         )
     else:
         by_data = bool(BY_DATA & set(func.tags))
@@ -347,7 +352,7 @@ class Driver:
         return SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 << 30)
 
     def current_device(self):
-        return 0
+        return self._box.gpu.device.index
 
     def is_available(self):
         return True

@@ -28,7 +28,7 @@ from pipemesh.parallel_runtime.worker.handler import RequestHandler
 
 from .fake_pools import fake_setup
 from .joint_model import PLAN, Model
-from .late_device import DEVICE, late_device
+from .late_device import late_device
 from .late_queues import Stuck
 from .late_ranks import LateRank, LateWorld, Process
 
@@ -129,16 +129,16 @@ class PoolWorld(LateWorld):
 
     def serve(self, mesh, run):
         mesh.sequence.records = self.records
-        arena = self.pool.arena.segment
+        arena, device = self.pool.arena.segment, run.gpu.device
         segment = Segment(os.dup(arena.fd), arena.nbytes)
-        segment.pin(DEVICE)
-        memory = DeviceMemory(DEVICE, mesh.rank)
-        loop = rank_loop.RankLoop(self.ranks.theirs[mesh.rank], Board(segment), mesh.rank, memory, DEVICE)
+        segment.pin(device)
+        memory = DeviceMemory(device, mesh.rank)
+        loop = rank_loop.RankLoop(self.ranks.theirs[mesh.rank], Board(segment), mesh.rank, memory, device)
         run.wants_stop = loop.wants_stop
-        handler = RequestHandler(mesh, DEVICE, memory, ArenaIO(segment, DEVICE), away=False)
+        handler = RequestHandler(mesh, device, memory, ArenaIO(segment, device), away=False)
         model = Model(4)
         method = make_method(model, PLAN, mesh, loop, (2, 2) if mesh.layout.stages > 1 else ())
-        model.to(DEVICE)
+        model.to(device)
         method.attach()
         self._prepare(mesh.rank, model)
         handler.models["m"] = SimpleNamespace(

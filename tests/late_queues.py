@@ -6,6 +6,7 @@ from random import Random
 import torch
 from greenlet import getcurrent
 
+DEVICE = torch.device("cuda", 0)
 LOOKS = 32  # at how far a GPU is, until it has gone on
 
 
@@ -66,8 +67,8 @@ class Gpu:
     nothing was left to compute then.
     """
 
-    def __init__(self, box):
-        self.box = box
+    def __init__(self, box, device=DEVICE):
+        self.box, self.device = box, device
         self.current = box.queue()
         self._of_group = {}
         self.launches, self.waits, self.idle = Counter(), Counter(), Counter()

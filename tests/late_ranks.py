@@ -12,11 +12,17 @@ from functools import partial
 from threading import Semaphore, Thread
 from types import SimpleNamespace
 
+import torch
 from greenlet import getcurrent
 
 from .collectives import RankRun, World
 from .late_device import on_this_thread, poison
 from .late_queues import Gpu, Stuck
+
+
+def own_gpu():
+    """The device of the process at hand."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Meeting:
@@ -115,16 +121,21 @@ class Process:
 class LateWorld(World):
     """``box`` has the ranks' GPUs. Over gloo, messages go through pinned memory of the CPU."""
 
-    device_type = "cuda"
-
     def __init__(self, layout, box, monkeypatch, backend="nccl", speeds=()):
         self.box = box
         self.via_cpu = backend == "gloo"
-        self.device_type = "cpu" if self.via_cpu else "cuda"
-        self.gpus = [Gpu(box) for _ in range(layout.world_size)]
+        self.gpus = [Gpu(box, torch.device("cuda", rank)) for rank in range(layout.world_size)]
         self._meetings = {}
         box.give_way = self.give_way
         super().__init__(layout, backend, monkeypatch, speeds)
+
+    def _join(self, rank, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(self.box, "own", self.gpus[rank])
+            return super()._join(rank, monkeypatch)
+
+    def device_of(self, rank):
+        return super().device_of(rank) if self.via_cpu else self.gpus[rank].device
 
     def give_way(self, op):
         """Lets other ranks go on until a queue can move, or for a while."""

@@ -110,7 +110,7 @@ layout = Layout(ulysses=int(ulysses), ring=int(ring))
 dist.init_process_group(
     "gloo", store=dist.FileStore(store, layout.world_size), rank=int(rank), world_size=layout.world_size
 )
-groups = connect(layout, int(rank), device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+groups = connect(layout, int(rank), via_cpu=False, wants_stop=lambda: False).sequence
 with torch.inference_mode():
     print(json.dumps({"calls": calls, "grouped": grouped}[task](layout, groups)), flush=True)
 dist.barrier()

@@ -210,6 +210,7 @@ def violations(path: PurePosixPath, source: str) -> list[Violation]:
         *name_violations(path, source),
         *family_violations(path, source),
         *axis_violations(path, tree),
+        *gpu_violations(path, tree),
     ]
     for imported in imports_of(path, tree) if path.parts[:2] == ("lab", "bench") else ():
         if imported.within("nodes"):
@@ -324,6 +325,16 @@ def axis_violations(path: PurePosixPath, tree: ast.AST) -> Iterator[Violation]:
     for spelled in spelled_axes(tree) if path.parts[0] in LAYERS else ():
         if not (spelled.is_sentence and str(path) in SAYS_AXES):
             yield Violation(str(path), f"line {spelled.line}: names {spelled.axis}; ask {TABLE} instead")
+
+
+def gpu_violations(path: PurePosixPath, tree: ast.AST) -> Iterator[Violation]:
+    """A rank sees GPUs of others, so it names its own by number. It may compare kinds."""
+    if not str(path).startswith(RUNTIME) or is_listed(path, f"{RUNTIME}planner/"):
+        return
+    compared = {part for node in ast.walk(tree) if isinstance(node, ast.Compare) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in ("cuda", "cuda:0") and node not in compared:
+            yield Violation(str(path), f"line {node.lineno}: {node.value} may be the GPU of another rank")
 
 
 def is_module(parts: list[str]) -> bool:
@@ -466,6 +477,7 @@ BROKEN = [  # one for each rule
     ("launcher/pool/pool.py", MANY_METHODS, "16 methods, at most 15"),
     ("launcher/pool/pool.py", MANY_FIELDS, "11 fields, at most 10"),
     ("launcher/pool/pool.py", MANY_ATTRIBUTES, "11 fields, at most 10"),
+    ("parallel_runtime/comm/late.py", "def f(d):\n    d.to('cuda')", "may be the GPU of another"),
     ("nodes/pool.py", "# as Wan does it", "names Wan, which only"),
     ("tests/test_pool_node.py", "case = Case('sd3.5-medium', 5)", "names 'sd3.5-medium', which only"),
     ("tests/test_pool_node.py", f'SCRIPT = "from {PACK}.launcher.gone import Pool"', "which is no module"),

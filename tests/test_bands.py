@@ -239,7 +239,7 @@ def dry(make, shape, dtype, ranks):
             if ranks == 1:
                 model.decode(samples)
             else:
-                mesh.sequence.device_type = DEVICE.type
+                mesh.sequence.device = DEVICE
                 method = BandsOfRows(model, mesh.sequence, DEVICE)
                 method.attach()
                 for number in (1, 2):  # the second time ranks know the messages

@@ -38,7 +38,7 @@ def joined():
 
     def join(layout, rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-        return connect(layout, rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+        return connect(layout, rank, via_cpu=False, wants_stop=lambda: False).sequence
 
     yield join
     dist.destroy_process_group()

@@ -2,16 +2,19 @@
 
 import os
 import re
+import socket
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.launcher.pool.crew import rank_environment
+from pipemesh.launcher.pool.crew import Crew, rank_environment
 from pipemesh.launcher.pool.devices import Device, cuda_address, hidden_gpus, place, visible_gpus
 from pipemesh.parallel_runtime.comm.cores import share_of_cores
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
+
+from .fake_pools import fake_setup
 
 CPU = Device("cpu")
 GPUS = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(3))
@@ -234,14 +237,14 @@ def test_equal_placements_are_the_same_pool():
 
 
 @pytest.mark.parametrize(
-    ("environ", "addresses"),
+    ("environ", "seen"),
     [
-        ({}, ["0", "1"]),
-        ({"HIP_VISIBLE_DEVICES": "3, 1"}, ["3", "1"]),
-        ({"CUDA_VISIBLE_DEVICES": "2,5"}, ["2", "5"]),
+        ({}, "0,1"),
+        ({"HIP_VISIBLE_DEVICES": "3, 1, 7"}, "3,1"),
+        ({"CUDA_VISIBLE_DEVICES": "2,5"}, "2,5"),
     ],
 )
-def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, environ, addresses):
+def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, environ, seen):
     """HIP takes no UUID, and indices in a rank count from those that ComfyUI was given."""
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -254,9 +257,26 @@ def test_gpus_of_amds_are_addressed_by_their_index_among_all(monkeypatch, enviro
         "torch.cuda.get_device_properties", lambda index: SimpleNamespace(name=f"AMD {index}")
     )
     gpus = visible_gpus(cpu_only=False)
-    assert [gpu.address for gpu in gpus] == addresses and [gpu.title for gpu in gpus] == ["AMD 0", "AMD 1"]
-    env = rank_environment(gpus[0], "nccl", {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "2,5"})
-    assert env["HIP_VISIBLE_DEVICES"] == addresses[0] and "CUDA_VISIBLE_DEVICES" not in env
+    assert [gpu.title for gpu in gpus] == ["AMD 0", "AMD 1"]
+    for gpu in gpus:
+        env = rank_environment(gpu, "nccl", {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "2,5"})
+        assert env["HIP_VISIBLE_DEVICES"] == seen and "CUDA_VISIBLE_DEVICES" not in env
+
+
+def test_every_rank_sees_all_gpus_that_comfyui_sees_in_its_order_and_computes_on_its_own(monkeypatch):
+    titles = ["NVIDIA H100 80GB HBM3"] * 2 + ["NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(titles))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda index: SimpleNamespace(name=titles[index], uuid=f"{index}a"),
+    )
+    placement = place(Layout(ulysses=2), "cuda:2,cuda:1", "nccl", visible_gpus(cpu_only=False))
+    crew = Crew(placement, "", fake_setup())
+    ours, _theirs = socket.socketpair()
+    seen = {crew._command(rank, ours, None).env["CUDA_VISIBLE_DEVICES"] for rank in crew.ranks}
+    assert seen == {"GPU-0a,GPU-1a,MIG-2a"}
+    assert [crew._first_message(rank, 0, None).device for rank in crew.ranks] == ["cuda:2", "cuda:1"]
 
 
 def test_gpus_that_a_variable_hides_are_counted_by_what_the_driver_has(tmp_path):

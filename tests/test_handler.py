@@ -182,6 +182,21 @@ def test_under_highvram_a_rank_loads_no_whole_model_onto_its_gpu_before_a_stage_
     assert {mm.unet_offload_device(), mm.unet_inital_load_device(1, torch.float16)} == {torch.device("cpu")}
 
 
+def test_a_rank_takes_its_gpu_before_comfyui_is_imported_and_comfyui_computes_there(
+    restored_host, monkeypatch
+):
+    order = []
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: order[0].index)
+    monkeypatch.setattr(
+        "pipemesh.parallel_runtime.worker.prepare.make_importable", lambda *_: order.append("ComfyUI")
+    )
+    prepare("", {}, 2, torch.device("cuda", 3))
+    assert order == [torch.device("cuda", 3), "ComfyUI"]
+    monkeypatch.setattr(mm, "cpu_state", mm.CPUState.GPU)
+    assert mm.get_torch_device() == torch.device("cuda", 3)
+
+
 def test_ranks_together_lock_half_of_what_comfyui_would(restored_host, monkeypatch):
     """Each pins pages of the file that it brings to its GPU, and a pinned page is its own copy."""
     for most, of_each in ((80.0, 10.0), (-1, -1)):

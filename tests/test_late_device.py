@@ -6,8 +6,8 @@ import pytest
 import torch
 from pipemesh.parallel_runtime.comm.late import LateValue, Reached, to_cpu, to_device
 
-from .late_device import DEVICE, late_device
-from .late_queues import Op, Stuck
+from .late_device import late_device
+from .late_queues import DEVICE, Op, Stuck
 
 
 def test_what_is_not_waited_for_is_not_there():
@@ -49,3 +49,13 @@ def test_memory_that_is_free_is_written_behind_what_its_stream_was_asked_for_bef
 def test_a_wait_for_what_never_comes_is_an_error():
     with late_device() as box, pytest.raises(Stuck):
         box.gpu.wait_for(box.queue().push(needs=(Op(),)), "nothing")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:2"])
+def test_a_process_that_asks_for_another_gpu_or_for_none_by_number_is_told(device):
+    with late_device() as box:
+        box.own.device = torch.device("cuda", 1)
+        for ask in (lambda: torch.ones(2, device=device), lambda: torch.ones(2).to(device)):
+            with pytest.raises(RuntimeError, match=f"{device} in a process that computes on cuda:1"):
+                ask()
+        assert torch.ones(2, device="cuda:1").device == box.own.device

@@ -19,8 +19,8 @@ from pipemesh.parallel_runtime.weights import shared_layers
 from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 
 from .joint_model import CONDS, PLAN, Model
-from .late_device import DEVICE, LateTensor, late_device, mapped
-from .late_ranks import LateWorld
+from .late_device import LateTensor, late_device, mapped
+from .late_ranks import LateWorld, own_gpu
 from .test_collectives import IN_PATCHES, WARM, Rank, evaluations, truth
 
 BLOCKS = 3
@@ -36,7 +36,7 @@ SEQUENCES = [one for one in LAYOUTS if one[0].pipefusion == 1]
 
 
 def on_gpu(tree):
-    return mapped(lambda one: one.to(DEVICE) if isinstance(one, torch.Tensor) else one, tree)
+    return mapped(lambda one: one.to(own_gpu()) if isinstance(one, torch.Tensor) else one, tree)
 
 
 def requests_of(layout):
@@ -48,7 +48,7 @@ def computed(layout, backend, seed=0, *, at_once=False, work=None, prepare=lambd
     outputs = {}
 
     def begin(mesh, run, rank, model):
-        model.to(DEVICE)
+        model.to(own_gpu())
         prepare(mesh, run, rank)
 
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
@@ -79,7 +79,7 @@ def of_shared_weights(outputs):
         rank, model = Rank(requests), Model(BLOCKS)
         method = make_method(model, PLAN, mesh, rank)
         mesh.sequence.share_weights(mesh.sequence.world.group)
-        weights = ShardedWeights(model, DEVICE, mesh.sequence.weights, lambda nbytes: None)
+        weights = ShardedWeights(model, own_gpu(), mesh.sequence.weights, lambda nbytes: None)
         weights.turns.attach()
         method.attach()
         for rank.at, part in enumerate(requests):
@@ -159,7 +159,7 @@ def test_a_model_of_comfyuis_computes_late_what_stock_does(stock, layout):
     def work(mesh, run):
         own = deepcopy(model)
         method = make_method(own, plan_for(type(own)), mesh, Rank([]), (), Kernels((EXPLICIT,)))
-        own.to(DEVICE)
+        own.to(own_gpu())
         method.attach()
         method.begin(Part(1, 0))
         outputs[mesh.rank] = method.forward(getattr(own, forward_name(own)), on_gpu(given), 1)

@@ -29,6 +29,7 @@ from pipemesh.parallel_runtime.families.sample import random_tensor
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 from pipemesh.parallel_runtime.refusals import patch_name
+from pipemesh.parallel_runtime.wire.tree import decode_plain, encode_tree
 
 from .conftest import ALL
 from .in_ranks import CPU, Crossed, evaluated_in_ranks
@@ -340,6 +341,15 @@ def test_tensors_lie_in_memory_as_they_did():
     again = Assembly(torch.nn.Sequential(), apart.models, CPU).put(apart.take(tensors, "patch"))
     assert all(torch.equal(one, other) for one, other in zip(again, tensors, strict=True))
     assert again[0].stride() == tensors[0].stride() != again[0].contiguous().stride()
+
+
+def test_a_gpu_that_a_patch_names_is_each_ranks_own_and_other_text_stays():
+    own = torch.device("meta")
+    held = {"device": torch.device("cuda", 0), "by name": ["cuda:0", "cuda", "img 0"]}
+    apart = Disassembly(torch.nn.Sequential())
+    taken = decode_plain(encode_tree(apart.take(held, "patch"), None))
+    again = Assembly(torch.nn.Sequential(), apart.models, own).put(taken)
+    assert again == {"device": own, "by name": ["meta", "cuda", "img 0"]}
 
 
 @pytest.mark.cover(2)

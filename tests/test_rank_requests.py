@@ -42,7 +42,7 @@ class Rank:
 
     def __init__(self):
         self._arena = Arena()
-        mesh = connect(Layout(), 0, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        mesh = connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False)
         self.handler = RequestHandler(
             mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU), away=False
         )

@@ -18,8 +18,8 @@ from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.wire.messages import Load, ReadWeights
 from safetensors.torch import load_file, save_file
 
-from .late_device import DEVICE, late_device
-from .late_ranks import LateWorld
+from .late_device import late_device
+from .late_ranks import LateWorld, own_gpu
 from .models import load, run
 from .test_client import Ledger
 from .test_client import load as load_by_name
@@ -87,14 +87,14 @@ def test_ranks_that_hold_the_same_weights_read_their_file_once(file, ranks, kept
         models.append(model)
         if kept == "sharded":
             mesh.sequence.share_weights(mesh.sequence.world.group)
-            weights = ShardedWeights(model, DEVICE, mesh.sequence.weights, lambda nbytes: None)
+            weights = ShardedWeights(model, own_gpu(), mesh.sequence.weights, lambda nbytes: None)
             loaded = [one.loaded for _, one in weights._sharded.values()]
             found[mesh.rank] = [
                 layer.part.to("cpu")
                 for layer in dict.fromkeys(layer for layer, _ in weights._sharded.values())
             ]
         else:
-            weights = DeviceWeights(model, DEVICE, lambda nbytes: None, readers=readers_of(mesh))
+            weights = DeviceWeights(model, own_gpu(), lambda nbytes: None, readers=readers_of(mesh))
             loaded = list(weights._loaded.values())
             assert weights.unread_bytes == LAYERS * WIDTH * WIDTH * dtype.itemsize
             weights.read(progress.append)
@@ -125,12 +125,12 @@ def test_a_rank_that_cannot_read_its_part_leaves_with_all_others_and_the_next_lo
     def work(mesh, _run):
         readers, source = readers_of(mesh), torch.arange(300.0)
         for number in range(3):
-            place = torch.empty(300, device=DEVICE)
+            place = torch.empty(300, device=own_gpu())
             # The second time one rank has a source of another length
             broken = torch.zeros(7) if (mesh.rank, number) == (1, 1) else source
             try:
                 readers.read(
-                    [(place, broken), (torch.empty(300, device=DEVICE), source)], lambda nbytes: None
+                    [(place, broken), (torch.empty(300, device=own_gpu()), source)], lambda nbytes: None
                 )
                 came[mesh.rank, number] = place.to("cpu").equal(source)
             except (RuntimeError, Stopped) as error:
@@ -162,7 +162,7 @@ def test_those_who_read_together_hold_the_same_blocks(layout, monkeypatch):
         group = readers._group
         ranks = tuple(range(layout.world_size)) if group is None else world.members[world.name_of(group)]
         assert ranks == members and ranks[readers._rank] == mesh.rank and readers._size == len(ranks)
-    mesh.sequence.device_type = "cpu"
+    mesh.sequence.device = torch.device("cpu")
     assert readers_of(mesh) is None
 
 

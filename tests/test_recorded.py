@@ -30,9 +30,10 @@ from pipemesh.parallel_runtime.wire.messages import Load
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
 from .in_ranks import Crossed
-from .late_device import DEVICE, late_device
+from .late_device import late_device
 from .late_pool import pooled
-from .late_ranks import LateWorld
+from .late_queues import DEVICE
+from .late_ranks import LateWorld, own_gpu
 from .test_collectives import Rank
 from .test_late_methods import on_gpu
 from .test_late_pool import Sampler, assert_same, at_once
@@ -117,7 +118,7 @@ def evaluated(layout, asked, models, *, plan=None, seed=0, prepare=lambda mesh, 
         for model in own:
             tokens = plan or plan_for(type(model))
             methods.append(make_method(model, tokens, mesh, Guarded([]), (), Kernels((EXPLICIT,))))
-            model.to(DEVICE)
+            model.to(own_gpu())
             methods[-1].attach()
         for at, one in enumerate(asked):
             prepare(mesh, run, own, at)
@@ -288,7 +289,7 @@ def test_a_pool_records_nothing_where_that_is_off():
 
 
 def test_a_rank_tells_its_method_of_other_weights_and_of_nodes_code(monkeypatch):
-    mesh = connect(Layout(), 0, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+    mesh = connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False)
     rank, told = SimpleNamespace(tick=lambda: None, count=lambda *_: None), []
     resident = ResidentModel(
         stock_model(2), torch.device("cpu"), mesh, rank, Load(request=1, model="m", source=b"")

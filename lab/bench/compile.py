@@ -60,9 +60,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
 
     layout = Layout(ulysses=DEGREES[0], ring=DEGREES[1])
     with giving_way():
-        comm = connect(
-            layout, ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
-        ).sequence
+        comm = connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence
     with calls(comm, tokens) as made:
         return ranks.measure(
             {

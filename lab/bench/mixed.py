@@ -72,7 +72,6 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
             connect(
                 layout,
                 ranks.rank,
-                device_type="cpu",
                 via_cpu=False,
                 wants_stop=lambda: False,
                 speeds=one,

@@ -66,7 +66,6 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
         comm = connect(
             Layout(ulysses=ranks.size),
             ranks.rank,
-            device_type="cpu",
             via_cpu=False,
             wants_stop=lambda: False,
         ).sequence

@@ -179,10 +179,10 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
 
     with giving_way():
         comms = [
-            connect(layout, ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False).sequence
+            connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence
             for layout in SEQUENCES
         ]
-        stages = connect(STAGES, ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        stages = connect(STAGES, ranks.rank, via_cpu=False, wants_stop=lambda: False)
     phases: dict[str, Phase] = {}
     counted: dict[str, dict[int, Forwards]] = {}
     for sample, small in tried():

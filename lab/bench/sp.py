@@ -48,9 +48,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
     layout = Layout(ulysses=degrees[0], ring=degrees[1])
     forwards = Forwards(tokens)
     with giving_way():
-        comm = connect(
-            layout, ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False
-        ).sequence
+        comm = connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence
     standins = [standin(layout, rank) for rank in range(ranks.size)]
     exchanges: list[float] = []
 

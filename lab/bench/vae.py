@@ -57,7 +57,7 @@ def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
 
     layout, cpu = Layout(ulysses=ranks.size), torch.device("cpu")
     with giving_way():
-        mesh = connect(layout, ranks.rank, device_type="cpu", via_cpu=False, wants_stop=lambda: False)
+        mesh = connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False)
     model, latent = model_of(case), torch.randn(CASES[case], generator=torch.Generator().manual_seed(5))
     arguments = {"samples": latent, "unit": 1, "options": {}}
 

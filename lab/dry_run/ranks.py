@@ -112,7 +112,7 @@ class DryRanks(DryModel):
             if kept == "sharded":
                 open_weights(mesh)
             if layout.stages == 1:  # where ranks ask each other, as on a GPU
-                mesh.sequence.device_type = DEVICE.type
+                mesh.sequence.device = DEVICE
             sent = Sent(mesh)
             try:
                 with dry_device(self.mode) as counts:
@@ -238,7 +238,7 @@ def joined(layout: Layout, rank: int, via_cpu: bool = False) -> Iterator[Mesh]:
     if layout.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        yield connect(layout, rank, device_type="cpu", via_cpu=via_cpu, wants_stop=lambda: False)
+        yield connect(layout, rank, via_cpu=via_cpu, wants_stop=lambda: False)
     finally:
         if layout.world_size > 1:
             dist.destroy_process_group()

@@ -159,7 +159,7 @@ def alone(place: Place) -> Iterator[Line]:
     for layout in (*layouts[:2], layouts[5]) if place.is_tiny else layouts:
         shared = layout.world_size > 1
         with nothing_comes() if shared else nullcontext(), joined(layout, 0) as mesh:
-            mesh.sequence.device_type = place.device
+            mesh.sequence.device = place.own()
             yield line_of(layout, tried.taken(mesh if shared else None), whole)
 
 
@@ -172,7 +172,7 @@ def together(place: Place) -> Iterator[Line]:
 
     def of_rank(rank: int, backend: str) -> tuple[list[Taken], Released]:
         tried, via_cpu = Tried(place, place.own(rank)), backend == "gloo" and not place.on_cpu
-        how = {"device_type": place.device, "via_cpu": via_cpu, "wants_stop": lambda: False}
+        how = {"device": place.own(rank), "via_cpu": via_cpu, "wants_stop": lambda: False}
         return [tried.taken(connect(layout, rank, **how)) for layout in layouts], tried.released
 
     _, found = on_ranks(place, ranks, False, of_rank, limit_s=240.0 * len(layouts))

@@ -236,9 +236,7 @@ def several_on_one(place: Place) -> Iterator[Line]:
 
 def passed(place: Place, ranks: int, rank: int, backend: str) -> float:
     via_cpu = backend == "gloo" and not place.on_cpu
-    mesh = connect(
-        Layout(ulysses=ranks), rank, device_type=place.device, via_cpu=via_cpu, wants_stop=lambda: False
-    )
+    mesh = connect(Layout(ulysses=ranks), rank, device=place.own(), via_cpu=via_cpu, wants_stop=lambda: False)
     sent = torch.full((ranks, 1 << (10 if place.is_tiny else 18)), float(rank), device=place.own())
     came = torch.empty_like(sent)
     exchange = mesh.sequence.ulysses
@@ -317,7 +315,7 @@ def held(place: Place, rank: int, backend: str) -> tuple[int, int]:
     connect(
         Layout(ulysses=place.ranks),
         rank,
-        device_type=place.device,
+        device=place.own(rank),
         via_cpu=False,
         wants_stop=lambda: False,
     )

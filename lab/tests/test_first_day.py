@@ -82,6 +82,8 @@ def on_late(monkeypatch, whole):
         with pytest.MonkeyPatch.context() as patch, late_device() as box:
             world, found = LateWorld(Layout(ulysses=number), box, patch), {}
             world.members["all"] = tuple(range(number))
+            for gpu in world.gpus if share_one else ():
+                gpu.device = place.own()
 
             def connected(layout, rank, **_):
                 world.layout = layout
@@ -117,7 +119,7 @@ def test_every_step_says_a_figure_and_a_verdict_on_a_late_gpu(gpus, step, on_lat
 
 def test_what_is_timed_has_ended_when_its_time_is_taken():
     with late_device() as box:
-        one, ended = torch.ones(8, device="cuda"), []
+        one, ended = torch.ones(8, device=torch.device("cuda", 0)), []
         clock = SimpleNamespace(perf_counter=lambda: ended.append(box.gpu.current.last.is_over) or 0.0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(place, "time", clock)

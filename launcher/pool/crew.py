@@ -75,7 +75,7 @@ def rank_environment(
     }
     defaults = {**OF_GPUS, **allocator(device, environ)} if device.is_gpu else KEEP_MEMORY
     env = {**defaults, **env}
-    env[device.variable] = device.address if device.is_gpu else ""
+    env[device.variable] = device.visible if device.is_gpu else ""
     env["GLOO_SOCKET_IFNAME"] = interface or LOOPBACK
     return {"NCCL_SOCKET_IFNAME": interface, **env} if interface else {**env, "NCCL_SOCKET_IFNAME": LOOPBACK}
 
@@ -137,7 +137,7 @@ class Crew:
         return Start(
             rank=rank,
             degrees=self._placement.layout.degrees(),
-            device="cuda:0" if device.is_gpu else "cpu",
+            device=device.local_name,
             backend=self._placement.backend,
             threads=self._placement.threads(rank),
             cores=self._placement.cores(rank),

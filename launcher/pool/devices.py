@@ -26,13 +26,13 @@ ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 @dataclass(frozen=True)
 class Device:
     """Names a device as the UI knows it: ``cuda:1``, ``cpu``, on another machine ``node1/cuda:1``.
-    ``address`` is of a GPU of this machine: the value of ``variable`` with which a process sees
-    that GPU alone. ``title``: its name as the driver has it, empty where that tells nothing.
-    ``flops_per_s`` as they were measured here; 0 where they were not.
+    ``visible`` is of a GPU of this machine: the value of ``variable`` with which a process sees the
+    GPUs that this one sees, in the same order. ``title``: its name as the driver has it, empty
+    where that tells nothing. ``flops_per_s`` as they were measured here; 0 where they were not.
     """
 
     name: str
-    address: str = ""
+    visible: str = ""
     variable: str = CUDA_VARIABLE
     title: str = ""
     flops_per_s: float = 0.0
@@ -267,30 +267,27 @@ def count(number: int, noun: str) -> str:
 def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
     """Returns the GPUs that this process sees. ``cpu_only``: ComfyUI runs with --cpu, so none.
 
-    A GPU of NVIDIA's is addressed by its UUID. HIP takes only the indices of all GPUs, of which a
-    process may see some.
+    A rank sees all of them: RCCL's transports between two GPUs, and torch's symmetric memory, fail
+    where each rank has one of its own and calls it the first. A GPU of NVIDIA's is addressed by its
+    UUID. HIP takes only the indices of all GPUs, of which a process may see some.
     """
     import torch
 
     if cpu_only or not torch.cuda.is_available():
         return ()
     indices = range(torch.cuda.device_count())
-    titles = [torch.cuda.get_device_properties(index).name for index in indices]
+    properties = [torch.cuda.get_device_properties(index) for index in indices]
     if torch.version.hip is not None:
         seen = [
             one.strip()
             for one in (os.environ.get(HIP_VARIABLE) or os.environ.get(CUDA_VARIABLE) or "").split(",")
             if one.strip()
         ]
-        addresses = seen or [str(index) for index in indices]
-        return tuple(
-            Device(f"cuda:{index}", addresses[index], HIP_VARIABLE, titles[index]) for index in indices
-        )
-    uuids = [torch.cuda.get_device_properties(index).uuid for index in indices]
-    return tuple(
-        Device(f"cuda:{index}", cuda_address(titles[index], uuids[index]), title=titles[index])
-        for index in indices
-    )
+        variable, addresses = HIP_VARIABLE, (seen or [str(index) for index in indices])[: len(indices)]
+    else:
+        variable, addresses = CUDA_VARIABLE, [cuda_address(one.name, one.uuid) for one in properties]
+    visible = ",".join(addresses)
+    return tuple(Device(f"cuda:{index}", visible, variable, one.name) for index, one in enumerate(properties))
 
 
 def hidden_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:

@@ -22,7 +22,7 @@ from .parts import runs_of, to_all
 from .ring import Ring
 from .shard_gather import ShardGather
 from .shares import EVEN, Shares, shares_of
-from .stage_link import StageLink
+from .stage_link import CPU, StageLink
 
 Groups = Mapping[str, dist.ProcessGroup | None]  # axis of a sequence -> its group
 STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
@@ -43,7 +43,7 @@ class Paths(NamedTuple):
 class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
     axes, ``world`` among all of them; ``in_step`` where one fails; ``weights`` once a model has its
-    weights shared out. ``shares`` of the tokens and heads. ``device_type``: where messages lie.
+    weights shared out. ``shares`` of the tokens and heads. ``device``: where messages lie.
     ``traffic``: what the messages of the evaluation at hand cost, those of ``world`` as ``gather``.
 
     Neighbouring groups may share a longer sequence for an evaluation: ``use`` says how many do, of
@@ -58,12 +58,12 @@ class SequenceComm:
         ring: Ring,
         world: Exchange,
         stop: StopFlag,
-        device_type: str = "cpu",
+        device: torch.device = CPU,
         shares: Shares = EVEN,
     ):
         self.stop = stop
         self.weights: ShardGather | None = None
-        self.device_type = device_type
+        self.device = device
         self.traffic = Traffic()
         self._by_width: dict[int, Paths] = {}
         self.join(1, ulysses, ring, world, shares)
@@ -106,7 +106,7 @@ class SequenceComm:
         """Ask all ranks of the sequence, as ``InStep`` has it."""
         if self.size == 1:
             return has_failed, known
-        told = torch.tensor([int(has_failed), known, -known], device=self.device_type)
+        told = torch.tensor([int(has_failed), known, -known], device=self.device)
         any_failed, most, least = self.world.largest(told).tolist()
         return bool(any_failed), most if most == -least else 0
 
@@ -116,7 +116,7 @@ class SequenceComm:
         """
         if self.size == 1:
             return wish
-        own = torch.tensor([float(wish)], device=self.device_type)
+        own = torch.tensor([float(wish)], device=self.device)
         all_of = own.new_empty(self.size)
         into = runs_of(all_of, 0, [1] * self.size)
         self.in_step.decide(self.world.all_to_all([to_all(own, self.size)], into, self.stop.wish()))
@@ -158,7 +158,7 @@ def connect(
     layout: Layout,
     rank: int,
     *,
-    device_type: str,
+    device: torch.device = CPU,
     via_cpu: bool,
     wants_stop: Callable[[], bool],
     tick: Callable[[int], None] = lambda steps: None,
@@ -172,9 +172,7 @@ def connect(
     the mesh has them.
     """
     groups, shares = axis_groups(layout, rank), shares_of(layout, rank, speeds)
-    sequence = SequenceComm(
-        *paths_of(layout, rank, groups, via_cpu), StopFlag(wants_stop), device_type, shares
-    )
+    sequence = SequenceComm(*paths_of(layout, rank, groups, via_cpu), StopFlag(wants_stop), device, shares)
     stage, stages, link = layout.stage(rank), layout.of_stages(rank), None
     if len(stages) > 1:
         between = link_groups(layout, rank)
@@ -185,7 +183,7 @@ def connect(
             from_before=between.get((before, rank)),
             to_after=between.get((rank, after)),
             via_cpu=via_cpu,
-            device_type=device_type,
+            device=device,
             traffic=sequence.traffic,
             before_waiting=lambda: tick(stage * STAGE_STEPS),
         )
@@ -221,7 +219,7 @@ def open_weights(mesh: Mesh) -> None:
         gather = mesh.sequence.share_weights(new_group(mesh.layout.sequences(), mesh.rank))
         if gather.size > 1:
             with naming("To gather weights,", mesh.layout.sequence(mesh.rank)):
-                gather.open(torch.zeros(1, device=mesh.sequence.device_type)).sum().item()
+                gather.open(torch.zeros(1, device=mesh.sequence.device)).sum().item()
 
 
 def open_connections(
@@ -234,7 +232,7 @@ def open_connections(
     Else the first evaluation would, and a failure there has no name. Raises RuntimeError that names
     the group.
     """
-    token = torch.zeros(1, device=sequence.device_type)
+    token = torch.zeros(1, device=sequence.device)
     for axis, mover in (("ring", sequence.ring), ("ulysses", sequence.ulysses)):
         if mover.size > 1:
             with naming(f"The {axis} group of", layout.group(axis, rank)):

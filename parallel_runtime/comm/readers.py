@@ -74,7 +74,7 @@ def readers_of(mesh: Mesh) -> Readers | None:
     compute on the file's own pages, and over gloo a message is slower than those.
     """
     layout, sequence = mesh.layout, mesh.sequence
-    if sequence.device_type != "cuda" or layout.world_size // layout.stages == 1:
+    if sequence.device.type != "cuda" or layout.world_size // layout.stages == 1:
         return None
     if layout.groups == 1:
         return Readers(sequence.world.group, sequence.rank, sequence.size)

@@ -23,6 +23,7 @@ CHECKED_LATER = 2  # patches, on CUDA: the CPU does not wait for a patch to know
 NUMBERS = 128  # each is exact in every dtype that hidden rows have
 OUT_OF_STEP = "the stages of the pipeline are out of step"
 AXIS = "pipefusion"
+CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of hidden rows
 
 Works = Sequence["dist.Work | None"]  # torch's type: None where this rank is not of the group
@@ -56,7 +57,7 @@ class StageLink:
     """Receives from the rank ``previous`` and sends to ``next``: global ranks, None at the ends.
     Messages go in the groups ``from_before`` and ``to_after``.
 
-    ``via_cpu``: messages go through CPU memory; ``device_type``: where announcements lie.
+    ``via_cpu``: messages go through CPU memory; ``device``: where announcements lie.
     ``traffic``: where messages are counted. ``before_waiting`` is called before each wait for a
     receive.
 
@@ -72,7 +73,7 @@ class StageLink:
         from_before: dist.ProcessGroup | None = None,
         to_after: dist.ProcessGroup | None = None,
         via_cpu: bool,
-        device_type: str = "cpu",
+        device: torch.device = CPU,
         traffic: Traffic | None = None,
         before_waiting: Callable[[], None] = lambda: None,
     ):
@@ -81,7 +82,7 @@ class StageLink:
         self.traffic = traffic or Traffic()
         self._sends = Sends(next, to_after, self.traffic)
         self._via_cpu = via_cpu
-        self._device_type = device_type
+        self._device = device
         self._before_waiting = before_waiting
         self._prepared: torch.Tensor | None = None
         self._posted: deque[tuple[Works, torch.Tensor]] = deque()
@@ -161,7 +162,7 @@ class StageLink:
 
     def _announcement(self) -> torch.Tensor:
         """Return (whether nothing follows, elements, place of their dtype in ``DTYPES``)."""
-        announced = torch.zeros(3, dtype=torch.int64, device=self._device_type)
+        announced = torch.zeros(3, dtype=torch.int64, device=self._device)
         self._wait([dist.irecv(announced, self._previous, self._from_before)])
         return announced
 
@@ -189,16 +190,16 @@ class StageLink:
         buffer[:-1].copy_(hidden)
         buffer[-1:].fill_(number % NUMBERS)  # an assignment would copy the number from the CPU, and wait
         if is_announced:
-            self._sends.start(announcement(self._device_type, 0, hidden.numel(), DTYPES.index(hidden.dtype)))
+            self._sends.start(announcement(self._device, 0, hidden.numel(), DTYPES.index(hidden.dtype)))
         self._sends.start(buffer)
 
     def announce_nothing(self) -> None:
         """Announce that no rows of this patch come."""
-        self._sends.start(announcement(self._device_type, 1, 0, 0))
+        self._sends.start(announcement(self._device, 1, 0, 0))
 
 
-def announcement(device_type: str, *content: int) -> torch.Tensor:
-    return torch.tensor(content, dtype=torch.int64, device=device_type)
+def announcement(device: torch.device, *content: int) -> torch.Tensor:
+    return torch.tensor(content, dtype=torch.int64, device=device)
 
 
 def wait_for(works: Works) -> None:

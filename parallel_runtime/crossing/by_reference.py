@@ -8,6 +8,7 @@ name.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
@@ -42,7 +43,8 @@ class Disassembly:
 
     def take(self, value: Any, path: str) -> Parts:
         """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""
-        if not isinstance(value, SHARED) and is_plain(value):
+        is_gpu = type(value) is str and OF_A_GPU.fullmatch(value)
+        if not is_gpu and not isinstance(value, SHARED) and is_plain(value):
             return value
         if id(value) in self._numbers:
             return [self._numbers[id(value)], "same"]
@@ -66,6 +68,8 @@ class Disassembly:
             return "parameter", value.detach()
         if isinstance(value, torch.device):
             return "device", str(value)
+        if isinstance(value, str):
+            return "device's name", value
         if type(value) in SEQUENCES.values():
             kind = next(kind for kind, made in SEQUENCES.items() if made is type(value))
             return kind, [self.take(item, f"{path}[{place}]") for place, item in enumerate(value)]
@@ -139,6 +143,7 @@ class Assembly:
             "tensor": self._tensor,
             "parameter": self._parameter,
             "device": lambda number, _name: self._keep(number, self._device),
+            "device's name": lambda number, _name: self._keep(number, str(self._device)),
             "dict": self._dict,
             "method": self._method,
             "uncompiled": lambda number, inner: self._keep(number, torch.compiler.disable(self.put(inner))),
@@ -220,6 +225,7 @@ class VaeElsewhere:
         )
 
 
+OF_A_GPU = re.compile(r"cuda:\d+")  # ranks on others compute on theirs
 SHARED = (list, tuple, dict, set, frozenset, torch.Tensor)  # two that hold the same one still do in a rank
 SEQUENCES: dict[str, type] = {
     "list": list,

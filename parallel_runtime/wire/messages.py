@@ -26,6 +26,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Sets a rank up: its first message. Carries the descriptors of the arena and of the rendezvous
     store, in this order.
 
+    ``device``: a GPU as the starting process calls it; every rank there sees the same GPUs.
     ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``machines``: a number for
     each rank's machine, 0 for ComfyUI's own; empty where that is the only one. Where there are
     several, ``meeting`` stands for the store. ``sharers``: the ranks of its stage on its device.

@@ -46,10 +46,12 @@ def run(channel: Channel) -> None:
     if start.cores:
         keep_to(start.cores)
 
+    import torch
+
     from .prepare import prepare
 
-    prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), math.prod(start.degrees.values()))
-    import torch
+    device, ranks = torch.device(start.device), math.prod(start.degrees.values())
+    prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), ranks, device)
     import torch.distributed as dist
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore
 
@@ -66,9 +68,7 @@ def run(channel: Channel) -> None:
     from .rank_loop import RankLoop, look_rarely
 
     torch.set_num_threads(start.threads)
-    device = torch.device(start.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         keep_to(near(bus_of(torch.cuda.get_device_properties(device))))
         arena.pin(device)
     board.enter(start.rank, "joining")
@@ -99,7 +99,7 @@ def run(channel: Channel) -> None:
         mesh = connect(
             layout,
             start.rank,
-            device_type="cuda" if start.backend == "nccl" else "cpu",
+            device=device if start.backend == "nccl" else torch.device("cpu"),
             via_cpu=start.backend == "gloo" and device.type == "cuda",
             wants_stop=loop.wants_stop,
             tick=lambda steps: board.tick(start.rank, steps),

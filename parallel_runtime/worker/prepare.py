@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
+CPU = torch.device("cpu")
 
-def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1) -> None:
+
+def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1, device: torch.device = CPU) -> None:
     """Makes ``comfy`` importable with the UI's arguments. Call it before any module of ComfyUI is
-    imported: device, dtypes and attention kernels are fixed at import. ``ranks``: of the pool.
+    imported: dtypes and attention kernels are fixed at import, by torch's current device, which is
+    ComfyUI's own. ``ranks``: of the pool. ``device``: the rank's; no context is made on another.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     make_importable(comfyui, args)
     import comfy.model_base
     import comfy.model_management
@@ -23,8 +28,8 @@ def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1) -> None:
         model, sd, prefix, assign=True
     )
     # A stage leaves out the blocks of others before anything goes to its GPU, under --highvram too.
-    comfy.model_management.unet_inital_load_device = lambda parameters, dtype: torch.device("cpu")
-    comfy.model_management.unet_offload_device = lambda: torch.device("cpu")
+    comfy.model_management.unet_inital_load_device = lambda parameters, dtype: CPU
+    comfy.model_management.unet_offload_device = lambda: CPU
     # Pinned memory is locked, and pinned pages of a file are this process's own copy of them.
     comfy.model_management.MAX_PINNED_MEMORY = share_of_pinned(
         comfy.model_management.MAX_PINNED_MEMORY, ranks

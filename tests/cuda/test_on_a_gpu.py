@@ -178,7 +178,7 @@ def test_nccl_connects_and_exchanges_with_one_rank(device, figure, tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=own)
     try:
-        mesh = connect(Layout(), 0, device_type=device, via_cpu=False, wants_stop=lambda: False)
+        mesh = connect(Layout(), 0, device=torch.device(device), via_cpu=False, wants_stop=lambda: False)
         for dtype in (torch.bfloat16, torch.float32):
             sent = torch.arange(1 << 10, device=device).to(dtype)
             came = torch.empty_like(sent)
