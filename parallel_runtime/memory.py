@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import struct
+from collections.abc import Iterable
 from itertools import islice
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -37,6 +38,20 @@ def is_equal_memory(one: int, other: int, nbytes: int) -> bool:
     compare = ctypes.CDLL(None).memcmp
     compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     return compare(one, other, nbytes) == 0
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns ranges of memory, (address, bytes), as few that have the same pages: the kernel is
+    asked once for a file's, not once for each of a thousand weights.
+    """
+    found: list[tuple[int, int]] = []
+    for address, nbytes in sorted(ranges):
+        first, length = found[-1] if found else (0, 0)
+        if found and address <= -(-(first + length) // PAGE_BYTES) * PAGE_BYTES:
+            found[-1] = first, max(length, address + nbytes - first)
+        else:
+            found.append((address, nbytes))
+    return found
 
 
 def is_unwritten(address: int, nbytes: int) -> bool:

@@ -25,8 +25,10 @@ from comfy.ldm.flux.model import Flux
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.watch import host_code
 from pipemesh.parallel_runtime.watch.attributes import Attributes, is_same
 from pipemesh.parallel_runtime.watch.in_place import Watch, require_unchanged
+from pipemesh.parallel_runtime.weights import comparison
 
 from .models import load, run, with_lora
 
@@ -250,6 +252,18 @@ def test_what_is_changed_in_place_is_named_before_anything_is_computed(files, cl
     with pytest.raises(Refused, match=f"{what}.*leave PipeMesh Parallelize out"):
         run(parallel or parallelize(model, client, True), steps=1)
     assert not requests["Forward"]
+
+
+def test_what_is_unchanged_is_looked_through_in_the_first_run_alone(files, client, monkeypatch):
+    parallel = parallelize(load(files["model"]), client, True)
+    run(parallel, steps=1)
+    walks = []
+    for module, name in ((host_code, "_functions"), (comparison, "stored_bytes")):
+        counted = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, counted=counted: walks.append(1) or counted(*args))
+    run(parallel, steps=1)
+    run(parallel.clone(), steps=1)
+    assert not walks
 
 
 class CachedTransformerBlocks(torch.nn.Module):

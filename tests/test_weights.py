@@ -11,6 +11,8 @@ import comfy.sd
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pipemesh.parallel_runtime import memory
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
@@ -264,4 +266,13 @@ def test_to_compare_an_unchanged_model_again_reads_nothing_that_grows_with_it(pa
     monkeypatch.setattr(memory, "are_pages_of_files", lambda *range_: read.append(range_) is None)
     monkeypatch.setattr(stored_weights, "read_into", lambda *place: read.append(place))
     weights.compare(patcher)
-    assert len(searches) == sum(1 for _ in slots(patcher.model.diffusion_model)) and not read
+    assert len(searches) == 1 and not read, "all pages of the file at once"
+
+
+@given(st.lists(st.tuples(st.integers(0, 20 * PAGE_BYTES), st.integers(1, 3 * PAGE_BYTES)), max_size=8))
+def test_merged_ranges_have_the_same_pages_each_in_one(ranges):
+    def pages_in(start, nbytes):
+        return range(start // PAGE_BYTES, (start + nbytes - 1) // PAGE_BYTES + 1)
+
+    found = [page for one in memory.merged(ranges) for page in pages_in(*one)]
+    assert found == sorted({page for one in ranges for page in pages_in(*one)})

@@ -29,6 +29,7 @@ NAMES = (
     "data",
     "windows",
     "vae",
+    "run",
     "mixed",
     "load",
     "peers",

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from pipemesh.lab.bench import against, hop, load, mixed, pipefusion, plan, sp, trial
 from pipemesh.lab.bench import command as bench
 from pipemesh.lab.bench import compile as compile_bench
+from pipemesh.lab.bench import run as bench_run
 from pipemesh.lab.bench.capacity import capacity
 from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, percentile
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
+from pipemesh.lab.comfyui.api import Event, RunResult, Tick
 from pipemesh.lab.dry_run.expected import even_bytes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
@@ -197,6 +199,21 @@ def test_two_checkouts_are_timed_in_turns_each_first_as_often():
     assert (against.run_ratio(rounds), against.added_ratio(rounds)) == (0.75, 0.5)
     with pytest.raises(LaunchError, match="--against FOLDER"):
         next(against.bench(Options(host=host())))
+
+
+def test_a_runs_fixed_cost_is_what_its_later_evaluations_do_not_explain():
+    evaluations = [(2.0, 5.0), (7.5, 1.0), (9.0, 3.0), (12.0, 2.0)]
+    found = bench_run.taken_apart(1.0, evaluations, 14.25)
+    assert found == {"fixed": 5.25, "begin": 1.0, "first": 3.0, "end": 0.25, "between": 1.0}
+
+
+def test_a_servers_events_tell_the_fixed_cost_of_a_run():
+    def executing(node, at_s):
+        return Event("executing", {"node": node}, at_s)
+
+    events = [executing("sampler", 1.0), executing("save", 14.0), executing(None, 15.0)]
+    ticks = [Tick("sampler", step, 4, at_s) for step, at_s in enumerate((7.0, 8.0, 11.0, 13.0), 1)]
+    assert against.beyond_evaluations(RunResult("", {}, (), ticks, None, 0.0, events)) == 13.0 - 4 * 2.0
 
 
 def host():

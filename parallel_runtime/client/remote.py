@@ -13,7 +13,6 @@ from ..checkpoint import check_mapped
 from ..crossing.in_block import runs_code_in_blocks
 from ..crossing.source import Source
 from ..errors import PipeMeshError, PoolFailed, Refused
-from ..weights.quantised import stored_bytes
 from .alone import Judge
 from .beside import Sampled
 from .groups import InGroups
@@ -59,7 +58,7 @@ class Remote:
         """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
         of a run's conditioning there: both go when it is released.
         """
-        share = round(stored_bytes(diffusion_model.parameters()) * self.holds_ui_device)
+        share = round(self.source.weights.nbytes(diffusion_model) * self.holds_ui_device)
         held = self.pool.session.models.get(self.model) if self.pool.session is not None else None
         kept = self.pool.conditioning_bytes(self.model) if share else 0
         return kept + (

@@ -127,13 +127,15 @@ class RemotePatcher(InPool, ModelPatcher):
             {key: value for key, value in self.object_patches.items() if key not in in_block.methods}
         )
         weights = self.remote.source.weights
-        before = self.loaded_size()
+        before, eldest = self.loaded_size(), eldest_of(self)
+        self.watch = eldest.watch if eldest.watch is not None and eldest.watch.holds() else None
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self.unpatch_model(self.offload_device, unpatch_weights=is_patched(self))
             require_plan(self.model.diffusion_model)  # again: a node may have changed the class since
-            require_unchanged(
-                self.model.diffusion_model, operations=self.model.model_config.custom_operations
-            )
+            if self.watch is None:
+                require_unchanged(
+                    self.model.diffusion_model, operations=self.model.model_config.custom_operations
+                )
             weights.compare(self)
             changed = self.remote.source.attributes.changed(self.model)
             objects = {**cast_switches(self), **changed, **pack_bypass(self.injections), **plain}
@@ -146,6 +148,7 @@ class RemotePatcher(InPool, ModelPatcher):
             with self.remote.computing():
                 bring_up(self)
             self.patch_model(load_weights=False)
+            eldest.watch = self.watch
         return self.loaded_size() - before
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
@@ -177,6 +180,7 @@ class RemotePatcher(InPool, ModelPatcher):
                 model.model_config.custom_operations,
                 self.remote.source.attributes.watched(model.diffusion_model),
                 state.require_unchanged if state is not None and state.taken else None,
+                self.watch,
             )
             return model
         except BaseException:
@@ -373,6 +377,13 @@ def parallelize(
     sampling.attach(made)
     made.parent = stand_in(patcher, remote)
     return made
+
+
+def eldest_of(patcher: RemotePatcher) -> RemotePatcher:
+    """Returns the clone that lives for as long as the loader's output does, if there is one."""
+    while isinstance(patcher.parent, RemotePatcher):
+        patcher = patcher.parent
+    return patcher
 
 
 def remote_clone(patcher: ModelPatcher, remote: Remote) -> RemotePatcher:

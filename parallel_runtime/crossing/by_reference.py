@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
+from functools import cached_property
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -35,11 +36,15 @@ class Disassembly:
     """
 
     def __init__(self, transformer: torch.nn.Module):
-        self._paths = {id(module): path for path, module in transformer.named_modules()}
+        self._transformer = transformer
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no address is handed out again
         self.models: dict[int, Parts] = {}
         self.code: list[Any] = []
+
+    @cached_property
+    def _paths(self) -> dict[int, str]:
+        return {id(module): path for path, module in self._transformer.named_modules()}
 
     def take(self, value: Any, path: str) -> Parts:
         """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""

@@ -48,16 +48,21 @@ class Watch:
         operations: Any = None,
         attributes: Sequence[ModuleAttributes] = (),
         check_state: Callable[[], None] | None = None,
+        before: Watch | None = None,
     ):
         """``check_state`` raises Refused for what was set since in the modules of packs whose code
-        ranks run.
+        ranks run. ``before``: an earlier one of the same transformer, whose records are taken over
+        where they hold.
         """
         self._model = diffusion_model
         self._attributes = attributes
         self._check_state = check_state
         self._ours = ours
         self._operations = operations
-        self._record()
+        if before is not None and before.holds():
+            self._seen, self._code = before._seen, before._code
+        else:
+            self._record()
 
     def _record(self) -> None:
         self._seen = [
@@ -73,6 +78,19 @@ class Watch:
             for module in self._model.modules()
         ]
         self._code = HostCode(self._model)
+
+    def holds(self) -> bool:
+        """Returns whether all modules and functions are those that were recorded, without hooks:
+        what was found of them then is so still.
+        """
+        return self._code.changed() is None and all(
+            module.__class__ is kind
+            and len(own) == count
+            and own["_modules"] is children
+            and children == before
+            and not (hooks or pre_hooks)
+            for module, kind, own, count, children, before, hooks, pre_hooks in self._seen
+        )
 
     def check(self) -> None:
         """Raises Refused for what was changed since, naming it. Other attributes than those watched

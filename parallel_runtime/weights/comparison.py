@@ -16,9 +16,9 @@ import torch
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
 from ..forward import PREFIX
-from ..memory import give_back_freed, is_unwritten
+from ..memory import give_back_freed, is_unwritten, merged
 from .loan import Loan
-from .quantised import taken_apart
+from .quantised import stored_bytes, taken_apart
 from .slots import Slot, slots
 from .stored_weights import CheckpointContent
 
@@ -41,6 +41,12 @@ class Weights:
         self._sent: SentContent | None = None
         self._loan: Loan | None = None
         self._seen: dict[str, WeightMark] = {}
+        self._nbytes = 0
+
+    def nbytes(self, diffusion_model: torch.nn.Module) -> int:
+        """The bytes in memory, counted once: ComfyUI's memory manager asks again and again."""
+        self._nbytes = self._nbytes or stored_bytes(diffusion_model.parameters())
+        return self._nbytes
 
     def note_sent(self, state: dict[str, torch.Tensor]) -> None:
         """Compares with ``state``, which goes to the ranks, from now on."""
@@ -56,10 +62,17 @@ class Weights:
         """
         import comfy.model_management as mm
 
-        doubtful = [slot for slot in slots(patcher.model.diffusion_model) if not self._is_as_seen(slot)]
+        pages = [mark.pages for mark in self._seen.values() if mark.pages is not None]
+        unwritten = all(is_unwritten(*some) for some in merged(pages))
+        doubtful = [
+            slot
+            for slot in slots(patcher.model.diffusion_model)
+            if slot.name not in self._seen or not self._seen[slot.name].is_still(slot.tensor, unwritten)
+        ]
         theirs = self._open(patcher) if doubtful else None
         if theirs is None:
             return
+        self._nbytes = 0
         try:
             for slot in doubtful:
                 mm.throw_exception_if_processing_interrupted()
@@ -75,14 +88,11 @@ class Weights:
 
     def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, Any]:
         """The weights of ``changed`` as object patches for the ranks."""
-        found = [slot for slot in slots(diffusion_model) if slot.name in self.changed]
+        found = [slot for slot in slots(diffusion_model) if slot.name in self.changed] if self.changed else []
         return {
             PREFIX + slot.owner: taken_apart(slot.tensor if slot.holder is None else slot.holder)
             for slot in found
         }
-
-    def _is_as_seen(self, slot: Slot) -> bool:
-        return slot.name in self._seen and self._seen[slot.name].is_still(slot.tensor)
 
     def _open(self, patcher: Any) -> Content | None:
         """What to compare with. None where there is nothing yet, and where the file was overwritten
@@ -120,14 +130,17 @@ class WeightMark:
 
     def __init__(self, tensor: torch.Tensor, on_file: bool):
         self._place = _place(tensor)
+        self.pages = (tensor.data_ptr(), tensor.nbytes) if on_file else None
         self._content = None if on_file else _sampled(tensor)
 
-    def is_still(self, tensor: torch.Tensor) -> bool:
-        """True if the weight was neither moved nor, as far as this can tell, written to."""
+    def is_still(self, tensor: torch.Tensor, unwritten: bool = False) -> bool:
+        """True if the weight was neither moved nor, as far as this can tell, written to.
+        ``unwritten``: the pages of all weights on files are known to be.
+        """
         if _place(tensor) != self._place:
             return False
         if self._content is None:
-            return is_unwritten(tensor.data_ptr(), tensor.nbytes)
+            return unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes)
         return _sampled(tensor) == self._content
 
 

@@ -27,7 +27,9 @@ class Slot(NamedTuple):
 def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
     """All parameters and buffers."""
     for path, module in diffusion_model.named_modules():
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
             owner = dotted(path, name)
             if is_quantised(tensor):
                 for stored, inner in named_tensors(owner, tensor).items():

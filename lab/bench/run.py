@@ -1,0 +1,114 @@
+"""Measure the fixed cost of a run: what four steps through two warm ranks take beyond four of their
+own later evaluations.
+
+It is taken apart: ``begin`` until the first evaluation is asked for, ``first`` what that takes
+beyond a later one, ``between`` evaluations, and ``end`` from the last output until the sampler
+returns. ``stock`` is ComfyUI's own run of the same model. The model has as many blocks as released
+ones and comes from a file, so that a cost per module, or of looking at the file, shows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from ...parallel_runtime.families.every import sample_with
+from .figures import Figure, Options, Round, estimate, typical
+
+RANKS, STEPS = 2, 4
+WARM_UP = 2
+SAMPLE, DEEP = sample_with("deep")
+assert SAMPLE.form.file is not None, f"{SAMPLE.name} has no file form"
+SIZE = replace(DEEP, head_dim=SAMPLE.form.file.head_dim)
+LATENT, TEXT = (1, 16, 32, 32), 64
+PARTS = ("fixed", "begin", "first", "between", "end")
+
+
+def taken_apart(began: float, evaluations: Sequence[tuple[float, float]], ended: float) -> Round:
+    """Take a run apart, of the clock at its ends and of each evaluation's beginning and seconds."""
+    begin, later = evaluations[0][0], median(seconds for _, seconds in evaluations[1:])
+    last = sum(evaluations[-1])
+    found = {"begin": begin - began, "first": evaluations[0][1] - later, "end": ended - last}
+    fixed = ended - began - len(evaluations) * later
+    return {"fixed": fixed, **found, "between": fixed - sum(found.values())}
+
+
+class Sampling:
+    """A MODEL that is sampled, and how it is told when its evaluations were."""
+
+    def __init__(self, model: Any, evaluations: Callable[[], Sequence[tuple[float, float]]] | None = None):
+        import torch
+
+        self._model, self._evaluations = model, evaluations
+        generator = torch.Generator().manual_seed(1)
+        self._latent = torch.zeros(LATENT)
+        extras = {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}
+        self._prompt = [[torch.randn(1, TEXT, SIZE.text_dim, generator=generator), extras]]
+
+    def __call__(self, seed: int) -> Round:
+        import comfy.sample
+        import torch
+
+        noise, seen = comfy.sample.prepare_noise(self._latent, seed), []
+
+        def timed(apply: Callable, given: dict[str, Any]) -> Any:
+            began = perf_counter()
+            output = apply(given["input"], given["timestep"], **given["c"])
+            seen.append((began, perf_counter() - began))
+            return output
+
+        model = self._model if self._evaluations is not None else self._model.clone()
+        if self._evaluations is None:
+            model.set_model_unet_function_wrapper(timed)
+        with torch.inference_mode():
+            began = perf_counter()
+            comfy.sample.sample(
+                *(model, noise, STEPS, 1.0, "euler", "simple", self._prompt, self._prompt, self._latent),
+                disable_pbar=True,
+                seed=seed,
+            )
+            ended = perf_counter()
+        return taken_apart(began, seen if self._evaluations is None else self._evaluations(), ended)
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    import comfy.sd
+
+    from ...launcher.pool.devices import place
+    from ...launcher.pool.handle import PoolHandle
+    from ...launcher.pool.rank_setup import RankSetup
+    from ...parallel_runtime.client.remote_patcher import parallelize
+    from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...parallel_runtime.layout import Layout
+    from ..random_files import write_model
+
+    setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True})
+    handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
+    with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
+        file = write_model(Path(folder, "model.safetensors"), SAMPLE.form, SIZE)
+        try:
+            pool = RemotePool(handle, shares_weights=True)
+            remote = parallelize(comfy.sd.load_diffusion_model(str(file)), pool, holds_ui_device=False)
+
+            def evaluations() -> list[tuple[float, float]]:
+                assert pool.last_run is not None
+                return [(one.began, one.seconds) for one in pool.last_run.evaluations]
+
+            stock = Sampling(comfy.sd.load_diffusion_model(str(file)))
+            sides = {"ulysses2": Sampling(remote, evaluations), "stock": stock}
+            rounds = [
+                {name: sampling(seed) for name, sampling in sides.items()}
+                for seed in range(WARM_UP + options.rounds)
+            ][WARM_UP:]
+        finally:
+            handle.close()
+    for name in sides:
+        for part in PARTS:
+            in_ms = [{part: 1e3 * one[name][part]} for one in rounds]
+            yield Figure("run", name, f"{part}_ms", estimate(in_ms, partial(typical, phase=part)), "ms")
