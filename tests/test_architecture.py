@@ -57,6 +57,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/client/patchwise.py",
     "parallel_runtime/client/groups.py",
     "parallel_runtime/client/separable.py",
+    "parallel_runtime/client/tiles.py",
     "parallel_runtime/client/windows.py",
     "launcher/commands/",
     "launcher/trial/",

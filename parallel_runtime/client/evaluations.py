@@ -72,8 +72,8 @@ class Evaluations:
         # Branches whose first output was
         self._looked_at: WeakKeyDictionary[Run, set[Part]] = WeakKeyDictionary()
         self._failed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()  # evaluations of each
-        # Model -> how many times as large as its latent an output may be, where it was larger
-        self._growth: dict[str, int] = {}
+        # Model, work of a VAE -> how many times its latent an output may take, where it is more
+        self._growth: dict[tuple[str, Any], int] = {}
 
     def dispatch(self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool]) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again after other models
@@ -104,7 +104,7 @@ class Evaluations:
                         self._retract(tickets, interrupted)
                 except OutputTooLarge as error:
                     self.abandon()
-                    self._growth[run.model] = error.growth
+                    self._growth[run.model, works[0].arguments.get("work")] = error.growth
                 except OutOfMemory:
                     self.abandon()
                     if not self._residency.make_room(run.model, of_runs=True):
@@ -146,7 +146,8 @@ class Evaluations:
         frame = Frame(session.pool.arena)
         try:
             out = frame.blank(
-                sum(aligned(one.numel() * 4) for one in latents) * self._growth.get(run.model, 1)
+                sum(aligned(one.numel() * 4) for one in latents)
+                * self._growth.get((run.model, arguments.get("work")), 1)
             )
             written = written or write_arguments(session, arguments, work.branch, assume)
         except BaseException:  # nobody else knows of the frame yet

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from .evaluations import Work
 from .interrupt import held, interrupted, interrupting
 from .remote_pool import RemotePool
 from .session import Session
+from .tiles import OnTile, side_by_side
 
 ROUNDING = 1e-3  # of a picture's scale
 EPS = 8  # of a smaller dtype
@@ -37,6 +40,7 @@ BEHIND = (
     "This VAE is on the devices of a pool: put the node that copies it, changes it or chooses its device"
     " before PipeMesh Parallelize VAE, or leave that out."
 )
+Share = tuple[torch.Tensor, tuple[int, ...], int]  # of what is computed: samples, ranks, their width
 log = logging.getLogger("pipemesh")
 
 
@@ -58,6 +62,9 @@ class RemoteVAE:
 
     def ranks(self) -> int:
         return ranks_of(self._pool_of().layout)
+
+    def tiles_at_once(self) -> int:
+        return self._pool_of().layout.world_size
 
     @property
     def session(self) -> Session | None:
@@ -100,30 +107,49 @@ class RemoteVAE:
         """Returns what the stock ``work``, decode or encode, returns. Raises what ComfyUI takes for
         memory that ran out, where it does.
         """
-        pool, model = self.bring_up()
-        samples = samples.cpu()  # so that what comes of it takes no memory of the UI's device
         unit = 1 if work == "decode" else self.vae.spacial_compression_encode()
-        width = pool.layout.widths[-1]
-        ranks = pool.layout.members(0, width)
-        with held(pool.turn):
-            run = pool.runs.beside(model)
-
-        def dispatch(samples: torch.Tensor, ranks: tuple[int, ...], width: int) -> torch.Tensor:
-            arguments = {"samples": samples, "work": work, "unit": unit, "options": options}
-            return pool.evaluations.dispatch(run, [Work(arguments, Branch(), ranks, width)], interrupted)[0]
-
-        try:
+        with self._computing(work, unit, options) as (pool, dispatch):
+            ranks, width = pool.layout.members(0, pool.layout.widths[-1]), pool.layout.widths[-1]
             if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
                 why = "the pool is a pipeline" if pool.layout.stages > 1 else "it has too few rows"
                 log.info("[PipeMesh] One worker alone is to %s this picture: %s.", work, why)
-                return dispatch(samples, (0,), ALONE)
+                return dispatch([(samples, (0,), ALONE)])[0]
             if len(ranks) > 1 and (work, len(ranks)) not in self._compared:
                 part = samples[:1, :, :FRAMES] if samples.dim() == 5 else samples[:1]
                 part = part[..., : ROWS_EACH * len(ranks) * unit, : ROWS_EACH * unit].contiguous()
                 kind = type(self.vae.first_stage_model).__name__
-                if is_compared(kind, dispatch(part, ranks, width), dispatch(part, (0,), ALONE)):
+                if is_compared(kind, *dispatch([(part, ranks, width)]), *dispatch([(part, (0,), ALONE)])):
                     self._compared.add((work, len(ranks)))
-            return dispatch(samples, ranks, width)
+            return dispatch([(samples, ranks, width)])[0]
+
+    @interrupting
+    def compute_whole(self, work: str, tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what the stock ``work`` makes of each tile, to the bit, each on its own rank.
+        There are at most as many as ranks. Raises as ``compute``.
+        """
+        with self._computing(work, 1, {}) as (_, dispatch):
+            return dispatch([(tile, (rank,), ALONE) for rank, tile in enumerate(tiles)])
+
+    @contextmanager
+    def _computing(
+        self, work: str, unit: int, options: dict[str, Any]
+    ) -> Iterator[tuple[RemotePool, Callable[[Sequence[Share]], list[torch.Tensor]]]]:
+        """Yields the pool, and what has it compute shares side by side."""
+        pool, model = self.bring_up()
+        with held(pool.turn):
+            run = pool.runs.beside(model)
+
+        def dispatch(shares: Sequence[Share]) -> list[torch.Tensor]:
+            works = []
+            for samples, ranks, width in shares:  # on the CPU: outputs take no memory of the UI's device
+                arguments = {"samples": samples.cpu(), "work": work, "unit": unit, "options": options}
+                if width == ALONE:
+                    arguments["strides"] = torch.empty_like(samples, device="meta").stride()
+                works.append(Work(arguments, Branch(), ranks, width))
+            return pool.evaluations.dispatch(run, works, interrupted)
+
+        try:
+            yield pool, dispatch
         except OutOfMemory as error:
             log.warning("[PipeMesh] %s", error)
             raise torch.OutOfMemoryError(str(error)) from error
@@ -220,6 +246,42 @@ class VAEPatcher(ModelPatcher):
     deepclone_multigpu = add_patches = add_object_patch = _refuse
 
 
+def in_tiles(work: str, name: str) -> Callable[..., torch.Tensor]:
+    """Makes a method in place of ComfyUI's own of a VAE, which takes a picture in tiles: each rank
+    computes whole ones.
+    """
+
+    def method(vae: Any, samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def loop(on_tile: OnTile, **others: Any) -> torch.Tensor:
+            its = copy(vae)
+            vars(its).update(others, first_stage_model=SimpleNamespace(**{work: on_tile}))
+            return getattr(VAE, name)(its, samples, *args, **kwargs)
+
+        def prepare(tile: torch.Tensor) -> torch.Tensor:
+            return (vae.process_input(tile) if work == "encode" else tile).to(vae.vae_dtype)
+
+        remote: RemoteVAE = vae.first_stage_model.remote
+        as_it_is = dict.fromkeys(("process_input", "process_output"), lambda picture: picture)
+        ask_all = partial(
+            loop, **as_it_is, vae_dtype=samples.dtype, device=samples.device, output_device="meta"
+        )
+        at_once = remote.tiles_at_once()
+        return side_by_side(ask_all, loop, partial(remote.compute_whole, work), at_once, prepare)
+
+    return method
+
+
+class VAEInPool(VAE):
+    """A VAE whose ``first_stage_model`` is a ``FirstStage``: in tiles, because a node asks for that
+    or memory ran out, each rank computes whole ones.
+    """
+
+    decode_tiled_ = in_tiles("decode", "decode_tiled_")
+    decode_tiled_3d = in_tiles("decode", "decode_tiled_3d")
+    encode_tiled_ = in_tiles("encode", "encode_tiled_")
+    encode_tiled_3d = in_tiles("encode", "encode_tiled_3d")
+
+
 def why_by_stock(vae: Any) -> str:
     """Returns why a VAE is decoded by ComfyUI itself; empty where a pool can do it."""
     if type(vae) is not VAE or "decode" in vars(vae) or "encode" in vars(vae) or not hasattr(vae, "patcher"):
@@ -243,6 +305,7 @@ def parallelize_vae(
     the copy does.
     """
     made = copy(vae)
+    made.__class__ = VAEInPool
     remote = RemoteVAE((lambda: vae) if keeps else weakref.ref(vae), pool_of, holds_ui_device)
     made.first_stage_model = FirstStage(remote)
     patcher = vae.patcher

@@ -1,7 +1,7 @@
 """Take the context windows of one evaluation to the groups of ranks together.
 
 ComfyUI's loop asks for a window when it has the one before (comfy/context_windows.py @ 0.30.0),
-although windows need nothing of each other. So it runs twice: it asks for all, then it is answered.
+although windows need nothing of each other (``lookahead``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from inspect import signature
 from typing import Any
 
 from comfy.context_windows import IndexListContextHandler
+
+from .lookahead import Lookahead
 
 HOSTS = IndexListContextHandler.__module__  # other schedules may need what a run has
 Together = Callable[[Sequence[Callable[[], Any]], Any], list[Any]]
@@ -34,34 +36,34 @@ class WindowsTogether(IndexListContextHandler):
         self._in_sequence = in_sequence
         self._together = together
         self._at_once = at_once
-        self._asked: list[Callable[[], Any]] | None = None
-        self._answers: list[Any] = []
+        self._ahead: Lookahead[Callable[[], Any], Any] | None = None
+        self._is_asking = False
 
     def execute(
         self, calc_cond_batch: Any, model: Any, conds: Any, x_in: Any, timestep: Any, model_options: Any
     ) -> Any:
         given = calc_cond_batch, model, conds, x_in, timestep, model_options
-        self._answers = []
-        if not self._in_sequence(model.current_patcher, conds, model_options):
-            self._asked = []
+        if self._in_sequence(model.current_patcher, conds, model_options):
+            return super().execute(*given)
+        self._ahead = Lookahead(lambda now: self._together(now, model.current_patcher), self._at_once)
+        self._is_asking = True
+        try:
             super().execute(*given)
-            asked, self._asked = self._asked, None
-            answers: list[Any] = []
-            for first in range(0, len(asked), self._at_once):
-                answers += self._together(asked[first : first + self._at_once], model.current_patcher)
-            self._answers = answers[::-1]
-        return super().execute(*given)
+            self._is_asking = False
+            return super().execute(*given)
+        finally:
+            self._ahead = None
 
     def evaluate_context_windows(self, *args: Any, **kwargs: Any) -> Any:
-        if self._answers:
-            return self._answers.pop()
+        if self._ahead is not None and not self._is_asking:
+            return self._ahead.answer()
         stock = partial(super().evaluate_context_windows, *args, **kwargs)
-        if self._asked is None:
+        if self._ahead is None:
             return stock()
         given = signature(stock.func).bind(*args, **kwargs).arguments
         options = given["model_options"]  # each window writes into its own
         own = {**options, "transformer_options": dict(options["transformer_options"])}
-        self._asked.append(partial(stock.func, **{**given, "model_options": own}))
+        self._ahead.ask(partial(stock.func, **{**given, "model_options": own}))
         return []
 
 

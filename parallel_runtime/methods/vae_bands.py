@@ -81,7 +81,9 @@ class BandsOfRows:
         self._comm.in_step.begin(self._known, expected)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        """Compute this rank's band of ``samples``; the first rank returns all of the picture."""
+        """Compute this rank's band of ``samples``; the first rank returns all of the picture.
+        ``strides``: how all of it lies in the UI's memory, because kernels are chosen by that.
+        """
         samples, in_step = arguments["samples"], self._comm.in_step
         try:
             in_step.agree()
@@ -93,7 +95,9 @@ class BandsOfRows:
                 raise Refused(f"{rows} rows cannot be cut into bands for {size} ranks.")
             self._rows.bands, rank = bands, self._comm.rank
             own = samples.narrow(ROWS, bands.start(rank), bands.rows[rank])
-            output = forward(to_device(own.clone(), self._device), **arguments["options"])
+            strides = arguments.get("strides") or torch.empty_like(own, device="meta").stride()
+            own = own.new_empty_strided(own.shape, strides).copy_(own)  # another copy than the arena's
+            output = forward(to_device(own, self._device), **arguments["options"])
             output = self._rows.gathered(output) if size > 1 else output
             in_step.end(number)
             return output

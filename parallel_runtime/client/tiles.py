@@ -1,0 +1,76 @@
+"""Give each rank whole tiles of a picture that ComfyUI takes tile by tile.
+
+ComfyUI cuts the picture and puts the tiles together; its loop waits for each tile before it asks
+for the next (comfy/utils.py tiled_scale_multidim @ 0.30.0), although tiles need nothing of each
+other (``lookahead``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import comfy.utils
+import torch
+
+from ..errors import Refused
+from .lookahead import Lookahead
+
+T = TypeVar("T")
+OnTile = Callable[[torch.Tensor], torch.Tensor]
+
+
+def side_by_side(
+    ask_all: Callable[[OnTile], Any],
+    loop: Callable[[OnTile], T],
+    compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    at_once: int,
+    prepare: OnTile = lambda tile: tile,
+) -> T:
+    """Returns what ``loop``, ComfyUI's own, makes of the tiles that ``compute`` has computed,
+    ``at_once`` of them. ``ask_all`` is the same loop where results take no memory; it is given
+    nothing worth having. It asks for tiles as they are in the picture, ``loop`` for what
+    ``prepare`` makes of each. Raises Refused where that is another tile than was computed.
+    """
+
+    def together(tiles: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        prepared = [prepare(tile) for tile in tiles]
+        return list(zip(prepared, compute(prepared), strict=True))
+
+    ahead: Lookahead[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = Lookahead(together, at_once)
+
+    def ask(tile: torch.Tensor) -> torch.Tensor:
+        ahead.ask(tile)
+        return tile.new_empty((1,) * tile.dim(), device="meta")
+
+    def answer(tile: torch.Tensor) -> torch.Tensor:
+        computed, output = ahead.answer()
+        if not are_same(computed.cpu(), tile.cpu()):
+            raise Refused(
+                "ComfyUI goes through the tiles of this picture in another way than it was asked to at first:"
+                " update PipeMesh, and leave PipeMesh Parallelize VAE out until then."
+            )
+        return output
+
+    with no_progress_shown():
+        ask_all(ask)
+    return loop(answer)
+
+
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both hold the same numbers, some of which may be NaN."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@contextmanager
+def no_progress_shown() -> Iterator[None]:
+    """Inside, ComfyUI's progress bars that are made show nothing."""
+    hook = comfy.utils.PROGRESS_BAR_HOOK
+    comfy.utils.set_progress_bar_global_hook(None)
+    try:
+        yield
+    finally:
+        comfy.utils.set_progress_bar_global_hook(hook)
