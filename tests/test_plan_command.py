@@ -5,6 +5,7 @@ import json
 import pytest
 from pipemesh.launcher.commands import plan as command
 from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.decoding import Decoding, counted, decoding_s
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.published import published_box
 
@@ -12,12 +13,14 @@ from .planned import counts, saved
 
 FLUX = counts("flux 1024")
 MODEL = saved()["flux 1024"]["model"]
+# As of a large picture
+DECODING = Decoding(flops=10**13, moved=[(10**8, 100)], launches=150, messages=60, picture_bytes=6 << 20)
 ASKED = ["--family", MODEL, "--box", "8xL40-PCIe"]
 
 
 @pytest.fixture
 def planned(monkeypatch, capsys):
-    monkeypatch.setattr(command, "counted", lambda _model, _extent: FLUX)
+    monkeypatch.setattr(command, "counted", lambda _model, _extent: (FLUX, DECODING))
 
     def run(*options):
         assert command.main([*ASKED, *options], None) == 0
@@ -41,7 +44,7 @@ def test_scripts_find_the_layouts_their_times_and_the_best_of_each_number_of_gpu
         warm_up=2 if allows else 1,
     )
     made = plan(job, published_box("8xL40-PCIe"), allows_approximate=allows)
-    assert set(told) == {"model", "extent", "box", "tflops", "verdict", "decoding_s", "best_of", "layouts"}
+    assert set(told) == {"model", "extent", "box", "tflops", "verdict", "prompt_s", "best_of", "layouts"}
     assert (told["model"], told["extent"], told["box"]) == (MODEL, [1024, 1024, 1], "8xL40-PCIe")
     assert told["tflops"] == pytest.approx(FLUX.flops / 1e12)
     assert told["verdict"].startswith(f"Fastest: {made.best.layout.equation()}")
@@ -53,6 +56,15 @@ def test_scripts_find_the_layouts_their_times_and_the_best_of_each_number_of_gpu
             == pytest.approx(sum(row["ms_by_cause"].values()))
         )
         assert row["why_not"] == due.why and row["is_approximate"] == (row["layout"]["pipefusion"] > 1)
+    box, best, batch = published_box("8xL40-PCIe"), made.best, 3 if "--batch" in options else 1
+    ranks = 1 if best.layout.stages > 1 else best.layout.world_size
+    one_gpu_s = decoding_s(DECODING, box.first(1))
+    assert told["prompt_s"]["pool"] == {
+        "loading": pytest.approx(best.prediction.weight_bytes / box.host_bytes_per_s),
+        "sampling": pytest.approx(job.evaluations * best.prediction.seconds),
+        "decoding": pytest.approx(batch * min(one_gpu_s, decoding_s(DECODING, box.first(ranks)))),
+    }
+    assert told["prompt_s"]["one_gpu"]["decoding"] == pytest.approx(batch * one_gpu_s)
     for size, best in told["best_of"].items():
         alone = plan(job, published_box("8xL40-PCIe").first(int(size)), allows_approximate=allows).best
         assert (best["equation"], best["ms"]) == (
@@ -71,9 +83,38 @@ def test_people_read_the_fastest_the_best_of_each_number_of_gpus_and_why_others_
         == f"{MODEL}, 1024x1024, {FLUX.flops / 1e12:.1f} TFLOP per evaluation of a branch, on 8xL40-PCIe"
     )
     assert lines[1].startswith("Fastest: ") and lines[1].endswith(" times as fast as one GPU.")
-    assert [line.split(":")[0].strip() for line in lines[3:7]] == ["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
-    assert "the fastest" in lines[9] and lines[-1].endswith("more: --all")
+    names, seconds = zip(*(line.rsplit(maxsplit=2)[::2] for line in lines[4:8]), strict=True)
+    assert [name.split(",")[0].strip() for name in names] == ["loading", "sampling", "decoding", "in all"]
+    assert sum(map(float, seconds[:3])) == pytest.approx(float(seconds[3]), abs=0.02)
+    assert " times as fast; at most " in lines[8]
+    assert [line.split(":")[0].strip() for line in lines[10:14]] == ["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
+    assert "the fastest" in lines[16] and lines[-1].endswith("more: --all")
     assert len(planned("--all").splitlines()) > len(lines)
+
+
+def test_decoding_is_counted_of_comfyuis_own_vae_and_shared_out_where_that_is_faster():
+    few, many = (counted("Flux", (1, 16, side, side)) for side in (16, 128))
+    assert many.flops > 60 * few.flops and many.picture_bytes == 1024 * 1024 * 3 * 2
+    assert many.messages == few.messages > 40
+    alone, eight = (published_box(f"{ranks}xL40-PCIe") for ranks in (1, 8))
+    assert decoding_s(few, alone) < decoding_s(few, eight), "its messages take longer than it"
+    assert decoding_s(many, eight) < decoding_s(many, alone) < 8 * decoding_s(many, eight)
+    assert counted("LTXV", (1, 128, 4, 8, 8)) is None
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("latents", "shape", "picture"),
+    [
+        ("SDXL", (1, 4, 8, 8), 64 * 64),
+        ("Flux2", (1, 128, 4, 4), 64 * 64),
+        ("HunyuanVideo", (1, 16, 2, 4, 4), 5 * 32 * 32),
+        ("Wan21", (1, 16, 2, 4, 4), 5 * 32 * 32),
+        ("Wan22", (1, 48, 2, 2, 2), 5 * 32 * 32),
+    ],
+)
+def test_the_vaes_of_released_models_are_those_of_their_latents(latents, shape, picture):
+    assert counted(latents, shape).picture_bytes == 3 * 2 * picture
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from pipemesh.parallel_runtime.planner.cost import (
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.messages import SharedAttention
 from pipemesh.parallel_runtime.planner.prediction import predict, sharded_bytes
-from pipemesh.parallel_runtime.planner.published import decoded, decoding_s, figures, published_box
+from pipemesh.parallel_runtime.planner.published import figures, published_box
 from pipemesh.parallel_runtime.planner.whole import ITEM_BYTES, Activations
 
-from .planned import attention_alone, box, counts, saved
+from .planned import attention_alone, box, counts
 
 FLUX = counts("flux 1024")
 JOB = Job(whole=FLUX)
@@ -285,16 +285,6 @@ def test_what_kernels_move_between_products_takes_time_through_the_cache_where_i
     )
 
 
-def test_a_video_is_decoded_in_tiles_that_overlap():
-    assert (decoded(720, 256, 0.25), decoded(1280, 256, 0.25), decoded(192, 256, 0.25)) == (912, 1664, 192)
-    h100, l40 = (published_box(f"1x{name}-PCIe").devices[0] for name in ("H100", "L40"))
-    timed = saved()["hunyuan 720p"]["model"]
-    long, longer = (decoding_s(timed, (1280, 720, frames), h100) for frames in (48, 96))
-    assert long is not None and longer is not None and longer == pytest.approx((64 + 48) / 48 * long)
-    assert decoding_s(timed, (1280, 720, 48), l40) == pytest.approx(long * 989 / 181.05)
-    assert decoding_s(saved()["flux 1024"]["model"], (1024, 1024, 1), h100) is None
-
-
 # -- memory
 
 
@@ -434,7 +424,7 @@ def test_every_published_device_and_link_makes_a_box_and_names_its_source():
             made = published_box(f"2x8x{name}-{link}-100G")
             assert len(made.devices) == 16
             assert [level.ranks for level in made.levels] == ([1, 8] if link == "NVLink" else [1, 4, 8])
-    of_several = ("devices", "network", "decoders")
+    of_several = ("devices", "network")
     groups = [group for key, group in figures().items() if key not in of_several]
     assert all(
         "source" in group

@@ -14,13 +14,16 @@ from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.families.every import RELEASED
 
 if TYPE_CHECKING:
+    from ...parallel_runtime.planner.box import Box
     from ...parallel_runtime.planner.choose import Plan, Row
+    from ...parallel_runtime.planner.decoding import Decoding
     from ...parallel_runtime.planner.job import Job
     from ...parallel_runtime.planner.whole import Whole
     from ..comfyui.host_record import ComfyInstall
 
 SHOWN = 12  # rows of the table for people; --all shows every one
 SIZES = (1, 2, 4, 8)
+PARTS = {"loading": "loading, from main memory", "sampling": "sampling", "decoding": "decoding"}
 LINE = "{:34}{:>10}{:>9}{:>9}{:>10}  {:10}{}"
 HEAD = LINE.format("layout", "ms/eval", "speed-up", "GiB/rank", "sent MiB", "weights", "why not")
 
@@ -44,11 +47,15 @@ def known_models() -> dict[str, str]:
     return names
 
 
-def counted(model: str, extent: tuple[int, int, int]) -> Whole:
-    """Run the model dry on one device, and return the counts."""
+def counted(model: str, extent: tuple[int, int, int]) -> tuple[Whole, Decoding | None]:
+    """Run the model and its VAE dry on one device, and return the counts; None of a VAE that is not
+    known.
+    """
+    from ...parallel_runtime.planner import decoding
     from ...parallel_runtime.planner.released_model import DryModel
 
-    return DryModel(*RELEASED[model], extent).whole()
+    dry = DryModel(*RELEASED[model], extent)
+    return dry.whole(), decoding.counted(type(dry.model.latent_format).__name__, dry.shape)
 
 
 def record(plan: Plan, row: Row) -> dict[str, Any]:
@@ -93,17 +100,37 @@ def verdict(plan: Plan) -> str:
     return f"Fastest: {plan.best.layout.equation()}{times}."
 
 
-def whole_run(plan: Plan, job: Job, seconds: float) -> str:
-    """Say what decoding adds to the evaluations of a run, on whatever number of GPUs."""
-    alone, best = plan.alone(), plan.best
-    said = f"Decoding takes about {seconds:.0f} s more, on one GPU"
-    evaluation = [
-        row.prediction.seconds for row in (alone, best) if row is not None and row.prediction is not None
-    ]
-    if len(evaluation) < 2:
-        return f"{said}."
-    one, several = (job.evaluations * own + seconds for own in evaluation)
-    return f"{said}: {several:.0f} s in all, {one / several:.2f} times as fast as one GPU."
+def prompt_s(plan: Plan, job: Job, decoding: Decoding | None, box: Box) -> dict[str, dict[str, float]]:
+    """Return the seconds of a prompt's parts on one GPU and in the pool, where both have room.
+    Decoding is shared out where that is faster.
+    """
+    from ...parallel_runtime.planner.decoding import decoding_s
+
+    found: dict[str, dict[str, float]] = {}
+    for name, row in (("one_gpu", plan.alone()), ("pool", plan.best)):
+        if row is None or (one := row.prediction) is None:
+            return {}
+        found[name] = {
+            "loading": one.weight_bytes / box.host_bytes_per_s,
+            "sampling": job.evaluations * one.seconds,
+        }
+        if decoding is not None:
+            ranks = 1 if row.layout.stages > 1 else row.layout.world_size
+            seconds = min(decoding_s(decoding, box.first(size)) for size in {1, ranks})
+            found[name]["decoding"] = job.batch * seconds
+    return found
+
+
+def prompt_lines(seconds: dict[str, dict[str, float]]) -> list[str]:
+    """Print a prompt's parts, and what would be left if ranks took no time: Amdahl's bound."""
+    one, pool = seconds["one_gpu"], seconds["pool"]
+    row = "  {:34}{:>10}{:>10}"
+    lines = [row.format("a prompt, in seconds", "one GPU", "pool")]
+    lines += [row.format(PARTS[name], f"{one[name]:.2f}", f"{pool[name]:.2f}") for name in one]
+    total, faster = sum(one.values()), sum(one.values()) / sum(pool.values())
+    lines.append(row.format("in all, without the text encoder", f"{total:.2f}", f"{sum(pool.values()):.2f}"))
+    bound = total / one["loading"]
+    return [*lines, f"  {faster:.2f} times as fast; at most {bound:.1f} times, as loading stays what it is"]
 
 
 def main(argv: list[str], host: ComfyInstall) -> int:
@@ -151,7 +178,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         )
     from ...parallel_runtime.planner.choose import plan
     from ...parallel_runtime.planner.job import Job
-    from ...parallel_runtime.planner.published import decoding_s, published_box
+    from ...parallel_runtime.planner.published import published_box
 
     try:
         box = published_box(options.box)
@@ -167,7 +194,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     width, height, frames = options.size or usual
     extent = (width, height, options.frames or (frames if frames > 1 else usual[2]))
     with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
-        whole = counted(model, extent)
+        whole, decoding = counted(model, extent)
     job = Job(
         whole=whole,
         evaluations=options.evaluations,
@@ -178,7 +205,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     )
     found = plan(job, box, allows_approximate=options.approximate)
     best = {size: found.best_of(size) for size in SIZES if size <= len(box.devices)}
-    seconds = decoding_s(model, extent, box.devices[0])
+    seconds = prompt_s(found, job, decoding, box)
     if options.json:
         rows = [record(found, row) for row in found.rows]
         sizes = {str(size): record(found, row) if row else None for size, row in best.items()}
@@ -189,13 +216,13 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             "tflops": whole.flops / 1e12,
             "verdict": verdict(found),
         }
-        print(json.dumps({**head, "decoding_s": seconds, "best_of": sizes, "layouts": rows}))
+        print(json.dumps({**head, "prompt_s": seconds, "best_of": sizes, "layouts": rows}))
         return 0
     frames_text = f", {extent[2]} frames" if extent[2] > 1 else ""
     computed = f"{whole.flops / 1e12:.1f} TFLOP per evaluation of a branch"
     print(f"{model}, {extent[0]}x{extent[1]}{frames_text}, {computed}, on {box.name}\n{verdict(found)}\n")
-    if seconds is not None:
-        print(f"  {whole_run(found, job, options.batch * seconds)}\n")
+    if seconds:
+        print("\n".join(prompt_lines(seconds)), end="\n\n")
     for size, row in best.items():
         if row is not None and row.prediction is not None:
             print(
