@@ -125,7 +125,9 @@ def test_a_budget_is_never_passed(written, form, part):
 
 GIB = 1 << 30
 ALONE = "no other rank has the same blocks: raise ulysses or ring to share weights out"
-FLUX = ModelBytes(around=GIB, blocks=23 * GIB, shared_blocks=23 * GIB, largest=GIB, two=2 * GIB)
+FLUX = ModelBytes(
+    around=GIB, blocks=23 * GIB, shared_blocks=23 * GIB, largest=GIB, two=2 * GIB, two_blocks=4 * GIB
+)
 
 
 def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLUX, **groups):
@@ -139,7 +141,8 @@ def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLU
     ("request_", "kept", "why"),
     [
         ({}, "whole", "each rank needs 24.0 GiB, and 78.5 GiB are free"),
-        ({"free": 24}, "sharded", "each rank needs 13.6 GiB, and 22.5 GiB are free"),
+        ({"free": 24}, "sharded", "each rank needs 16.5 GiB, and 22.5 GiB are free"),
+        ({"free": 16}, "sharded by layer", "each rank needs 13.6 GiB, and 14.5 GiB are free"),
         (
             {"free": 14, "held": 20},
             "whole",
@@ -151,7 +154,7 @@ def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLU
         (
             {"free": 40, "names": ["cuda:0", "cuda:0"]},
             "sharded",
-            "each rank needs 13.6 GiB, and 18.5 GiB are free",
+            "each rank needs 16.5 GiB, and 18.5 GiB are free",
         ),
         (
             {"free": 0, "names": ["cpu", "cpu"]},
@@ -159,6 +162,8 @@ def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLU
             "ranks on the CPU map the checkpoint, one copy for all",
         ),
         ({"asked": "sharded"}, "sharded", "as chosen"),
+        ({"asked": "sharded", "free": 16}, "sharded by layer", "as chosen"),
+        ({"asked": "sharded", "names": ["cpu", "cpu"]}, "sharded by layer", "as chosen"),
         ({"asked": "sharded", "ranks": 1, "cfg": 2}, "whole", ALONE),
         ({"asked": "whole", "free": 1}, "whole", "as chosen"),
         ({"asked": "offloaded", "free": 11.5}, "offloaded", "as chosen"),
@@ -166,7 +171,7 @@ def asked(asked="auto", free=80, ranks=2, stages=1, held=0, names=None, size=FLU
 )
 def test_the_first_way_that_fits_is_taken_and_says_why(request_, kept, why):
     keeping = asked(**request_)
-    assert (keeping.kept, keeping.why) == (kept, why)
+    assert (keeping.kept + " by layer" * keeping.by_layer, keeping.why) == (kept, why)
     assert keeping.budget == (int((request_["free"] - 1.5) * GIB) if kept == "offloaded" else 0)
 
 

@@ -208,7 +208,11 @@ def test_models_that_a_rank_holds_at_once_compute_each_with_what_its_own_nodes_s
             patcher = replaced(stock_model(WAN.heads[-1], family=WAN.name), pack)
             sent = Crossed(patcher).sent
             resident = ResidentModel(
-                patcher.clone(), CPU, mesh, rank, SimpleNamespace(stages=(), weights="whole", budget=0)
+                patcher.clone(),
+                CPU,
+                mesh,
+                rank,
+                SimpleNamespace(stages=(), weights="whole", budget=0, by_layer=False),
             )
             resident.patch("set", {}, across(sent.objects), None, None, rank)
             residents.append((resident, across(crossing_options(asked[0]["transformer_options"], sent))))

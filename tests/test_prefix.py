@@ -225,7 +225,7 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
         patcher, rank, seen = stock_model(3), IdleRank(), []
         told = property(lambda _: seen[-1], lambda _, value: seen.append(value))
         patcher.model.__class__ = type("Told", (type(patcher.model),), {"current_patcher": told})
-        load = SimpleNamespace(stages=(), weights="whole", budget=0)
+        load = SimpleNamespace(stages=(), weights="whole", budget=0, by_layer=False)
         resident = ResidentModel(patcher, torch.device("cpu"), mesh, rank, load)
         if gathered:
             turns = SimpleNamespace(are_known=True, end_run=lambda: None)

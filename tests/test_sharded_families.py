@@ -4,6 +4,7 @@ last bit: all ranks in one process, each a ResidentModel of its own.
 
 import inspect
 import itertools
+from collections import Counter
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.lab.random_files import write_model
+from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
@@ -74,7 +76,7 @@ def serving(mesh, weights, runs, calls):
     requests = [Part(run, branch) for run in runs for branch in range(len(calls))]
     rank = Rank(requests, ahead=False)
     rank.count = lambda done, total: None
-    return rank, requests, SimpleNamespace(stages=(), weights=weights, budget=0)
+    return rank, requests, SimpleNamespace(stages=(), weights=weights, budget=0, by_layer=False)
 
 
 def computed(monkeypatch, layout, weights, path, calls, patches):
@@ -117,6 +119,45 @@ def test_a_family_computes_the_same_with_its_weights_shared_out(written, monkeyp
     for key in truth:
         assert (truth[key] is None and ours[key] is None) or torch.equal(truth[key], ours[key]), key
     assert all(resident.weights.turns.are_known for resident in residents.values())
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_an_evaluation_gathers_each_block_in_one_message_and_waits_once_for_it(
+    written, monkeypatch, by_layer
+):
+    path, started, waits = str(written(WITH_FILE[0], "")), [], Counter()
+    calls, start, wait = asked(path, WITH_FILE[0])[:1], ShardGather.start, ShardGather.wait
+    world = World(Layout(ulysses=2), "gloo", monkeypatch)
+
+    def work(mesh, _run):
+        rank, requests, load = serving(mesh, "sharded", (1, 2), calls)
+        load.by_layer = by_layer
+        resident = ResidentModel(loaded(path), CPU, mesh, rank, load)
+        for rank.at, part in enumerate(requests):
+            begun, waited = len(started), waits[mesh.rank]
+            resident.method.begin(part)
+            resident.on_rank(dict(calls[0]), rank.at + 1)
+            own = [index for at, index in started[begun:] if at == mesh.rank]
+            blocks = {id(block) for block, _ in resident.weights._sharded.values()}
+            modules = {name.rpartition(".")[0] for name in resident.weights._sharded}
+            assert len(own) == len(set(own)) == len(blocks), "each once"
+            # Also before each, and at the end
+            assert waits[mesh.rank] - waited == 2 * len(blocks) + 1
+            assert len(modules) == len(blocks) if by_layer else len(modules) > 2 * len(blocks)
+
+    def noted(gather, model, index, part, whole):
+        started.append((gather.rank, index))
+        start(gather, model, index, part, whole)
+
+    def counted(gather):
+        waits[gather.rank] += 1
+        wait(gather)
+
+    monkeypatch.setattr(ShardGather, "start", noted)
+    monkeypatch.setattr(ShardGather, "wait", counted)
+    with torch.inference_mode():
+        world.run(work, Random(7).choice)
+    assert started
 
 
 def in_turn(monkeypatch, layout, weights, paths, calls):

@@ -1,5 +1,5 @@
 """Weights that the ranks of a sequence share out: the same numbers, an equal part of each layer on
-every rank, gathered layer by layer.
+every rank, gathered block by block; here a block has one layer.
 """
 
 from random import Random
@@ -22,7 +22,14 @@ from pipemesh.parallel_runtime.weights.main_memory import LEAST_BYTES, OF_MODEL,
 from pipemesh.parallel_runtime.weights.placeholder import Placeholder
 from pipemesh.parallel_runtime.weights.quantised import taken_apart
 from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
-from pipemesh.parallel_runtime.weights.shared_layers import LEFT_WHOLE, TOGETHER, Sharing, least_shared
+from pipemesh.parallel_runtime.weights.shared_layers import (
+    LEFT_WHOLE,
+    TOGETHER,
+    Layer,
+    Sharing,
+    gathered_together,
+    least_shared,
+)
 
 from .collectives import World, disagreements, has_an_order
 from .conftest import ALL
@@ -238,7 +245,6 @@ def turns(alone, monkeypatch):
     it when it does. ``skip``: a block that is left out.
     """
     model, weights = alone
-    weights.turns.room_bytes *= 2
     happened, start = [], ShardGather.start
     monkeypatch.setattr(
         ShardGather,
@@ -293,11 +299,13 @@ def test_where_two_layers_have_no_room_the_next_one_is_sent_for_in_its_turn(turn
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_room_is_for_two_layers_or_for_as_many_as_keep_the_ranks_within_their_bound(ranks):
-    small, large, huge = Sharing(0, 1000, 10, 20), Sharing(10, 990, 15, 30), Sharing(0, 1000, 200, 400)
+    sizes = (0, 1000, 10, 20), (10, 990, 15, 30), (0, 1000, 200, 400)
+    small, large, huge = (Sharing(*size, by_layer=True) for size in sizes)
     assert small.room(ranks) == (20 if ranks < 8 else 16)
     assert ranks * large.held(ranks) <= TOGETHER * 1000 or large.room(ranks) == large.largest
     assert huge.room(ranks) >= 200, "a layer needs its weights"
     assert huge.held(1) == 1000
+    assert Sharing(*sizes[2]).room(ranks) == 400, "of blocks there is room for two"
 
 
 ONE_LARGE_LAYER = "ideogram4-9.3b"  # which needs its weights while it computes
@@ -309,8 +317,18 @@ def test_the_ranks_of_a_sequence_hold_little_more_than_one_released_model(name):
     model = empty_model(*RELEASED[name], torch.bfloat16, torch.device("meta")).diffusion_model
     size, whole = ModelBytes.of(model), bytes_of(model)
     assert size.sharded(1, 1) + size.aside == size.whole(1) == whole
-    above = [ranks for ranks in (2, 3, 4, 8) if ranks * size.sharded(1, ranks) > 1.15 * whole]
+    above = [ranks for ranks in (2, 3, 4, 8) if ranks * size.sharded(1, ranks, True) > 1.15 * whole]
     assert above == ([8] if name == ONE_LARGE_LAYER else [])
+
+
+def test_layers_of_a_block_are_gathered_together_and_those_around_them_alone():
+    paths = "img_in", "blocks.0.qkv", "blocks.0.mlp.0", "blocks.1.qkv", "embed.mlp.0", "embed.mlp.2", "head"
+    together = gathered_together([Layer(path, torch.nn.Identity(), {}) for path in paths])
+    assert [[layer.path for layer in some] for some in together] == [
+        ["img_in"],
+        ["blocks.0.qkv", "blocks.0.mlp.0"],
+        *([path] for path in paths[3:]),
+    ]
 
 
 def test_the_smallest_layers_stay_whole_while_they_are_next_to_nothing():

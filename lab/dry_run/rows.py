@@ -20,7 +20,7 @@ from ...parallel_runtime.methods.shards import Rows
 from ...parallel_runtime.planner.dry_run import Recorder, run_recorded
 from ...parallel_runtime.planner.quick_fake import QuickFakeMode
 from ...parallel_runtime.planner.whole import Whole
-from ...parallel_runtime.weights.shared_layers import Layer, shared_layers
+from ...parallel_runtime.weights.shared_layers import Layer, gathered_together, shared_layers
 from .device import WatchedDevice
 
 # In the place of rows: what ranks share, whatever its rows, as ``Apart`` has it
@@ -85,7 +85,7 @@ def count_by_rows(
         unshared=Unshared(
             [own.apart(*pair) for pair in pairwise(marks)], counts.flops - marks[-1].total(), recorder.frames
         ),
-        more_turns=sum(layer.nbytes for layer in recorder.order.turns)
+        more_turns=sum(layer.nbytes for block in recorder.order.turns for layer in block)
         - sum(map(sum, whole.shareable.layers)),
     )
 
@@ -121,21 +121,21 @@ class OwnRows:
 
 
 class LayerOrder:
-    """Notes in which ``turns`` layers compute. A layer's weights are still there where it, or it
-    and one other, compute several times (``turns.Room``).
+    """Notes in which ``turns`` blocks of layers compute. A block's weights are still there where
+    it, or it and one other, compute several times (``turns.Room``).
     """
 
     def __init__(self) -> None:
-        self.turns: list[Layer] = []
-        self._held: list[Layer] = []  # the one at hand last
+        self.turns: list[list[Layer]] = []
+        self._held: list[list[Layer]] = []  # the one at hand last
 
-    def note(self, layer: Layer) -> Callable[..., None]:
-        """Return a hook on a layer."""
+    def note(self, block: list[Layer]) -> Callable[..., None]:
+        """Return a hook on a layer of a block."""
 
         def enter(*_: Any) -> None:
-            if layer not in self._held:
-                self.turns.append(layer)
-            self._held = [*[one for one in self._held if one is not layer][-1:], layer]
+            if block not in self._held:
+                self.turns.append(block)
+            self._held = [*[one for one in self._held if one is not block][-1:], block]
 
         return enter
 
@@ -172,8 +172,9 @@ class RowRecorder(Recorder):
                     module.register_forward_hook(leave),
                 ]
         return handles + [
-            layer.module.register_forward_pre_hook(self.order.note(layer))
-            for layer in shared_layers(transformer)
+            layer.module.register_forward_pre_hook(self.order.note(block))
+            for block in gathered_together(shared_layers(transformer))
+            for layer in block
         ]
 
     def _enter_insert(self, module: nn.Module, insert: Insert) -> Callable[..., None]:

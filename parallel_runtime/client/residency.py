@@ -141,6 +141,7 @@ class Residency:
                 "stages": stages,
                 "weights": weights.kept,
                 "budget": weights.budget,
+                "by_layer": weights.by_layer,
                 "title": title_in(source.title, stages),
             }
             answers = session.ask(

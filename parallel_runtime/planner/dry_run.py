@@ -18,7 +18,7 @@ from ..methods.hooks import Attention, TokenHooks
 from ..methods.shards import Rows
 from ..weights.main_memory import InMainMemory, tables_of
 from ..weights.placeholder import Placeholder
-from ..weights.shared_layers import Sharing, shared_layers
+from ..weights.shared_layers import Sharing, gathered_together, shared_layers
 from .dry_device import DeviceCounts, computing_dry
 from .quick_fake import QuickFakeMode
 from .whole import Activations, Attended, Shareable, Whole
@@ -155,14 +155,16 @@ def weights_of(model: Any) -> tuple[torch.Tensor, ...]:
 def shareable(transformer: torch.nn.Module, plan: TokenPlan) -> Shareable:
     paths = [f"{group.path}.{index}." for _, index, group in blocks_of(transformer, plan)]
     layers: list[list[int]] = [[] for _ in (*paths, "around")]
-    for layer in shared_layers(transformer):
-        layers[next((place for place, path in enumerate(paths) if layer.path.startswith(path)), -1)].append(
-            layer.nbytes
-        )
+    together: list[list[int]] = [[] for _ in layers]
+    for some in gathered_together(shared_layers(transformer)):
+        sizes, first = [layer.nbytes for layer in some], some[0].path
+        at = next((place for place, path in enumerate(paths) if first.startswith(path)), -1)
+        layers[at] += sizes
+        together[at].append(sum(sizes))
     *blocks, around = map(sum, layers)
     sharing = Sharing.of([size for one in layers for size in one], 0)
     aside = sum(table.nbytes for table in tables_of(transformer))
-    return Shareable(blocks, around, sharing.largest, sharing.two, aside, layers)
+    return Shareable(blocks, around, sharing.largest, sharing.two, aside, layers, together)
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Choose how ranks keep a model's weights: whole, an equal part of each layer, or as much of them
+"""Choose how ranks keep a model's weights: whole, an equal part of each block, or as much of them
 as fits, the rest in the machine's memory.
 """
 
@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from ..layout import OF_A_SEQUENCE, Layout, listed
 from ..stages import share_out
 from ..weights.main_memory import tables_of
 from ..weights.quantised import stored_bytes
-from ..weights.shared_layers import Sharing, shared_layers
+from ..weights.shared_layers import Sharing, gathered_together, shared_layers
 from .ways import WAYS, Kept
 
 LEFT_FREE = 3 << 29  # bytes on each device, at least, for what an evaluation computes
@@ -31,8 +31,8 @@ def least() -> int:
 class ModelBytes:
     """Bytes of a model's weights: of all that is around its blocks, and of those, which are
     ``count``. ``shared_``: what of them lies in layers that ranks can share out, of which the
-    ``largest`` one and the largest ``two`` are so large; ``aside``: what stays in the machine's
-    memory then.
+    ``largest`` one and the largest ``two`` are so large, and the largest ``two_blocks`` of what is
+    gathered together; ``aside``: what stays in the machine's memory then.
     """
 
     around: int = 0
@@ -41,6 +41,7 @@ class ModelBytes:
     shared_blocks: int = 0
     largest: int = 0
     two: int = 0
+    two_blocks: int = 0
     aside: int = 0
     count: int = 0
 
@@ -53,6 +54,7 @@ class ModelBytes:
         layers = shared_layers(diffusion_model)
         shared_blocks = sum(layer.nbytes for layer in layers if layer.path.startswith(in_blocks))
         sharing = Sharing.of([layer.nbytes for layer in layers], 0)
+        together = [sum(layer.nbytes for layer in some) for some in gathered_together(layers)]
         around = bytes_of(diffusion_model) - blocks
         aside = sum(table.nbytes for table in tables_of(diffusion_model))
         count = sum(len(list(diffusion_model.get_submodule(group.path).children())) for group in plan.blocks)
@@ -63,6 +65,7 @@ class ModelBytes:
             shared_blocks,
             sharing.largest,
             sharing.two,
+            Sharing.of(together, 0).two,
             aside,
             count,
         )
@@ -73,10 +76,22 @@ class ModelBytes:
         """
         return self.around + int(self.blocks // stages)
 
-    def sharded(self, stages: float, ranks: int) -> int:
+    def sharded(self, stages: float, ranks: int, by_layer: bool = False) -> int:
         """Returns what each of a stage's ``ranks`` holds."""
         shared = self.shared_around + int(self.shared_blocks // stages)
-        return Sharing(self.whole(stages) - shared - self.aside, shared, self.largest, self.two).held(ranks)
+        two = self.two if by_layer else self.two_blocks
+        whole = self.whole(stages) - shared - self.aside
+        return Sharing(whole, shared, self.largest, two, by_layer).held(ranks)
+
+
+class Way(NamedTuple):
+    """A way to keep all weights on the devices, and the bytes on each. ``by_layer``: of parts, that
+    each layer is gathered by itself.
+    """
+
+    kept: Kept
+    nbytes: int
+    by_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,13 +99,14 @@ class Keeping:
     """How the ranks keep a model's weights, and why. ``nbytes``: the most that the weights take on
     each device; offloaded weights take no more than that. ``leaves``: free bytes on each device
     afterwards. A run that needs more reloads the model with less kept. Infinite where reloading
-    would change nothing.
+    would change nothing. ``by_layer``: of sharded weights, as ``Way`` has it.
     """
 
     kept: Kept = "whole"
     why: str = ""
     nbytes: int = 0
     leaves: float = math.inf
+    by_layer: bool = False
 
     def leaves_less(self, needed: Callable[[], int]) -> bool:
         """Whether they leave less free than that. It is not asked where that changes nothing."""
@@ -113,7 +129,7 @@ class WeightsWish:
 
     @property
     def depends_on_room(self) -> bool:
-        return self.asked in ("auto", "offloaded")
+        return self.asked != "whole"
 
     def kept_in(
         self, names: Sequence[str], layout: Layout, memory: Sequence[Any], parts: Sequence[float] = ()
@@ -122,7 +138,8 @@ class WeightsWish:
         their place. ``names``: each rank's device; ``memory`` of each, as it is now. ``parts`` of
         the blocks that stages have; empty: as many each.
 
-        Ranks on one device share what is free there. Ranks of one of ``groups`` share weights out.
+        Ranks on one device share what is free there. Ranks of one of ``groups`` share weights out:
+        by layer where blocks do not fit, and on the CPU, whose memory is all of them's.
         """
         sharers, ranks = Counter(names), layout.sequence_size
         stages = [sum(parts) / part for part in parts] or [layout.stages] * layout.stages
@@ -133,8 +150,7 @@ class WeightsWish:
                 " out",
             )
         if not self.depends_on_room:
-            way, needed = self._ways(min(stages), ranks)[self.asked == "sharded"]
-            return Keeping(way, "as chosen", needed)
+            return Keeping("whole", "as chosen", self.size.whole(min(stages)))
         on_cpu = all(name.rpartition("/")[2] == "cpu" for name in names)
         left = LEFT_FREE if on_cpu else self.left_free()
         beside, alone = ([math.inf] * len(stages), [math.inf] * len(stages))
@@ -142,6 +158,11 @@ class WeightsWish:
             stage = layout.stage(rank)
             beside[stage] = min(beside[stage], one.free // sharers[name] - left)
             alone[stage] = min(alone[stage], (one.free + one.model) // sharers[name] - left)
+        if self.asked == "sharded":
+            _, by_block, by_layer = self._ways(min(stages), ranks)
+            way = by_layer if on_cpu or by_block.nbytes > min(alone) else by_block
+            leaves = math.inf if way.by_layer else min(alone) - way.nbytes + left
+            return Keeping("sharded", "as chosen", way.nbytes, leaves, way.by_layer)
         if self.asked == "offloaded":
             return Keeping("offloaded", "as chosen", int(max(0, min(alone))), math.inf if on_cpu else left)
         if on_cpu:
@@ -168,10 +189,12 @@ class WeightsWish:
             return by_speed, ()
         return evenly, tuple(stage.size for stage in share_out([1.0] * self.size.count, layout.stages))
 
-    def _ways(self, stages: float, ranks: int) -> list[tuple[Kept, int]]:
-        """Returns the ways to keep all weights on the devices, and the bytes on each."""
-        whole: tuple[Kept, int] = "whole", self.size.whole(stages)
-        return [whole, ("sharded", self.size.sharded(stages, ranks))] if ranks > 1 else [whole]
+    def _ways(self, stages: float, ranks: int) -> list[Way]:
+        """Returns the ways to keep all weights on the devices, the fastest first."""
+        parts = [
+            Way("sharded", self.size.sharded(stages, ranks, by_layer), by_layer) for by_layer in (False, True)
+        ]
+        return [Way("whole", self.size.whole(stages)), *(parts if ranks > 1 else ())]
 
     def _fitting(
         self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float], left: int
@@ -183,16 +206,17 @@ class WeightsWish:
         for rooms, where in ((beside, "are free"), (alone, "are free without other models")):
             for ways in zip(*(self._ways(one, ranks) for one in stages), strict=True):
                 room, needed = min(
-                    ((there, own) for there, (_, own) in zip(rooms, ways, strict=True)),
+                    ((there, way.nbytes) for there, way in zip(rooms, ways, strict=True)),
                     key=lambda pair: pair[0] - pair[1],
                 )
                 if needed <= room:
-                    most = max(own for _, own in ways)
+                    most = max(way.nbytes for way in ways)
                     return Keeping(
-                        ways[0][0],
+                        ways[0].kept,
                         f"each rank needs {gib(needed)}, and {gib(room)} {where}",
                         most,
                         room - needed + left,
+                        ways[0].by_layer,
                     )
         return Keeping(
             "offloaded",

@@ -197,8 +197,13 @@ def fullest(costs: Costs, kept: Kept) -> tuple[int, int, int]:
         there[place] = min(there.get(place, device.memory_bytes), device.memory_bytes)
     found = []
     for (blocks, forwards), memory in there.items():
-        weights = sharded_bytes(whole, layout, blocks) if kept == "sharded" else weight_bytes(whole, blocks)
-        found.append((int(memory) - RESERVED, weights, costs.activation_bytes(blocks, forwards)))
+        room, beside = int(memory) - RESERVED, costs.activation_bytes(blocks, forwards)
+        weights = weight_bytes(whole, blocks)
+        if kept == "sharded":
+            weights = sharded_bytes(whole, layout, blocks)
+            if weights > room - beside:
+                weights = sharded_bytes(whole, layout, blocks, by_layer=True)
+        found.append((room, weights, beside))
     return min(found, key=lambda one: one[0] - one[1] - one[2])
 
 
@@ -216,16 +221,16 @@ def weight_bytes(whole: Whole, blocks: Blocks) -> int:
     return whole.weight_bytes - sum(of_blocks) + sum(of_blocks[slice(*blocks)])
 
 
-def sharded_bytes(whole: Whole, layout: Layout, blocks: Blocks) -> int:
-    """Return the bytes of weights where each rank of a sequence has a part of every layer."""
+def sharded_bytes(whole: Whole, layout: Layout, blocks: Blocks, by_layer: bool = False) -> int:
+    """Return the bytes of weights where each rank of a sequence has a part of every block."""
     of = whole.shareable
     shared = of.around + sum(of.blocks[slice(*blocks)])
-    largest, two = of.largest, of.two
-    if of.layers:
-        own = sorted(chain(of.layers[-1], *of.layers[slice(*blocks)]))
+    largest, two, pieces = of.largest, of.two, of.layers if by_layer else of.together
+    if pieces:
+        own = sorted(chain(pieces[-1], *pieces[slice(*blocks)]))
         largest, two = own[-1], sum(own[-2:])
     own_whole = weight_bytes(whole, blocks) - shared - of.aside
-    return Sharing(own_whole, shared, largest, two).held(layout.sequence_size)
+    return Sharing(own_whole, shared, largest, two, by_layer).held(layout.sequence_size)
 
 
 def beside_bytes(whole: Whole, layout: Layout, branches: int, batch: int, speeds: Sequence[int] = ()) -> int:

@@ -27,7 +27,7 @@ class Shareable(NamedTuple):
     """Bytes of weights that ranks of a sequence can share out: of each of the blocks, of all that
     is around them, and of the ``largest`` layer and the largest ``two``. ``aside``: of those that
     stay in the machine's memory then. ``layers``: the bytes of each, block by block, last of those
-    around them; empty where they are not known.
+    around them, and of layers that are gathered ``together``; empty where they are not known.
     """
 
     blocks: Sequence[int]
@@ -36,6 +36,7 @@ class Shareable(NamedTuple):
     two: int
     aside: int = 0
     layers: Sequence[Sequence[int]] = ()
+    together: Sequence[Sequence[int]] = ()
 
 
 class Activations(NamedTuple):

@@ -1,4 +1,4 @@
-"""One rank's part of a layer's weights: an equal part of its bytes.
+"""One rank's part of the weights of a block of layers: an equal part of their bytes.
 
 Read: comfy/ops.py (forward reads ``module.weight``), comfy/quant_ops.py @ ComfyUI 0.30.0;
 aten/src/ATen/cuda/CUDABlas.cpp (_getAlignment) @ torch 2.11.
@@ -6,6 +6,7 @@ aten/src/ATen/cuda/CUDABlas.cpp (_getAlignment) @ torch 2.11.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ ALIGNED = 256
 
 
 class Place(NamedTuple):
-    """Where one stored tensor lies in its layer's bytes."""
+    """Where one stored tensor lies in the bytes of its block."""
 
     at: int
     shape: torch.Size
@@ -69,60 +70,15 @@ class ShardedParameter:
 
 
 class ShardedLayer:
-    """The parameters of one layer and this rank's part of their bytes."""
+    """One layer and its parameters, which it has while it computes."""
 
-    def __init__(self, layer: Layer, rank: int, size: int, part_on: torch.device, device: torch.device):
-        self.module = layer.module
+    def __init__(self, layer: Layer):
+        self.path, self.module = layer.path, layer.module
         self.is_in_place = False  # the layer has its weights
         self.parameters = {
             name: ShardedParameter(layer.module, name, one) for name, one in layer.parameters.items()
         }
-        self._rank = rank
         self._views: dict[int, list[torch.nn.Parameter]] = {}
-        at = 0
-        for one in self.parameters.values():
-            tree = taken_apart(one.form())
-            places = {}
-            for name, tensor in tensors_of(tree).items():
-                places[name] = Place(at, tensor.shape, tensor.dtype)
-                at += aligned(places[name].nbytes)
-            one.tree = with_tensors(tree, places)
-            one.placeholder = Placeholder(one.form(), device, f"{layer.path}.{one.attribute}")
-        count, pinned = aligned(-(-at // size)), part_on.type == "cpu" and device.type == "cuda"
-        self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=pinned)
-        self.nbytes = size * count
-
-    def load(self, one: ShardedParameter) -> None:
-        """Stores this rank's part of a parameter as it was loaded; of other parts nothing is
-        read.
-        """
-        loaded = taken_apart(one.loaded)
-        for name, place in tensors_of(one.tree).items():
-            self._write(place, tensors_of(loaded)[name])
-        one.tree = with_tensors(loaded, tensors_of(one.tree))
-        self._views.clear()
-
-    def write(self, one: ShardedParameter, weight: Any) -> bool:
-        """Stores this rank's part of a parameter. False where it is of another size than the one
-        that was loaded.
-        """
-        old, new = tensors_of(one.tree), tensors_of(weight)
-        forms = [{name: (one.shape, one.dtype) for name, one in tree.items()} for tree in (old, new)]
-        if forms[0] != forms[1]:
-            return False
-        for name, place in old.items():
-            self._write(place, new[name])
-        one.tree = with_tensors(weight, old)
-        self._views.clear()
-        return True
-
-    def _write(self, place: Place, tensor: torch.Tensor) -> None:
-        first = self._rank * self.part.numel()
-        begin, end = max(place.at, first), min(place.at + place.nbytes, first + self.part.numel())
-        if begin < end:
-            elements = slice(*((at - place.at) // place.dtype.itemsize for at in (begin, end)))
-            content = tensor.detach().contiguous().reshape(-1)[elements].to(place.dtype)
-            self.part[begin - first : end - first].copy_(content.view(torch.uint8))
 
     def put(self, end: int, whole: torch.Tensor) -> None:
         """Gives every parameter its content: views of ``whole``, in which all bytes are. They are
@@ -147,6 +103,70 @@ class ShardedLayer:
 
     def forget_views(self) -> None:
         self._views.clear()
+
+
+class ShardedBlock:
+    """Layers that are gathered together, and this rank's part of their bytes: all of them lie one
+    behind the other, and every rank has an equal part of the whole.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], rank: int, size: int, part_on: torch.device, device: torch.device
+    ):
+        self.layers = [ShardedLayer(layer) for layer in layers]
+        self._rank = rank
+        at = 0
+        for layer in self.layers:
+            for name, one in layer.parameters.items():
+                tree, places = taken_apart(one.form()), {}
+                for stored, tensor in tensors_of(tree).items():
+                    places[stored] = Place(at, tensor.shape, tensor.dtype)
+                    at += aligned(places[stored].nbytes)
+                one.tree = with_tensors(tree, places)
+                one.placeholder = Placeholder(one.form(), device, f"{layer.path}.{name}")
+        count, pinned = aligned(-(-at // size)), part_on.type == "cpu" and device.type == "cuda"
+        self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=pinned)
+        self.nbytes = size * count
+
+    def load(self, one: ShardedParameter) -> None:
+        """Stores this rank's part of a parameter as it was loaded; of other parts nothing is
+        read.
+        """
+        loaded = taken_apart(one.loaded)
+        for name, place in tensors_of(one.tree).items():
+            self._write(place, tensors_of(loaded)[name])
+        one.tree = with_tensors(loaded, tensors_of(one.tree))
+        self.forget_views()
+
+    def write(self, one: ShardedParameter, weight: Any) -> bool:
+        """Stores this rank's part of a parameter. False where it is of another size than the one
+        that was loaded.
+        """
+        old, new = tensors_of(one.tree), tensors_of(weight)
+        forms = [{name: (one.shape, one.dtype) for name, one in tree.items()} for tree in (old, new)]
+        if forms[0] != forms[1]:
+            return False
+        for name, place in old.items():
+            self._write(place, new[name])
+        one.tree = with_tensors(weight, old)
+        self.forget_views()
+        return True
+
+    def _write(self, place: Place, tensor: torch.Tensor) -> None:
+        first = self._rank * self.part.numel()
+        begin, end = max(place.at, first), min(place.at + place.nbytes, first + self.part.numel())
+        if begin < end:
+            elements = slice(*((at - place.at) // place.dtype.itemsize for at in (begin, end)))
+            content = tensor.detach().contiguous().reshape(-1)[elements].to(place.dtype)
+            self.part[begin - first : end - first].copy_(content.view(torch.uint8))
+
+    def put_away(self) -> None:
+        for layer in self.layers:
+            layer.put_away()
+
+    def forget_views(self) -> None:
+        for layer in self.layers:
+            layer.forget_views()
 
 
 def aligned(nbytes: int) -> int:

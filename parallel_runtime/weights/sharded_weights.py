@@ -1,4 +1,4 @@
-"""A rank's part of a model's weights: an equal part of the bytes of each layer that is shared out.
+"""A rank's part of a model's weights: an equal part of the bytes of each block that is shared out.
 A layer has all of its weights only while it computes. Large tables stay in the machine's memory.
 """
 
@@ -13,18 +13,19 @@ import torch
 from ..comm.shard_gather import ShardGather
 from ..forward import PREFIX
 from .device_weights import DeviceWeights
-from .layer_parts import ShardedLayer, ShardedParameter, aligned
+from .layer_parts import ShardedBlock, ShardedParameter, aligned
 from .main_memory import Table, tables_of
 from .placement import Placement
 from .quantised import put_together, stored_bytes, taken_apart
-from .shared_layers import Sharing, shared_layers
+from .shared_layers import Sharing, gathered_together, shared_layers
 from .turns import Turns
 
 
 class ShardedWeights(Placement):
-    """An equal part of each layer that is shared out; all ranks of a sequence make theirs at the
-    same time. Everything else is whole, but for tables of which little is read: those stay where
-    they were loaded.
+    """An equal part of each block of layers that is shared out; all ranks of a sequence make theirs
+    at the same time. ``by_layer``: each layer is gathered by itself, which takes less memory.
+    Everything else is whole, but for tables of which little is read: those stay where they were
+    loaded.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class ShardedWeights(Placement):
         device: torch.device,
         gather: ShardGather,
         on_progress: Callable[[int], None],
+        by_layer: bool = False,
     ):
         super().__init__(diffusion_model, device)
-        self._sharded: dict[str, tuple[ShardedLayer, ShardedParameter]] = {}
+        self._sharded: dict[str, tuple[ShardedBlock, ShardedParameter]] = {}
         self._replaced: set[str] = set()
         chosen = shared_layers(diffusion_model)
         tables = tables_of(diffusion_model, device)
@@ -44,21 +46,21 @@ class ShardedWeights(Placement):
         apart |= {table.name for table in self._tables.values()}
         self._whole = DeviceWeights(diffusion_model, device, on_progress, apart=apart)
         part_on = torch.device("cpu") if gather.via_cpu else device
-        layers = []
-        for found in chosen:
-            layer = ShardedLayer(found, gather.rank, gather.size, part_on, device)
-            for name, one in layer.parameters.items():
-                layer.load(one)
-                one.put_away()
-                self._sharded[f"{PREFIX}{found.path}.{name}"] = layer, one
-            layers.append(layer)
-            on_progress(found.nbytes)
+        together = gathered_together(chosen, by_layer)
+        blocks = [ShardedBlock(some, gather.rank, gather.size, part_on, device) for some in together]
+        for block in blocks:
+            for layer in block.layers:
+                for name, one in layer.parameters.items():
+                    block.load(one)
+                    one.put_away()
+                    self._sharded[f"{PREFIX}{layer.path}.{name}"] = block, one
+                on_progress(stored_bytes(one.loaded for one in layer.parameters.values()))
         for table in self._tables.values():
             table.put_away()
             on_progress(table.nbytes if table.is_parameter else 0)
-        sharing = Sharing.of([layer.nbytes for layer in layers], self._whole.nbytes)
-        self._turns = Turns(layers, gather, device, aligned(sharing.room(gather.size)))
-        self._parts_bytes = sum(layer.part.numel() for layer in layers)
+        sharing = Sharing.of([block.nbytes for block in blocks], self._whole.nbytes, by_layer)
+        self._turns = Turns(blocks, gather, device, aligned(sharing.room(gather.size)))
+        self._parts_bytes = sum(block.part.numel() for block in blocks)
 
     @property
     def turns(self) -> Turns:
@@ -67,7 +69,7 @@ class ShardedWeights(Placement):
     @property
     def nbytes(self) -> int:
         """Bytes that the rank holds while a model computes: its parts, what is whole, and room for
-        the layers whose turn it is.
+        the blocks whose turn it is.
         """
         instead = stored_bytes(one.instead for _, one in self._sharded.values() if one.instead is not None)
         return self._whole.nbytes + self._parts_bytes + self.turns.room_bytes + instead
@@ -102,13 +104,13 @@ class ShardedWeights(Placement):
         if name not in self._sharded:
             self._whole.replace(name, weight)
             return
-        layer, one = self._sharded[name]
+        block, one = self._sharded[name]
         tree = weight if isinstance(weight, dict) else taken_apart(weight)
         one.instead = None
-        if not layer.write(one, tree):
+        if not block.write(one, tree):
             whole = put_together(tree, one.loaded).to(self._device)
             one.instead = torch.nn.Parameter(whole, requires_grad=False)
-            layer.forget_views()
+            block.forget_views()
         one.put_away()
         self._replaced.add(name)
 
@@ -117,7 +119,7 @@ class ShardedWeights(Placement):
         for table in self._tables.values():
             table.put_away()
         while self._replaced:
-            layer, one = self._sharded[self._replaced.pop()]
+            block, one = self._sharded[self._replaced.pop()]
             one.instead = None
-            layer.load(one)
+            block.load(one)
             one.put_away()

@@ -7,7 +7,9 @@ Read: comfy/ops.py (Linear, Conv1d to Conv3d, mixed_precision_ops) @ ComfyUI 0.3
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -16,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .placement import users_of
 from .quantised import is_quantised, stored_bytes
 
-# Of one model's bytes: what its ranks hold together; what their processes add stays below 1.15
+# Of one model's bytes: what its ranks hold together where they gather layer by layer; what their
+# processes add stays below 1.15
 TOGETHER = 1.13
+OF_A_BLOCK = re.compile(r".*?\.\d+(?=\.)")  # as in double_blocks.3.img_attn.qkv
 LEFT_WHOLE = 1000  # the smallest layers stay whole, while they are together one part in so many
 
 
@@ -57,6 +61,20 @@ def is_number(parameter: torch.nn.Parameter) -> bool:
     return type(parameter) in (torch.nn.Parameter, FakeTensor) or is_quantised(parameter)
 
 
+def gathered_together(layers: Sequence[Layer], by_layer: bool = False) -> list[list[Layer]]:
+    """Returns the layers whose weights come in one message: those of a block, of which a container
+    has many; others alone. ``by_layer``: every layer alone.
+    """
+    if by_layer:
+        return [[layer] for layer in layers]
+    return [list(some) for _, some in groupby(layers, block_of)]
+
+
+def block_of(layer: Layer) -> str:
+    found = OF_A_BLOCK.match(layer.path)
+    return found[0] if found else layer.path
+
+
 def least_shared(sizes: Sequence[int]) -> int:
     """Returns the bytes of the smallest layer that is worth a message of its own."""
     together = 0
@@ -68,23 +86,27 @@ def least_shared(sizes: Sequence[int]) -> int:
 
 
 class Sharing(NamedTuple):
-    """Bytes of weights: ``whole`` on every rank; ``shared`` out in layers, of which the ``largest``
-    one and the largest ``two`` are so large.
+    """Bytes of weights: ``whole`` on every rank; ``shared`` out in blocks, of which the ``largest``
+    one and the largest ``two`` are so large. ``by_layer``: in layers.
     """
 
     whole: int
     shared: int
     largest: int
     two: int
+    by_layer: bool = False
 
     @classmethod
-    def of(cls, sizes: Sequence[int], whole: int) -> Sharing:
-        return cls(whole, sum(sizes), max(sizes, default=0), sum(sorted(sizes)[-2:]))
+    def of(cls, sizes: Sequence[int], whole: int, by_layer: bool = False) -> Sharing:
+        return cls(whole, sum(sizes), max(sizes, default=0), sum(sorted(sizes)[-2:]), by_layer)
 
     def room(self, ranks: int) -> int:
-        """Returns the bytes in which layers have their weights while they compute: one at least,
-        and the next, where the ranks then hold no more than ``TOGETHER``.
+        """Returns the bytes in which layers have their weights while they compute: of the block
+        that does and of the next; of one layer at least, and of the next where the ranks then hold
+        no more than ``TOGETHER``.
         """
+        if not self.by_layer:
+            return self.two
         left = (TOGETHER * (self.whole + self.shared) - self.shared) / ranks - self.whole
         return min(self.two, max(self.largest, int(left)))
 

@@ -1,7 +1,8 @@
-"""Give each layer its weights while it computes; those of the next one are on their way meanwhile.
+"""Give each layer its weights while it computes. They come block by block: those of the next block
+are on their way while one computes.
 
-All ranks compute the same layers in the same order. The first evaluation that succeeds, which it
-does on all ranks or on none, shows which layer follows which.
+All ranks compute the same blocks in the same order. The first evaluation that succeeds, which it
+does on all ranks or on none, shows which block follows which.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 
 from ..comm.shard_gather import ShardGather
 from .casts import TURN, Cast, casts_in_turn, in_own_memory
-from .layer_parts import ShardedLayer
+from .layer_parts import ShardedBlock, ShardedLayer
 
 NONE = -1
 
 
 class Room:
-    """The memory that weights arrive in, and that is computed with: a layer lies at one end of it,
+    """The memory that weights arrive in, and that is computed with: a block lies at one end of it,
     the one that follows at the other, if it has room there. ``via_cpu``: they arrive in the
     machine's memory.
     """
@@ -49,16 +50,16 @@ class Room:
 
 
 class Order:
-    """Which layer follows which. ``within``: the sequence that computes an evaluation, all of whose
+    """Which block follows which. ``within``: the sequence that computes an evaluation, all of whose
     ranks learn of the same ones.
     """
 
     def __init__(self) -> None:
-        self._follows: dict[Hashable, dict[tuple[int, int], int]] = {}  # after a layer and the one before it
-        self._seen: list[int] = [NONE]  # the layers of this evaluation, as far as it has come
+        self._follows: dict[Hashable, dict[tuple[int, int], int]] = {}  # after a block and the one before it
+        self._seen: list[int] = [NONE]  # the blocks of this evaluation, as far as it has come
 
     def following(self, index: int, within: Hashable) -> int:
-        """Notes that a layer's turn has come, and returns the next; NONE where it is not known."""
+        """Notes that a block's turn has come, and returns the next; NONE where it is not known."""
         self._seen.append(index)
         return self._follows.get(within, {}).get((self._seen[-2], index), NONE)
 
@@ -79,29 +80,31 @@ class Order:
 
 
 class Turns:
-    """Gives each of ``layers`` its weights in its turn, in ``room_bytes`` of memory."""
+    """Gives the layers of each of ``blocks`` their weights in its turn, in ``room_bytes``."""
 
     def __init__(
-        self, layers: Sequence[ShardedLayer], gather: ShardGather, device: torch.device, room_bytes: int
+        self, blocks: Sequence[ShardedBlock], gather: ShardGather, device: torch.device, room_bytes: int
     ):
         self.room_bytes = room_bytes
-        self._layers = layers
+        self._blocks = blocks
         self._gather = gather
         self._device = device
         self._room: Room | None = None
         self._order = Order()
-        self._at = [NONE, NONE]  # the layer at each end of the room
-        self._end = 0  # where the layer at hand lies
+        self._at = [NONE, NONE]  # the block at each end of the room
+        self._end = 0  # where the block at hand lies
         self._coming = NONE  # the end at which weights have not arrived
         self._take_away: list[Callable[[], None]] = []
 
     def attach(self) -> None:
         self._gather.add(id(self), self._places_of)
-        for index, layer in enumerate(self._layers):
-            enter = layer.module.register_forward_pre_hook(lambda *_, index=index: self._enter(index))
-            leave = layer.module.register_forward_hook(lambda *_, layer=layer: layer.put_away())
-            setattr(layer.module, TURN, partial(self._cast, index))
-            self._take_away += [enter.remove, leave.remove, partial(delattr, layer.module, TURN)]
+        for index, block in enumerate(self._blocks):
+            for layer in block.layers:
+                own = index, layer
+                enter = layer.module.register_forward_pre_hook(lambda *_, own=own: self._enter(*own))
+                leave = layer.module.register_forward_hook(lambda *_, layer=layer: layer.put_away())
+                setattr(layer.module, TURN, partial(self._cast, *own))
+                self._take_away += [enter.remove, leave.remove, partial(delattr, layer.module, TURN)]
 
     def detach(self) -> None:
         for take_away in self._take_away:
@@ -118,36 +121,38 @@ class Turns:
             finally:
                 self.end_evaluation()
 
-    def _cast(self, index: int, cast: Cast) -> Any:
-        """Computes a cast of the layer's weights. Outside of its forward that is a turn of its own,
+    def _cast(self, index: int, layer: ShardedLayer, cast: Cast) -> Any:
+        """Computes a cast of the layer's weights. Outside of its forward that is its block's turn,
         and returns copies: nobody says how long they are used, and a helper may have the weights of
         several layers at once. A rank that casts them and one that computes the layer gather the
         same, and a rank that does both one after the other gathers once.
         """
-        layer = self._layers[index]
         if layer.is_in_place:
             return cast()
-        self._enter(index)
+        self._enter(index, layer)
         assert self._room is not None
         try:
-            return in_own_memory(cast(), self._room.content(self._end, layer.nbytes))
+            return in_own_memory(cast(), self._room.content(self._end, self._blocks[index].nbytes))
         finally:
             layer.put_away()
 
-    def _enter(self, index: int) -> None:
-        """Puts the layer's weights in place, and sends for those of the next one."""
-        room, layer = self._open_room(), self._layers[index]
-        if index not in self._at:
-            self._send_for(index)
-        self._end = self._at.index(index)
-        self._gather.wait()
-        if self._coming != NONE:
-            room.arrived(self._coming, self._layers[self._at[self._coming]].nbytes)
-            self._coming = NONE
-        layer.put(self._end, room.content(self._end, layer.nbytes))
-        following = self._order.following(index, self._gather.in_step)
-        if following != NONE and following not in self._at and self._fit(index, following):
-            self._send_for(following)
+    def _enter(self, index: int, layer: ShardedLayer) -> None:
+        """Puts a layer's weights in place. The first of a block waits for them, and sends for the
+        next block's.
+        """
+        room = self._open_room()
+        if self._at[self._end] != index:
+            if index not in self._at:
+                self._send_for(index)
+            self._end = self._at.index(index)
+            self._gather.wait()
+            if self._coming != NONE:
+                room.arrived(self._coming, self._blocks[self._at[self._coming]].nbytes)
+                self._coming = NONE
+            following = self._order.following(index, self._gather.in_step)
+            if following != NONE and following not in self._at and self._fit(index, following):
+                self._send_for(following)
+        layer.put(self._end, room.content(self._end, self._blocks[index].nbytes))
 
     def _open_room(self) -> Room:
         if self._room is None:
@@ -157,24 +162,24 @@ class Turns:
         return self._room
 
     def _places_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns this rank's part of a layer, and room for all parts: for a rank that computes
+        """Returns this rank's part of a block, and room for all parts: for a rank that computes
         nothing, and gives the others what they wait for.
         """
-        layer = self._layers[index]
-        return layer.part, self._open_room().place(0, layer.nbytes)
+        block = self._blocks[index]
+        return block.part, self._open_room().place(0, block.nbytes)
 
     def _fit(self, one: int, other: int) -> bool:
-        return self._layers[one].nbytes + self._layers[other].nbytes <= self.room_bytes
+        return self._blocks[one].nbytes + self._blocks[other].nbytes <= self.room_bytes
 
     def _send_for(self, index: int) -> None:
-        """Starts to gather a layer's weights at the end that is not computed with."""
+        """Starts to gather a block's weights at the end that is not computed with."""
         assert self._room is not None
         end = 1 - self._end
         self._at[end] = self._coming = NONE
         if self._at[self._end] != NONE and not self._fit(self._at[self._end], index):
             self._at[self._end] = NONE  # it has computed, and is overwritten
         self._gather.start(
-            id(self), index, self._layers[index].part, self._room.place(end, self._layers[index].nbytes)
+            id(self), index, self._blocks[index].part, self._room.place(end, self._blocks[index].nbytes)
         )
         self._at[end], self._coming = index, end
 
@@ -184,7 +189,7 @@ class Turns:
 
     @property
     def are_known(self) -> bool:
-        """Whether the next layer's weights are sent for while one computes."""
+        """Whether the next block's weights are sent for while one computes."""
         return self._order.is_known(self._gather.in_step)
 
     def end_evaluation(self) -> None:
@@ -192,12 +197,12 @@ class Turns:
         self._gather.wait()
         self._at, self._coming = [NONE, NONE], NONE
         self._order.end_evaluation()
-        for layer in self._layers:
-            layer.put_away()
+        for block in self._blocks:
+            block.put_away()
 
     def end_run(self) -> None:
         """Frees the memory in which weights arrive."""
         self.end_evaluation()
         self._room = None
-        for layer in self._layers:
-            layer.forget_views()
+        for block in self._blocks:
+            block.forget_views()

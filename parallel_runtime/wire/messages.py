@@ -57,8 +57,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Its tensors lie in the segment carried. ``stages``: how many blocks each stage of a pipeline
     has; empty: as many each. ``weights``: whether a rank holds all of its blocks, its part of each
-    layer, or as much as ``budget`` bytes, the rest in the machine's memory. ``title``: the name by
-    which users know the model.
+    block, or as much as ``budget`` bytes, the rest in the machine's memory. ``by_layer``: of parts,
+    that each layer is gathered by itself. ``title``: the name by which users know the model.
     """
 
     request: int
@@ -68,6 +68,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stages: tuple[int, ...] = ()
     weights: Literal["whole", "sharded", "offloaded"] = "whole"
     budget: int = 0
+    by_layer: bool = False
 
 
 class ReadWeights(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -107,7 +107,7 @@ class ResidentModel:
         if load.weights == "offloaded":
             return OffloadedWeights(self.patcher, device, load.budget, on_progress)
         if load.weights == "sharded" and gather is not None:
-            return ShardedWeights(model, device, gather, on_progress)
+            return ShardedWeights(model, device, gather, on_progress, load.by_layer)
         return DeviceWeights(model, device, on_progress, readers=readers)
 
     @cached_property  # every answer reports it
