@@ -15,6 +15,7 @@ python3 -m lab COMMAND [options]
   bench       the measurements
   parity      parity with stock ComfyUI
   families    which model families run in parallel, how, and why others do not
+  vaes        which VAEs a pool computes, and how exactly
   templates   ComfyUI's workflow templates, by stock and through a pool
   train       the small model of the demo, from its first picture
   host-diff   what another ComfyUI changes for each family of models
@@ -30,6 +31,7 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "bench": "lab.bench.command",
     "parity": "lab.commands.parity",
     "families": "lab.commands.families",
+    "vaes": "lab.commands.vaes",
     "templates": "lab.commands.templates",
     "dryrun": "lab.commands.dryrun",
     "mutants": "lab.commands.mutants",

@@ -132,6 +132,7 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "nodes/status/figures.py PoolStatus": "the fields are what a route answers with",
     "nodes/status/figures.py RunFigures": "the fields are what a route answers with",
     "lab/bench/diffusers_peer.py families": "the peer is one model of another library",
+    "lab/commands/vaes.py families": "says which families' VAEs ranks compute",
     "lab/templates/stand_ins/names.py families": "says which family a file's name stands for",
     "lab/templates/stand_ins/nodes.py families": "replaces nodes of ComfyUI's that load for one family",
     "lab/templates/stand_ins/attached.py families": "makes ComfyUI's own networks that attach to one family",

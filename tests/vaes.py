@@ -1,5 +1,7 @@
 """Small VAEs of ComfyUI's own classes, with random weights."""
 
+import json
+
 import torch
 
 KL = {
@@ -13,6 +15,7 @@ KL = {
     "num_res_blocks": 1,
     "attn_resolutions": [],
 }
+FACTORS = ("adaLN", "cond_embed", "t_embedder", "x_embedder", "s_embedder", ".q.")
 VIDEO = {
     "dim": 8,
     "z_dim": 4,
@@ -76,6 +79,42 @@ def video_by_norms():
     )
 
 
+def video_by_pixels(version, **changes):
+    """Of a version's form, whose widths and depths are made small."""
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    form = VideoVAE.get_default_config(None, version) | changes
+    for name in ("blocks", "encoder_blocks", "decoder_blocks"):
+        for block in form.get(name, ()):
+            if block[0] == "res_x":
+                block[1] = {**(block[1] if isinstance(block[1], dict) else {}), "num_layers": 1}
+    model = random(VideoVAE(config={**form, "encoder_base_channels": 8, "decoder_base_channels": 8}))
+    for name, one in model.per_channel_statistics.named_buffers():
+        one.fill_(float(name.startswith("std")))
+    return model
+
+
+def image_in_windows(side=4):
+    """Of small widths, and few blocks; windows are smaller than ComfyUI's."""
+    from comfy.ldm.mage_flow import vae
+
+    model = vae.MageVAE.__new__(vae.MageVAE)
+    torch.nn.Module.__init__(model)
+    encoder = {"hidden_size": 32, "num_blocks": 2, "head_size": 32, "num_head_blocks": 1}
+    model.dconv_encoder = vae.DConvEncoder(**encoder)
+    model.decoder_model = vae.DConvDenoiser(
+        hidden_size=64, hidden_size_x=16, num_blocks=3, num_cond_blocks=2, bottleneck_dim=128
+    )
+    for one in model.modules():
+        if isinstance(one, vae.AttnBlock):
+            one.patch_size = side
+    with torch.no_grad():
+        for name, one in random(model).named_parameters():
+            if any(part in name for part in FACTORS):  # which would make much of a rounding
+                one.mul_(0.1)
+    return model
+
+
 def video_weights():
     """Of a form that ComfyUI detects in a file, as the next."""
     return video(z_dim=16, num_res_blocks=2).state_dict()
@@ -91,10 +130,11 @@ def image_weights(channels=16):
     return {key: value.contiguous() for key, value in random(nn.ModuleDict(parts)).state_dict().items()}
 
 
-def loaded(weights):
+def loaded(weights, config=None):
     from comfy.sd import VAE
 
-    return VAE(sd=dict(weights), dtype=torch.float32)
+    metadata = config and {"config": json.dumps({"vae": config})}
+    return VAE(sd=dict(weights), dtype=torch.float32, metadata=metadata)
 
 
 def noise(*shape):

@@ -35,7 +35,7 @@ from .tiles import OnTile, side_by_side
 
 ROUNDING = 1e-3  # of a picture's scale
 EPS = 8  # of a smaller dtype
-FRAMES, ROWS_EACH = 5, 6  # that are compared: rows of each rank, of the smallest picture in the VAE
+FRAMES, ROWS_EACH = 9, 6  # that are compared: rows of each rank, of the smallest picture in the VAE
 BEHIND = (
     "This VAE is on the devices of a pool: put the node that copies it, changes it or chooses its device"
     " before PipeMesh Parallelize VAE, or leave that out."
@@ -107,7 +107,9 @@ class RemoteVAE:
         """Returns what the stock ``work``, decode or encode, returns. Raises what ComfyUI takes for
         memory that ran out, where it does.
         """
-        unit = 1 if work == "decode" else self.vae.spacial_compression_encode()
+        unit, samples = 1, with_noise(self.vae.first_stage_model, work, samples)
+        if work == "encode":
+            unit = self.vae.spacial_compression_encode()
         with self._computing(work, unit, options) as (pool, dispatch):
             ranks, width = pool.layout.members(0, pool.layout.widths[-1]), pool.layout.widths[-1]
             if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
@@ -127,6 +129,7 @@ class RemoteVAE:
         """Returns what the stock ``work`` makes of each tile, to the bit, each on its own rank.
         There are at most as many as ranks. Raises as ``compute``.
         """
+        tiles = [with_noise(self.vae.first_stage_model, work, tile) for tile in tiles]
         with self._computing(work, 1, {}) as (_, dispatch):
             return dispatch([(tile, (rank,), ALONE) for rank, tile in enumerate(tiles)])
 
@@ -179,6 +182,16 @@ def is_compared(kind: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
     return True
 
 
+def with_noise(model: Any, work: str, samples: torch.Tensor) -> torch.Tensor:
+    """Returns what the stock VAE decodes: with noise that it draws, which ranks would draw each for
+    itself.
+    """
+    if work == "encode" or not getattr(model, "timestep_conditioning", False):
+        return samples
+    scale = model.decode_noise_scale
+    return torch.randn_like(samples) * scale + (1.0 - scale) * samples
+
+
 class FirstStage:
     """Stands in for a VAE's ``first_stage_model``."""
 
@@ -191,11 +204,14 @@ class FirstStage:
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused(BEHIND)
 
-    def decode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self.remote.compute("decode", samples, options)
+    def decode(
+        self, samples: torch.Tensor, output_buffer: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        output = self.remote.compute("decode", samples, options)
+        return output if output_buffer is None else output_buffer.copy_(output)
 
-    def encode(self, samples: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self.remote.compute("encode", samples, options)
+    def encode(self, samples: torch.Tensor, device: Any = None, **options: Any) -> torch.Tensor:
+        return self.remote.compute("encode", samples, options)  # on each rank's own device
 
 
 class VAEPatcher(ModelPatcher):

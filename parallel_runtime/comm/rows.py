@@ -21,6 +21,18 @@ class RowExchange:
         self._comm = comm
         self.bands = Bands(())
 
+    @property
+    def size(self) -> int:
+        return self._comm.size
+
+    def place(self, own: int) -> tuple[int, int, int]:
+        """Return where this rank's rows begin and end, and all rows, of a picture of which it has
+        ``own``.
+        """
+        sizes = self.of_all(own)
+        start = sum(sizes[: self._comm.rank])
+        return start, start + own, sum(sizes)
+
     def of_all(self, own: int) -> tuple[int, ...]:
         """Return every rank's rows of a picture of which this rank has ``own``."""
         return self.bands.scaled(self._comm.rank, own)
@@ -59,6 +71,13 @@ class RowExchange:
             to[rank + 1], come[rank + 1] = x.narrow(ROWS, rows - window.above, window.above), below
         self.exchange(to, come)
         return x, above, below
+
+    def every(self, own: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' rows on each, of a band whose first dimension is rows."""
+        sizes = self.of_all(len(own))
+        every = own.new_empty((sum(sizes), *own.shape[1:]))
+        self.exchange([own] * len(sizes), list(every.split(sizes)))
+        return every
 
     def gathered(self, output: torch.Tensor) -> torch.Tensor:
         """Return all rows on the first rank, its own on others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -223,14 +224,19 @@ def vae_source(vae: Any) -> dict[str, Any]:
     """In the UI: the tree from which a rank builds a VAE."""
     model = vae.first_stage_model
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return {"vae": type(model).__name__, "dtype": vae.vae_dtype, "state": state}
+    metadata, config = None, getattr(model, "config", None)
+    if config is not None:  # of the file's metadata; a node may have changed numbers since
+        changed = {name: one for name, one in vars(model).items() if isinstance(one, (bool, int, float))}
+        metadata = {"config": json.dumps({"vae": {**config, **changed}})}
+    return {"vae": type(model).__name__, "dtype": vae.vae_dtype, "state": state, "metadata": metadata}
 
 
 def build_vae(source: dict[str, Any], device: torch.device) -> torch.nn.Module:
     """In a rank: the module that decodes and encodes, of ``vae_source``'s tree. Raises Refused."""
     import comfy.sd
 
-    model = comfy.sd.VAE(sd=source["state"], device=device, dtype=source["dtype"]).first_stage_model
+    given = {"sd": source["state"], "dtype": source["dtype"], "metadata": source["metadata"]}
+    model = comfy.sd.VAE(**given, device=device).first_stage_model
     if type(model).__name__ != source["vae"] or model.state_dict().keys() != source["state"].keys():
         raise Refused(
             f"ComfyUI makes another VAE of the weights of this {source['vae']}: leave PipeMesh Parallelize"

@@ -8,7 +8,7 @@ Legend: B batch, C channels, R rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,11 +24,15 @@ from ..comm.mesh import SequenceComm
 from ..comm.rows import RowExchange
 from ..errors import Refused
 from ..patches import Part
+from ..vae_modules import IN_CHUNKS
 from .method import ALONE, Facts, free_frames
+from .vae_frames import compute_in_chunks, convolve_frames
+from .vae_windows import NEEDED, Windows
 
 Own = Callable[..., torch.Tensor]
 PIECES = 8  # in which numbers of less than fp32 are summed up, so that no copy is made of all
 PADS_ITSELF = "CarriedConv3d"  # ComfyUI's class of convolutions before which it repeats the rows at the edges
+NOISE = "decode_noise_scale"
 
 
 class BandsOfRows:
@@ -53,6 +57,9 @@ class BandsOfRows:
         self._put: list[tuple[nn.Module, str, Any]] = []
 
     def attach(self) -> None:
+        if hasattr(self._model, NOISE):  # the UI has added it to all rows
+            self._put.append((self._model, NOISE, getattr(self._model, NOISE)))
+            setattr(self._model, NOISE, 0.0)
         padded = {id(one.conv) for one in self._model.modules() if type(one).__name__ == PADS_ITSELF}
         for module in self._model.modules():
             if isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.kernel_size[ROWS] > 1:
@@ -60,10 +67,17 @@ class BandsOfRows:
                 self._put_in(module, "_conv_forward", partial(self._convolve, added))
             elif isinstance(module, nn.GroupNorm):
                 self._put_in(module, "forward", self._normalise)
+            elif isinstance(module, nn.AdaptiveAvgPool2d):
+                self._put_in(module, "forward", self._average)
+            elif all(hasattr(module, name) for name in NEEDED):
+                for hooked, name, hook in Windows(module, self._rows, self._is_alone).hooks():
+                    self._put_in(hooked, name, hook)
             elif hasattr(module, "optimized_attention"):
                 self._put_in(module, "optimized_attention", self._attend)
             elif hasattr(module, "time_causal_padding"):
-                self._put_in(module, "forward", self._convolve_frames)
+                self._put_in(module, "forward", partial(convolve_frames, self._rows))
+            elif hasattr(module, IN_CHUNKS):
+                self._put_in(module, IN_CHUNKS, partial(compute_in_chunks, self._rows))
 
     def _put_in(self, module: nn.Module, name: str, hook: Callable[..., Any]) -> None:
         self._put.append((module, name, vars(module).get(name)))
@@ -141,6 +155,10 @@ class BandsOfRows:
         end = x.shape[ROWS] - added
         band, above, below = self._rows.beside(x.narrow(ROWS, added, end - added), window)
         rows = band.shape[ROWS]
+        if rows < window.of(3) and module.padding_mode != "zeros":  # edges that are made of other rows
+            every = [one for one in (above, band, below) if one is not None]
+            out = own(torch.cat(every, ROWS), *args, **kwargs)
+            return out.narrow(ROWS, 0 if above is None else window.above, rows)
         if rows < window.of(3):
             nothing = band.new_zeros((*band.shape[:ROWS], padding - added, band.shape[-1]))
             first = (nothing, x.narrow(ROWS, 0, added)) if above is None else (above,)
@@ -158,16 +176,6 @@ class BandsOfRows:
                 out.narrow(ROWS, out.shape[ROWS] - count, count).copy_(own(strip, *args, **kwargs))
         return out
 
-    def _convolve_frames(
-        self, module: Any, own: Callable[..., Any], x: torch.Tensor, conv_cache: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Convolve one frame behind copies of itself: ComfyUI then has a faster way, which calls no
-        layer that could be hooked.
-        """
-        if self._comm.size == 1 or module.time_kernel_size == 1 or x.shape[2] > 1 or conv_cache is not None:
-            return own(x, conv_cache=conv_cache)
-        return own(x, conv_cache=x.repeat_interleave(module.time_kernel_size - 1, 2))[0], None
-
     def _normalise(self, module: nn.GroupNorm, own: Own, x: torch.Tensor) -> torch.Tensor:
         if self._is_alone():
             return own(x)
@@ -181,11 +189,7 @@ class BandsOfRows:
             mine = torch.cat(
                 [torch.stack(torch.var_mean(one.float(), -1, correction=0)) for one in pieces], 2
             )
-        every = mine.new_empty((self._comm.size, *mine.shape))
-        self._rows.exchange(list(mine.expand(every.shape)), list(every))
-        rows = torch.tensor(self._rows.of_all(x.shape[ROWS]), dtype=mine.dtype)
-        share = to_device(rows / rows.sum(), x.device).view(-1, 1, 1)
-        var, mean = every.unbind(1)
+        (var, mean), share = self._of_each(mine, x.shape[ROWS])
         of_all = (share * mean).sum(0)
         var = (share * (var + (mean - of_all).square())).sum(0)
         per_group = channels // module.num_groups
@@ -194,16 +198,28 @@ class BandsOfRows:
         out = F.batch_norm(x.reshape(1, images * channels, -1), mean, var, weight, bias, eps=module.eps)
         return out.reshape(x.shape)
 
+    def _average(self, module: nn.Module, own: Own, x: torch.Tensor) -> torch.Tensor:
+        if self._is_alone():
+            return own(x)
+        (mean,), share = self._of_each(x.mean((-2, -1), dtype=torch.float32).unsqueeze(0), x.shape[ROWS])
+        return (share * mean).sum(0)[..., None, None].to(x.dtype)
+
+    def _of_each(self, mine: torch.Tensor, rows: int) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """Return what every rank knows of its ``rows`` (known, B, C), of each (ranks, B, C); and
+        each rank's share of all rows.
+        """
+        every = mine.new_empty((self._comm.size, *mine.shape))
+        self._rows.exchange(list(mine.expand(every.shape)), list(every))
+        sizes = torch.tensor(self._rows.of_all(rows), dtype=mine.dtype)
+        return every.unbind(1), to_device(sizes / sizes.sum(), mine.device).view(-1, 1, 1)
+
     def _attend(
         self, module: nn.Module, own: Own, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Attend from this rank's rows (B, C, R, W) to all rows, of one head."""
         if self._is_alone():
             return own(q, k, v)
-        kv, shape = torch.stack((k, v)).movedim(ROWS, 0).contiguous(), q.shape
-        sizes = self._rows.of_all(shape[ROWS])
-        every = kv.new_empty((sum(sizes), *kv.shape[1:]))
-        self._rows.exchange([kv] * self._comm.size, list(every.split(sizes)))
+        shape, every = q.shape, self._rows.every(torch.stack((k, v)).movedim(ROWS, 0).contiguous())
         # Contiguous: else torch takes no fused kernel, and holds all scores
         q, k, v = (
             one.flatten(2).transpose(1, 2).unsqueeze(1).contiguous() for one in (q, *every.movedim(0, ROWS))
@@ -215,10 +231,12 @@ class BandsOfRows:
 @contextmanager
 def no_rows_added(module: nn.Conv2d) -> Iterator[None]:
     """Inside, a convolution adds no zeros above and below."""
-    padding = module.padding
+    padding, edges = module.padding, module._reversed_padding_repeated_twice
     *before, _rows, columns = map(int, padding)
     module.padding = (*before, 0, columns)  # pyright: ignore[reportAttributeAccessIssue]
+    module._reversed_padding_repeated_twice = [*edges[:2], 0, 0, *edges[4:]]
     try:
         yield
     finally:
         module.padding = padding  # pyright: ignore[reportAttributeAccessIssue]
+        module._reversed_padding_repeated_twice = edges
