@@ -29,9 +29,10 @@ from .ksampler import sampler_nodes
 from .notices import Notice, Notices
 from .once import Once
 from .pool import pool_nodes
+from .prompt_times import PromptTimes
 from .report.node import report_node
 from .routes import STATUS, add_routes
-from .screen import NodeScreen, send_event, show_text
+from .screen import NodeScreen, send_event, show_text, span_of
 from .timing import StepTimes
 from .waiting import Waiting
 
@@ -98,9 +99,13 @@ class PipeMeshExtension(ComfyExtension):
 
     def __init__(self) -> None:
         self._setup, fault = setup_or_fault(os.environ)
-        waiting = Waiting(NodeScreen())
+        screen = NodeScreen()
+        waiting = Waiting(screen)
         notices = Notices(partial(show_after, waiting))
-        times = StepTimes(lambda run: self._runtime().predicted(run), first_step=waiting.came)
+        prompts = PromptTimes(lambda: (screen.node_now() or ("", ""))[1], span_of)
+        times = StepTimes(
+            lambda run: self._runtime().predicted(run), first_step=waiting.came, prompts=prompts
+        )
 
         def runtime() -> Runtime:
             from .runtime import Runtime

@@ -43,6 +43,13 @@ class NodeScreen:
         show_text(text, node)
 
 
+def span_of(prompt: str) -> tuple[float, float] | None:
+    """Return when a prompt that has ended began and ended, in seconds, by ComfyUI's history."""
+    status = PromptServer.instance.prompt_queue.history.get(prompt, {}).get("status") or {}
+    at = {event: told["timestamp"] / 1e3 for event, told in status.get("messages", ())}
+    return (at["execution_start"], max(at.values())) if "execution_start" in at else None
+
+
 def show_text(text: str, node: str) -> None:
     """Put a line of text on a node, in the browser that has queued the prompt. ComfyUI sends what
     names no client to all of them, where the node may be another one; a script may have none.

@@ -12,6 +12,7 @@ import torch
 
 from ..parallel_runtime.client.in_pool import InPool
 from ..parallel_runtime.layout import Layout
+from .prompt_times import PromptTimes
 from .slower import Slower, StepTime
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class StepTimes:
         predict: Callable[[Run], float | None] = lambda run: None,
         clock: Callable[[], float] = time.perf_counter,
         first_step: Callable[[], None] = lambda: None,
+        prompts: PromptTimes | None = None,
     ):
+        self.prompts = prompts or PromptTimes()
         self._predict = predict
         self._clock = clock
         self._first_step = first_step
@@ -90,6 +93,8 @@ class StepTimes:
         is loaded.
         """
         timed = steps.timed
+        if steps.run is not None:
+            self.prompts.note_run(steps.run, steps.began, self._clock())
         if timed is None:
             return
         if steps.run is not None:
@@ -139,6 +144,7 @@ class Steps:
         self.run: Run | None = None  # of the pool that sampled
         self.layout: Layout | None = None  # of that pool
         self.is_on_one_gpu = True
+        self.began = clock()
         self._guider = guider
         self._callback = callback
         self._clock = clock
@@ -148,6 +154,7 @@ class Steps:
     def begin(self) -> None:
         """Notes that no step is done."""
         self._ends.clear()
+        self.began = self._clock()
 
     @property
     def has_finished_one(self) -> bool:
@@ -174,7 +181,7 @@ class Steps:
 
     def __call__(self, step: int, *args: Any) -> Any:
         if step == 0:  # a sampling that begins anew
-            self.begin()
+            self._ends.clear()
             patcher = self._guider.model_patcher
             pool = pool_of(patcher)
             self.run, self.layout = (pool.last_run, pool.layout) if pool is not None else (None, None)

@@ -22,7 +22,7 @@ from pipemesh.nodes.auto.switch import SETTING, Switch
 from pipemesh.nodes.notices import Notices
 
 from .shared_runtime import SharedRuntime
-from .vaes import loaded, noise, video_weights
+from .vaes import image_weights, loaded, noise, video_weights
 
 KIND = (torch.nn.Module, torch.float32, "decode")
 LATENT, PIXELS = noise(1, 16, 3, 7, 4), noise(5, 57, 40, 3).sigmoid()
@@ -158,8 +158,12 @@ def test_a_pool_is_tried_where_it_may_save_enough_and_left_where_it_was_slower(r
 
 def test_a_host_whose_vae_looks_otherwise_is_left_alone(monkeypatch):
     own = {name: vars(comfy.sd.VAE)[name] for name in OF_VAES}
-    seam = VAESeam(lambda vae, work, given, call: call(vae))
+    noted = []
+    seam = VAESeam(lambda vae, work, given, call: call(vae), lambda *what: noted.append(what))
     seam.install()
+    loaded(image_weights()).decode_tiled(noise(1, 16, 8, 8))
+    ((work, seconds, in_pool),) = noted
+    assert (work, seconds > 0, in_pool) == ("decode", True, False)
     assert all(vars(comfy.sd.VAE)[name] is not own[name] for name in OF_VAES)
     seam.remove()
     assert {name: vars(comfy.sd.VAE)[name] for name in OF_VAES} == own

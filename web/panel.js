@@ -226,6 +226,7 @@ class Panel {
       lines.push(make("p", { className: "quiet", text: t("not_timed") }));
     }
     lines.push(make("p", { text: run.title }));
+    lines.push(...this.prompt(run.steps.prompt));
     lines.push(...this.plan(run.plan));
     for (const one of [...(pool?.why ?? []), ...(pool?.shares ?? [])]) lines.push(make("p", { className: "quiet", text: this.said(one) }));
     lines.push(...this.communication(figures, pool?.backend));
@@ -259,6 +260,27 @@ class Panel {
       );
     const parts = axes.length ? axes.map(([axis, one]) => [one, `axis-${axis}`]) : [[share, "other"]];
     return [make("p", { text: said }), bar(said, parts), ...axes.map(row)];
+  }
+
+  // What its prompt waited for, and what would be left if the workers took no time.
+  prompt(prompt) {
+    const { t } = this;
+    if (!prompt) return [];
+    const { before_s, loading_s, first_s, sampling_s, vae, total_s, left_s, speedup, at_most } = prompt;
+    const parts = [
+      ["before", before_s],
+      ["loading", loading_s],
+      ["first", first_s],
+      ["sampling", sampling_s],
+      ...vae.map((one) => [one.work, one.seconds]),
+      ["total", total_s],
+      ["left", left_s],
+    ].filter(([, value]) => value !== null);
+    const row = ([name, value]) =>
+      make("div", { className: "row quiet" }, make("span", { text: t(`prompt_${name}`) }), make("span", { text: `${value.toFixed(2)} s` }));
+    const summary = make("summary", { text: t("prompt"), "data-key": "prompt-summary" });
+    const bound = speedup === null ? "" : make("p", { className: "quiet", text: t("prompt_bound", speedup.toFixed(2), at_most.toFixed(2)) });
+    return [make("details", { "data-key": "prompt" }, summary, ...parts.map(row), bound)];
   }
 
   // Why the run had its layout, what was predicted and achieved, and why others lose; nothing where it was said by hand.

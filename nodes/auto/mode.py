@@ -43,7 +43,7 @@ class Auto:
         self._in_pool = Once(self._sampling)
         self._decoding = Once(self._of_vaes)
         self._seam = GuiderSeam(self.sample, self.unseen, self._times)
-        self._vaes = VAESeam(self.use_vae)
+        self._vaes = VAESeam(self.use_vae, self._times.prompts.note_vae)
 
     def is_on(self) -> bool:
         return not self._why_not and self.switch.is_on()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -138,11 +139,16 @@ def require_known_arguments(path: str, method: Callable) -> None:
 
 class VAESeam:
     """``use`` is called with a VAE, the name of its method, what that is given, and the stock
-    method, of any VAE.
+    method, of any VAE; ``note`` with that name, its seconds, and whether ranks computed it.
     """
 
-    def __init__(self, use: Callable[[Any, str, Any, Callable[[Any], Any]], Any]):
+    def __init__(
+        self,
+        use: Callable[[Any, str, Any, Callable[[Any], Any]], Any],
+        note: Callable[[str, float, bool], None] = lambda work, seconds, in_pool: None,
+    ):
         self._use = use
+        self._note = note
         self._methods = Replaced(comfy.sd.VAE, {name: self._around for name in OF_VAES})
 
     def install(self) -> None:
@@ -159,6 +165,14 @@ class VAESeam:
             if not self._methods.are_in:
                 return stock(vae, *args, **kwargs)
             given = next(iter((*args, *kwargs.values())), None)
-            return self._use(vae, stock.__name__, given, lambda vae: stock(vae, *args, **kwargs))
+
+            def timed(vae: Any) -> Any:
+                began = time.perf_counter()
+                output = stock(vae, *args, **kwargs)
+                in_pool = "remote" in vars(getattr(vae, "first_stage_model", vae))
+                self._note(stock.__name__.partition("_")[0], time.perf_counter() - began, in_pool)
+                return output
+
+            return self._use(vae, stock.__name__, given, timed)
 
         return method

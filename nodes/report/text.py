@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.wire.segment import mib
 from ..notices import Notice
+from ..prompt_times import PromptFigures
 from ..status.figures import (
     InPatches,
     Loser,
@@ -53,6 +54,7 @@ def report_text(
     parts = [
         *said,
         speed_text(run.speed) if run.speed is not None else "",
+        prompt_text(run.steps.prompt) if run.steps.prompt is not None else "",
         plan_text(run.plan) if run.plan is not None else "",
         "\n".join([*head, *(f"  {share.english}" for share in pool.shares)]),
         run_text(run.figures),
@@ -76,6 +78,27 @@ def speed_text(speed: Speed) -> str:
         f"{speed.ratio:.2f} times as fast as one device: {speed.step_s:.2f} s per step, one device"
         f" {speed.one_gpu_s:.2f} s ({how})"
     )
+
+
+def prompt_text(prompt: PromptFigures) -> str:
+    """Say what the prompt waited for until now, and how much of that no pool can take away."""
+    seconds = [
+        ("loading, until it computes", prompt.loading_s),
+        ("first evaluation", prompt.first_s),
+        ("sampling after it", prompt.sampling_s),
+    ]
+    seconds += [
+        (f"VAE, {one.work}, by {'workers' if one.in_pool else 'one device'}", one.seconds)
+        for one in prompt.vae
+    ]
+    seconds += [("left if workers took no time", prompt.left_s)]
+    rows = aligned([(name, f"{value:.2f} s") for name, value in seconds])
+    bound = (
+        f"  in all {prompt.speedup:.2f} times as fast as one device, at most {prompt.at_most:.2f} times"
+        if prompt.speedup is not None
+        else ""
+    )
+    return "\n".join(filter(None, ["What was waited for, but for other nodes", *rows, bound]))
 
 
 def plan_text(plan: PlanFigures) -> str:

@@ -130,6 +130,7 @@ def ring_kernels(handle: PoolHandle) -> RingKernels:
 
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
     placement, planned, title = handle.placement, runtime.planning.of(run), title_of(pool, run.model)
+    speed = runtime.times.speed_of(run)
     figures = pool.runs.once(
         run, "figures", lambda: run_figures(run, title, placement.backend, placement.layout.stages)
     )
@@ -141,18 +142,20 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
         began=run.began_s,
         ended=run.ended_s or None,
         figures=figures,
-        speed=runtime.times.speed_of(run),
+        speed=speed,
         slowed=slowed(devices, model_statuses(pool), figures) if figures else (),
         plan=pool.runs.once(run, "plan", lambda: plan_figures(planned, run)) if planned else None,
-        steps=step_status(runtime, pool, run),
+        steps=step_status(runtime, pool, run, speed.ratio if speed is not None else None),
     )
 
 
-def step_status(runtime: Runtime, pool: RemotePool, run: Run) -> StepStatus:
+def step_status(runtime: Runtime, pool: RemotePool, run: Run, ratio: float | None) -> StepStatus:
+    """``ratio``: how many times as fast as one device the run was."""
     fault, stepped = pool.runs.faults.get(run, ""), runtime.times.stepped(run)
+    prompt = runtime.times.prompts.of(run, ratio)
     if stepped is None:
-        return StepStatus(fault=fault)
-    return StepStatus(stepped.done, stepped.total, None if run.ended_s else stepped.left_s, fault)
+        return StepStatus(fault=fault, prompt=prompt)
+    return StepStatus(stepped.done, stepped.total, None if run.ended_s else stepped.left_s, fault, prompt)
 
 
 def title_of(pool: RemotePool, model: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ...parallel_runtime.texts import Text
 from ..notices import Notice
+from ..prompt_times import PromptFigures
 from ..timing import Speed
 
 
@@ -182,13 +183,14 @@ class PlanFigures:
 class StepStatus:
     """How far a run is, or came, in steps of its sampler; 0 of 0 before the first. ``left_s``:
     seconds until its end, None before the second step and of a run that has ended. ``fault``: why
-    the pool could not go on.
+    the pool could not go on. ``prompt``: what its prompt waited for; None while the run goes on.
     """
 
     done: int = 0
     total: int = 0
     left_s: float | None = None
     fault: str = ""
+    prompt: PromptFigures | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""What a prompt waits for: the parts of its runs in a pool, and what VAEs computed in it, as they
+pass the places that auto mode has in ComfyUI. The rest, such as text encoders, passes none.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..parallel_runtime.client.run import Run
+
+KEPT = 10  # prompts whose VAEs are remembered
+
+
+@dataclass(frozen=True)
+class VAEWork:
+    """Seconds of one ``work``, decode or encode, by ranks (``in_pool``) or by ComfyUI itself."""
+
+    work: str
+    seconds: float
+    in_pool: bool
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Seconds of a run: until its first evaluation, of that, and of all that follows. ``began_at``:
+    since 1970.
+    """
+
+    prompt: str
+    began_at: float
+    loading_s: float
+    first_s: float
+    sampling_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFigures:
+    """Seconds of the prompt that a run was of. ``before_s``: until it sampled; it and ``total_s``
+    are None until ComfyUI has ended the prompt. ``left_s``: what would be left of it, before its
+    end of what was timed, if all that ranks compute took no time. ``speedup``: how many times as
+    fast as on one device it was, and ``at_most`` can be (Amdahl's law); None where that is not
+    known.
+    """
+
+    before_s: float | None
+    loading_s: float
+    first_s: float
+    sampling_s: float
+    vae: tuple[VAEWork, ...]
+    total_s: float | None
+    left_s: float
+    speedup: float | None
+    at_most: float | None
+
+
+class PromptTimes:
+    """``prompt_now`` returns the id of the prompt that this thread executes, empty where it does
+    none; ``span_of`` when one that has ended began and ended, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        prompt_now: Callable[[], str] = str,
+        span_of: Callable[[str], tuple[float, float] | None] = lambda prompt: None,
+    ):
+        self._prompt_now = prompt_now
+        self._span_of = span_of
+        self._vae: dict[str, list[VAEWork]] = {}
+        self._runs: weakref.WeakKeyDictionary[Run, RunParts] = weakref.WeakKeyDictionary()
+
+    def note_vae(self, work: str, seconds: float, in_pool: bool) -> None:
+        self._vae.setdefault(self._prompt_now(), []).append(VAEWork(work, seconds, in_pool))
+        if len(self._vae) > KEPT:
+            del self._vae[next(iter(self._vae))]
+
+    def note_run(self, run: Run, began: float, ended: float) -> None:
+        """Notes a run that ends now, by the clock of its evaluations."""
+        if evaluations := list(run.evaluations):
+            first = evaluations[0]
+            parts = first.began - began, first.seconds, ended - first.began - first.seconds
+            self._runs[run] = RunParts(self._prompt_now(), time.time() - (ended - began), *parts)
+
+    def of(self, run: Run, ratio: float | None) -> PromptFigures | None:
+        """Returns None before the run's end. ``ratio``: how many times as fast as one device ranks
+        computed.
+        """
+        own = self._runs.get(run)
+        if own is None:
+            return None
+        runs = [one for one in list(self._runs.values()) if one.prompt == own.prompt] if own.prompt else [own]
+        works, span = tuple(self._vae.get(own.prompt, ())), self._span_of(own.prompt)
+        by_ranks = sum(one.first_s + one.sampling_s for one in runs)
+        by_ranks += sum(one.seconds for one in works if one.in_pool)
+        others = sum(one.loading_s for one in runs) + sum(one.seconds for one in works if not one.in_pool)
+        total = by_ranks + others if span is None else max(by_ranks + others, span[1] - span[0])
+        left = max(total - by_ranks, 1e-3)
+        alone = None if ratio is None else left + ratio * by_ranks
+        return PromptFigures(
+            before_s=max(0.0, min(one.began_at for one in runs) - span[0]) if span is not None else None,
+            loading_s=own.loading_s,
+            first_s=own.first_s,
+            sampling_s=own.sampling_s,
+            vae=works,
+            total_s=None if span is None else total,
+            left_s=left,
+            speedup=None if alone is None else alone / total,
+            at_most=None if alone is None else alone / left,
+        )
