@@ -11,6 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 KEPT = 20
 OF_A_VAE = "This VAE is decoded and encoded by ComfyUI on one device"
+OF_AN_UPSCALER = "This upscale model is computed by ComfyUI on one device"
 log = logging.getLogger("pipemesh")
 
 

@@ -1,13 +1,16 @@
-"""VAEs that a pool computes: by hand, and for auto mode."""
+"""VAEs and upscale models that a pool computes: by hand, and for auto mode."""
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
+import torch
 
 from ..launcher.pool.devices import Placement
+from ..parallel_runtime.client.remote_upscaler import UpscalerInPool, why_not_upscaled
 from ..parallel_runtime.client.remote_vae import parallelize_vae, stock_of, why_by_stock
 from ..parallel_runtime.errors import LayoutError, Refused
 from .here import own_device, why_one_gpu
@@ -41,12 +44,27 @@ def lent(runtime: Runtime, vae: Any, choice: Choice, placement: Placement) -> An
     return parallelize_vae(vae, partial(runtime.pool_for, choice), holds_own_device(placement), keeps=False)
 
 
+def lent_upscaler(runtime: Runtime, upscaler: Any, choice: Choice, placement: Placement) -> UpscalerInPool:
+    """Make what stands for an upscale model in the live pool of a choice for as long as that lives.
+    Raises Refused where it cannot.
+    """
+    if why := why_on_one_device(upscaler.patcher.load_device, placement) or why_not_upscaled(upscaler):
+        raise Refused(f"{why}.")
+    holds_own = holds_own_device(placement)
+    return UpscalerInPool(weakref.ref(upscaler), partial(runtime.pool_for, choice), holds_own)
+
+
 def holds_own_device(placement: Placement) -> bool:
     return own_device() in [device.name for device in placement.devices]
 
 
 def why_on_one(vae: Any, placement: Placement) -> str:
     """Say why ComfyUI itself decodes and encodes, and no pool there; empty where one can."""
+    return why_on_one_device(vae.device, placement) or why_by_stock(vae)
+
+
+def why_on_one_device(own: torch.device, placement: Placement) -> str:
+    """Say why no pool there computes what ComfyUI has on its ``own`` device; else empty."""
     return (
         why_one_gpu()
         if placement.is_one_gpu
@@ -55,8 +73,8 @@ def why_on_one(vae: Any, placement: Placement) -> str:
         else "stages of a pipeline hold parts of models"
         if placement.layout.stages > 1
         else "it stays on the CPU, as --cpu-vae says"
-        if vae.device.type == "cpu" and placement.devices[0].is_gpu
-        else f"a node has put it on {vae.device}"
-        if vae.device != comfy.model_management.get_torch_device()
-        else why_by_stock(vae)
+        if own.type == "cpu" and placement.devices[0].is_gpu
+        else f"a node has put it on {own}"
+        if own != comfy.model_management.get_torch_device()
+        else ""
     )

@@ -54,6 +54,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/client/host_compiler.py",
     "parallel_runtime/client/remote_forward.py",
     "parallel_runtime/client/remote_patcher.py",
+    "parallel_runtime/client/remote_upscaler.py",
     "parallel_runtime/client/remote_vae.py",
     "parallel_runtime/client/patchwise.py",
     "parallel_runtime/client/groups.py",

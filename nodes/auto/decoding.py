@@ -1,5 +1,5 @@
-"""Decodes and encodes in the pool that sampled, where that takes less time than ComfyUI's own
-device was seen to take; by ComfyUI itself otherwise, and after whatever goes wrong.
+"""Decodes, encodes and upscales in the pool that sampled, where that takes less time than ComfyUI's
+own device was seen to take; by ComfyUI itself otherwise, and after whatever goes wrong.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 
+from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.interrupt import interrupting
 from ...parallel_runtime.client.remote_vae import FirstStage, ranks_of
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, RunCancelled
-from ..notices import OF_A_VAE, Notices
+from ..notices import OF_A_VAE, OF_AN_UPSCALER, Notices
 from ..runtime import Runtime
-from ..vaes import lent
+from ..settings import Choice
+from ..vaes import lent, lent_upscaler
 from .sampling import reason_of
 
 WORTH_S = 0.5  # what several devices have to save
 TRIES = 2  # before a device, or a pool, is judged: the first loads the VAE there
 MOST = 200  # kinds that are remembered
-Kind = tuple[type, torch.dtype, str]  # class of the VAE, dtype, method
+Kind = tuple[type, torch.dtype, str]  # class of the module, dtype, method
 log = logging.getLogger("pipemesh")
 
 
@@ -57,11 +59,32 @@ class VAETimes:
         return times >= TRIES and pool > alone > 0
 
 
+@dataclass(frozen=True)
+class Lending:
+    """How a pool does the work of VAEs, or of upscale models. ``told``: what a notice begins with.
+    ``lend`` makes what stands for one there, and calls ComfyUI's own function ``through`` that.
+    Raises Refused where it cannot.
+    """
+
+    told: str
+    lend: Callable[[Runtime, Any, Choice, Placement], Any]
+
+
+VAES, UPSCALERS = Lending(OF_A_VAE, lent), Lending(OF_AN_UPSCALER, lent_upscaler)
+
+
 class PoolDecoding:
     """``clock`` returns seconds."""
 
-    def __init__(self, runtime: Runtime, notices: Notices, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        runtime: Runtime,
+        notices: Notices,
+        lending: Lending = VAES,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.times = VAETimes()
+        self._lending = lending
         self._runtime = runtime
         self._notices = notices
         self._clock = clock
@@ -76,7 +99,7 @@ class PoolDecoding:
         """
         if not is_on:
             self._give_back()
-        model = getattr(vae, "first_stage_model", None)
+        model = getattr(vae, "first_stage_model", getattr(vae, "model", None))
         if not is_on or isinstance(model, FirstStage) or not isinstance(given, torch.Tensor):
             return call(vae)
         if torch.is_grad_enabled():  # gradients do not come back from ranks
@@ -91,7 +114,7 @@ class PoolDecoding:
             except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
                 self._left.add(vae)
                 self._free(vae)
-                self._notices.tell(f"{OF_A_VAE}: {reason_of(error).removesuffix('.')}.")
+                self._notices.tell(f"{self._lending.told}: {reason_of(error).removesuffix('.')}.")
                 log.debug("[PipeMesh] A VAE failed in the pool:", exc_info=error)
         return self._timed(vae, kind, 1, given, call)
 
@@ -108,17 +131,18 @@ class PoolDecoding:
             return None
         made = self._lent.get(vae)
         if made is None:
-            made = self._lent[vae] = lent(self._runtime, vae, choice, placement)
+            made = self._lent[vae] = self._lending.lend(self._runtime, vae, choice, placement)
         return made
 
     def _in_pool(
         self, vae: Any, made: Any, kind: Kind, given: torch.Tensor, call: Callable[[Any], Any]
     ) -> Any:
-        ranks = made.first_stage_model.remote.ranks()
-        output = self._timed(made, kind, ranks, given, call)
+        ranks = made.remote.ranks()
+        output = self._timed(made, kind, ranks, given, lambda made: made.through(call))
         if self.times.is_slower(kind, ranks):
             self._free(vae)
-            self._notices.tell(f"{OF_A_VAE} from now on: {ranks} workers were slower, {TRIES} times.")
+            slower = f"{ranks} workers were slower, {TRIES} times."
+            self._notices.tell(f"{self._lending.told} from now on: {slower}")
         return output
 
     def _timed(
@@ -138,4 +162,4 @@ class PoolDecoding:
         made = self._lent.pop(vae, None)
         if made is not None:
             with suppress(PipeMeshError):  # of ranks that are gone
-                made.first_stage_model.remote.release()
+                made.remote.release()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...launcher.pool.devices import no_ranks_on
@@ -15,7 +16,7 @@ from ..here import own_device
 from ..notices import Notices
 from ..once import Once
 from ..timing import StepTimes
-from .seam import GuiderSeam, HostChanged, Run, VAESeam
+from .seam import GuiderSeam, HostChanged, Run, UpscalerSeam, VAESeam
 from .switch import Switch
 
 if TYPE_CHECKING:
@@ -41,9 +42,12 @@ class Auto:
         self._times = times or StepTimes()
         self._has_been_on = False
         self._in_pool = Once(self._sampling)
-        self._decoding = Once(self._of_vaes)
         self._seam = GuiderSeam(self.sample, self.unseen, self._times)
-        self._vaes = VAESeam(self.use_vae, self._times.prompts.note_vae)
+        use_vae = partial(self._use, Once(self._of_vaes))
+        self._others = {
+            "VAEs": VAESeam(use_vae, self._times.prompts.note_vae),
+            "Upscale models": UpscalerSeam(partial(self._use, Once(self._of_upscalers))),
+        }
 
     def is_on(self) -> bool:
         return not self._why_not and self.switch.is_on()
@@ -62,10 +66,11 @@ class Auto:
             self._seam.install()
         except HostChanged as error:
             self._why_not = str(error)
-        try:
-            self._vaes.install()
-        except HostChanged as error:
-            log.info("[PipeMesh] VAEs are ComfyUI's own affair. %s", error)
+        for what, seam in self._others.items():
+            try:
+                seam.install()
+            except HostChanged as error:
+                log.info("[PipeMesh] %s are ComfyUI's own affair. %s", what, error)
         if self._why_not and self.switch.is_on():
             self._notices.tell(self._why_not, one_gpu=False)
         elif self._why_not:
@@ -73,7 +78,8 @@ class Auto:
 
     def remove(self) -> None:
         self._seam.remove()
-        self._vaes.remove()
+        for seam in self._others.values():
+            seam.remove()
 
     def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run) -> Any:
         """Hands a guider's sampling to the pool, unless it is stock ComfyUI's own affair: the
@@ -92,18 +98,22 @@ class Auto:
             return run()
         return in_pool.sample(guider, noise, sigmas, run, is_on=is_on)
 
-    def use_vae(self, vae: Any, work: str, given: Any, call: Callable[[Any], Any]) -> Any:
-        """Hands the ``work`` of a VAE to a pool that is up, where that has shown to be worth it."""
+    def _use(
+        self, made: Once[PoolDecoding], used: Any, work: str, given: Any, call: Callable[[Any], Any]
+    ) -> Any:
+        """Hands the ``work`` of a VAE or an upscale model to a pool that is up, where that is worth
+        it.
+        """
         is_on = self.switch.is_on()
         self._has_been_on |= is_on
         if not self._has_been_on:
-            return call(vae)
+            return call(used)
         try:
-            decoding = self._decoding()
+            in_pool = made()
         except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
             log.warning("[PipeMesh] The pool cannot be used in this ComfyUI:", exc_info=error)
-            return call(vae)
-        return decoding.use(vae, work, given, call, is_on=is_on)
+            return call(used)
+        return in_pool.use(used, work, given, call, is_on=is_on)
 
     def unseen(self, guider: Any) -> None:
         """Tells of a guider whose class samples without ``CFGGuider.sample``."""
@@ -122,3 +132,8 @@ class Auto:
         from .decoding import PoolDecoding
 
         return PoolDecoding(self._runtime(), self._notices)
+
+    def _of_upscalers(self) -> PoolDecoding:
+        from .decoding import UPSCALERS, PoolDecoding
+
+        return PoolDecoding(self._runtime(), self._notices, UPSCALERS)

@@ -1,6 +1,6 @@
 """Where auto mode stands in ComfyUI: before ``CFGGuider.sample``, which every sampler node calls,
 stock or foreign; ``outer_sample``, which tells of guiders that do without; and the four methods of
-a ``VAE`` that nodes call.
+a ``VAE`` that nodes call, and the node that upscales.
 
 At ``sample``, not in the constructor: ComfyUI keeps guiders between prompts, so that one made while
 the switch was off may be sampled while it is on.
@@ -19,10 +19,12 @@ from typing import Any
 import comfy.samplers
 import comfy.sd
 
+import nodes
+
 from ..timing import Steps, StepTimes
 from .replaced import HostChanged, Replaced, changed, require_uses
 
-__all__ = ["GuiderSeam", "HostChanged", "Run", "VAESeam"]
+__all__ = ["GuiderSeam", "HostChanged", "Run", "UpscalerSeam", "VAESeam"]
 
 SAMPLERS = "comfy.samplers"
 NEEDED = (  # function of comfy.samplers, names that its code has to use
@@ -33,6 +35,8 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
     ("sample", ("CFGGuider", "sample")),
 )
 
+USED = {"patcher", "scale", "load_models_gpu", "tiled_scale", "raise_non_oom"}  # by the node
+UPSCALER, OF_UPSCALERS = "ImageUpscaleWithModel", ("execute", "upscale")
 OF_VAES = ("decode", "decode_tiled", "encode", "encode_tiled")
 # Of CFGGuider.sample, the first ones
 ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
@@ -176,3 +180,41 @@ class VAESeam:
             return self._use(vae, stock.__name__, given, timed)
 
         return method
+
+
+class UpscalerSeam:
+    """``use`` is called as by ``VAESeam``. Other packs call the node's ``upscale``."""
+
+    def __init__(self, use: Callable[[Any, str, Any, Callable[[Any], Any]], Any]):
+        self._use = use
+        self._methods: Replaced | None = None
+
+    def install(self) -> None:
+        """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
+        node = vars(nodes)["NODE_CLASS_MAPPINGS"].get(UPSCALER)
+        if self._methods is not None or node is None:  # such as with --disable-all-custom-nodes
+            return
+        for name in OF_UPSCALERS:
+            stock = vars(node).get(name)
+            code = getattr(getattr(stock, "__func__", None), "__code__", None)
+            if not isinstance(stock, classmethod) or code is None or not {*code.co_names} >= USED:
+                raise changed(f"has another {UPSCALER}.{name}")
+        self._methods = Replaced(node, {name: self._around for name in OF_UPSCALERS})
+        self._methods.put_in()
+
+    def remove(self) -> None:
+        if self._methods is not None:
+            self._methods.take_out()
+            self._methods = None
+
+    def _around(self, stock: Any) -> Any:
+        @functools.wraps(stock.__func__)
+        def execute(node: Any, upscale_model: Any, image: Any) -> Any:
+            def call(model: Any) -> Any:
+                return stock.__func__(node, model, image)
+
+            if self._methods is None:
+                return call(upscale_model)
+            return self._use(upscale_model, "upscale", image, call)
+
+        return classmethod(execute)

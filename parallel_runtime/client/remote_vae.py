@@ -46,8 +46,11 @@ log = logging.getLogger("pipemesh")
 
 class RemoteVAE:
     """A VAE in a pool. ``vae_of`` has the stock one. ``pool_of`` finds the pool, again at each
-    load. ``holds_ui_device``: a rank is on the UI's own device.
+    load. ``holds_ui_device``: a rank is on the UI's own device. ``behind``: what to do about a node
+    that changes it. What is here is of upscale models too (``remote_upscaler``).
     """
+
+    kind, behind = "vae", BEHIND
 
     def __init__(self, vae_of: Callable[[], Any], pool_of: Callable[[], RemotePool], holds_ui_device: bool):
         self._vae_of = vae_of
@@ -59,6 +62,17 @@ class RemoteVAE:
     @property
     def vae(self) -> Any:
         return self._vae_of()
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.vae.first_stage_model
+
+    def why_by_stock(self) -> str:
+        return why_by_stock(self.vae)
+
+    def source(self) -> dict[str, Any]:
+        """Returns the tree from which a rank builds it."""
+        return vae_source(self.vae)
 
     def ranks(self) -> int:
         return ranks_of(self._pool_of().layout)
@@ -72,7 +86,7 @@ class RemoteVAE:
 
     def share(self) -> int:
         """Returns the bytes on the UI's own device once ranks hold it."""
-        return stored_bytes(self.vae.first_stage_model.parameters()) if self.holds_ui_device else 0
+        return stored_bytes(self.module.parameters()) if self.holds_ui_device else 0
 
     def is_held(self) -> bool:
         return self._at is not None and self._at[0].residency.holds(self._at[1])
@@ -84,8 +98,8 @@ class RemoteVAE:
     @interrupting
     def bring_up(self) -> tuple[RemotePool, str]:
         """Has every rank of a live pool hold the VAE. Raises Refused, ModelError, PoolFailed."""
-        if why := why_by_stock(self.vae):
-            raise Refused(f"{BEHIND} What was changed: {why}.")
+        if why := self.why_by_stock():
+            raise Refused(f"{self.behind} What was changed: {why}.")
         pool = self._pool_of()
         if pool.session is not None and pool.session.tickets:
             raise Refused(
@@ -94,12 +108,12 @@ class RemoteVAE:
             )
         if self._at is not None and pool is not self._at[0]:
             self.release()
-        source = pool.residency.use(self.vae.first_stage_model, partial(describe_vae, self.vae))
+        source = pool.residency.use(self.module, partial(describe_vae, self.vae, self.kind))
         self._at = pool, source.model
         pool.sessions.settle(interrupted)
         pool.runs.end_owed()
         while not pool.residency.is_ready(source.model, ""):
-            pool.residency.load(source, partial(vae_source, self.vae), interrupted)
+            pool.residency.load(source, self.source, interrupted)
         return self._at
 
     @interrupting
@@ -119,8 +133,8 @@ class RemoteVAE:
             if len(ranks) > 1 and (work, len(ranks)) not in self._compared:
                 part = samples[:1, :, :FRAMES] if samples.dim() == 5 else samples[:1]
                 part = part[..., : ROWS_EACH * len(ranks) * unit, : ROWS_EACH * unit].contiguous()
-                kind = type(self.vae.first_stage_model).__name__
-                if is_compared(kind, *dispatch([(part, ranks, width)]), *dispatch([(part, (0,), ALONE)])):
+                what = f"{type(self.module).__name__} by bands of rows"
+                if is_compared(what, *dispatch([(part, ranks, width)]), *dispatch([(part, (0,), ALONE)])):
                     self._compared.add((work, len(ranks)))
             return dispatch([(samples, ranks, width)])[0]
 
@@ -129,7 +143,7 @@ class RemoteVAE:
         """Returns what the stock ``work`` makes of each tile, to the bit, each on its own rank.
         There are at most as many as ranks. Raises as ``compute``.
         """
-        tiles = [with_noise(self.vae.first_stage_model, work, tile) for tile in tiles]
+        tiles = [with_noise(self.module, work, tile) for tile in tiles]
         with self._computing(work, 1, {}) as (_, dispatch):
             return dispatch([(tile, (rank,), ALONE) for rank, tile in enumerate(tiles)])
 
@@ -165,7 +179,7 @@ def ranks_of(layout: Layout) -> int:
     return 1 if layout.stages > 1 else len(layout.members(0, layout.widths[-1]))
 
 
-def is_compared(kind: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
+def is_compared(what: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
     """Returns False where what one device made has NaN or infinities. Raises Refused where a row
     that ranks made together is further from what one made than rounding explains: ComfyUI's code is
     another than that which was cut. The scale is at least a picture's, 1: its part may be grey.
@@ -176,8 +190,8 @@ def is_compared(kind: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
     share = float(off) / max(1.0, float(alone.float().square().mean().sqrt()))
     if not share <= max(ROUNDING, EPS * torch.finfo(alone.dtype).eps):  # nor is NaN
         raise Refused(
-            f"{kind} by bands of rows is {share:.1%} off from what one device makes of a part of this"
-            " picture: leave PipeMesh Parallelize VAE out, and report it."
+            f"{what} is {share:.1%} off from what one device makes of a part of this picture: leave PipeMesh"
+            " Parallelize VAE out, and report it."
         )
     return True
 
@@ -199,10 +213,10 @@ class FirstStage:
         self.remote = remote
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.remote.vae.first_stage_model, name)
+        return getattr(self.remote.module, name)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise Refused(BEHIND)
+        raise Refused(self.remote.behind)
 
     def decode(
         self, samples: torch.Tensor, output_buffer: torch.Tensor | None = None, **options: Any
@@ -257,7 +271,7 @@ class VAEPatcher(ModelPatcher):
         return self.model
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise Refused(BEHIND)
+        raise Refused(self.model.remote.behind)
 
     deepclone_multigpu = add_patches = add_object_patch = _refuse
 
@@ -297,6 +311,9 @@ class VAEInPool(VAE):
     encode_tiled_ = in_tiles("encode", "encode_tiled_")
     encode_tiled_3d = in_tiles("encode", "encode_tiled_3d")
 
+    def through(self, call: Callable[[Any], Any]) -> Any:
+        return call(self)
+
 
 def why_by_stock(vae: Any) -> str:
     """Returns why a VAE is decoded by ComfyUI itself; empty where a pool can do it."""
@@ -323,6 +340,7 @@ def parallelize_vae(
     made = copy(vae)
     made.__class__ = VAEInPool
     remote = RemoteVAE((lambda: vae) if keeps else weakref.ref(vae), pool_of, holds_ui_device)
+    made.remote = remote
     made.first_stage_model = FirstStage(remote)
     patcher = vae.patcher
     made.patcher = VAEPatcher(made.first_stage_model, patcher.load_device, patcher.offload_device)

@@ -213,11 +213,11 @@ def build_from_state(source: dict[str, Any]) -> Any:
     return patcher
 
 
-def describe_vae(vae: Any) -> Source:
-    """In the UI: the source of a VAE. Its weights are sent as they are, whatever loaded them."""
+def describe_vae(vae: Any, kind: str = "vae") -> Source:
+    """In the UI: the source of a VAE or an upscale model. Its weights are sent as they are."""
     path = file_of(vae.patcher)
     file = stat_file(path) if path and os.path.exists(path) else None
-    return Source(model=f"vae-{vae.patcher.clone_base_uuid.hex}", file=file)
+    return Source(model=f"{kind}-{vae.patcher.clone_base_uuid.hex}", file=file)
 
 
 def vae_source(vae: Any) -> dict[str, Any]:

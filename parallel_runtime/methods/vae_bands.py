@@ -38,7 +38,8 @@ NOISE = "decode_noise_scale"
 class BandsOfRows:
     """The method of a VAE. What it hooks are attributes of modules of this rank's model.
 
-    ``on_progress`` is called before every message.
+    ``on_progress`` is called before every message. ``is_cut``: else a rank has all rows, and what
+    it does not know of the model stays as it is.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class BandsOfRows:
         comm: SequenceComm,
         device: torch.device,
         on_progress: Callable[[], None] = lambda: None,
+        is_cut: bool = True,
     ):
         self._model = model
         self._device = device
         self._comm = comm
         self._on_progress = on_progress
+        self._is_cut = is_cut
         self._known = KnownSteps()
         self._rows = RowExchange(comm)
         self._put: list[tuple[nn.Module, str, Any]] = []
@@ -67,6 +70,8 @@ class BandsOfRows:
                 self._put_in(module, "_conv_forward", partial(self._convolve, added))
             elif isinstance(module, nn.GroupNorm):
                 self._put_in(module, "forward", self._normalise)
+            elif not self._is_cut:
+                continue
             elif isinstance(module, nn.AdaptiveAvgPool2d):
                 self._put_in(module, "forward", self._average)
             elif all(hasattr(module, name) for name in NEEDED):

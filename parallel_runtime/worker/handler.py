@@ -17,6 +17,7 @@ from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
 from ..comm.readers import readers_of
 from ..crossing.source import build_from_state, build_vae, call_factory, find_here
+from ..crossing.upscalers import build_upscaler
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..layout import ALONE
@@ -135,9 +136,9 @@ class RequestHandler:
             with self._joining():
                 open_weights(self._mesh)
         source = decode_tree(request.source, segments[0].tensor if segments else no_tensors)
-        if "vae" in source:
-            model = build_vae(source, self._device)
-            self.models[request.model] = ResidentVAE(model, self._device, self._mesh, rank)
+        if "vae" in source or "upscaler" in source:
+            model = (build_vae if "vae" in source else build_upscaler)(source, self._device)
+            self.models[request.model] = ResidentVAE(model, self._device, self._mesh, rank, "vae" in source)
             self._count_models()
             return
         if "factory" in source:

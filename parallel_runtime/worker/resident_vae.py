@@ -17,18 +17,20 @@ from ..vae_modules import why_not_in_bands
 
 
 class ResidentVAE:
-    """``model`` is the host's own, on this rank's device. Raises Refused where it has a module that
-    is not known. It has no weight patches.
+    """``model`` is the host's own, on this rank's device; it has no weight patches. Raises Refused
+    where it ``is_cut`` and has a module that is not known. An upscale model computes whole tiles.
     """
 
     patches_id = ""
     kept = None
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, mesh: Mesh, rank: Rank):
-        if why := why_not_in_bands(model):
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, mesh: Mesh, rank: Rank, is_cut: bool = True
+    ):
+        if is_cut and (why := why_not_in_bands(model)):
             raise Refused(f"{type(model).__name__}: {why}.")
         self._model = model
-        self.method = BandsOfRows(model, mesh.sequence, device, rank.tick)
+        self.method = BandsOfRows(model, mesh.sequence, device, rank.tick, is_cut)
         self.nbytes = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
         self.method.attach()
 
@@ -36,7 +38,7 @@ class ResidentVAE:
         self.method.begin(part, Expected(kind, confirmed))
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
-        """``arguments["work"]``: decode or encode."""
+        """``arguments["work"]``: decode, encode or upscale."""
         work = getattr(self._model, arguments["work"])
         return self.method.forward(work, arguments, number)
 

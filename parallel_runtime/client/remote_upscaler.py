@@ -1,0 +1,116 @@
+"""An upscale model in a pool: each rank computes whole tiles of a picture, which ComfyUI's node
+cuts and puts together. Read: comfy_extras/nodes_upscale_model.py @ ComfyUI 0.30.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import comfy.model_management
+import torch
+
+from ..crossing.upscalers import upscaler_source
+from ..vae_modules import PUT_IN_PLACE
+from .remote_pool import RemotePool
+from .remote_vae import FirstStage, RemoteVAE, VAEPatcher, is_compared
+from .tiles import OnTile, side_by_side
+
+PIXELS = 32  # rows and columns with which a model is tried
+WORK = "upscale"
+T = TypeVar("T")
+
+
+class RemoteUpscaler(RemoteVAE):
+    kind = "upscaler"
+    behind = "This upscale model is on the devices of a pool, and a node has changed it since."
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.vae.model
+
+    def why_by_stock(self) -> str:
+        return why_not_upscaled(self.vae)
+
+    def source(self) -> dict[str, Any]:
+        return upscaler_source(self.vae)
+
+    def compute_whole(self, work: str, tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As a VAE's. A small part of the first tile is computed by ComfyUI, too."""
+        if (work, 1) not in self._compared:
+            part, patcher = tiles[0][..., :PIXELS, :PIXELS].contiguous(), self.vae.patcher
+            comfy.model_management.load_models_gpu([patcher])  # may take the room of what ranks hold
+            theirs = self.vae(part.to(patcher.load_device)).cpu()
+            (ours,) = super().compute_whole(work, [part])
+            if is_compared(f"{type(self.module).__name__} in the pool", ours.cpu(), theirs):
+                self._compared.add((work, 1))
+        return super().compute_whole(work, tiles)
+
+
+def why_not_upscaled(upscaler: Any) -> str:
+    """Returns why ComfyUI itself upscales with a model; empty where ranks may be able to."""
+    if type(upscaler).__module__.partition(".")[0] != "spandrel" or not hasattr(upscaler, "patcher"):
+        return "it is none that ComfyUI loads"
+    if upscaler.patcher.patches or upscaler.patcher.object_patches:
+        return "it has weight patches"
+    changed = any(
+        module._forward_pre_hooks or module._forward_hooks or {*PUT_IN_PLACE} & vars(module).keys()
+        for module in upscaler.model.modules()
+    )
+    return "a node has put code of its own into it" if changed else ""
+
+
+class NoRoom(BaseException):
+    """A tile had no room in a rank. ComfyUI's node would go on with smaller tiles, for which nobody
+    has asked then; so it is to be called anew.
+    """
+
+
+class ForNode:
+    """Stands for an upscale model in a call of ComfyUI's node. The node halves its tiles so often
+    as it is told first that there is no room.
+    """
+
+    def __init__(self, patcher: VAEPatcher, scale: float, on_tile: OnTile, halved: int, why: str):
+        self.patcher = patcher
+        self.scale = scale
+        self._on_tile, self._halved, self._why = on_tile, halved, why
+
+    def __call__(self, tile: torch.Tensor) -> torch.Tensor:
+        if self._halved:
+            self._halved -= 1
+            raise torch.OutOfMemoryError(self._why)
+        return self._on_tile(tile)
+
+
+class UpscalerInPool:
+    """What stands for an upscale model, as ``RemoteVAE`` has it."""
+
+    def __init__(self, host_of: Callable[[], Any], pool_of: Callable[[], RemotePool], holds_ui_device: bool):
+        self.remote = RemoteUpscaler(host_of, pool_of, holds_ui_device)
+        own, self._scale = host_of().patcher, host_of().scale
+        self._patcher = VAEPatcher(FirstStage(self.remote), own.load_device, own.offload_device)
+
+    def through(self, node: Callable[[Any], T]) -> T:
+        """Returns what ComfyUI's ``node``, called with a model, makes of its picture. For a scale
+        of 0 it makes nothing, which takes neither memory nor time.
+        """
+        halved, why = 0, ""
+        while True:
+
+            def loop(scale: float, on_tile: OnTile, halved: int = halved, why: str = why) -> T:
+                return node(ForNode(self._patcher, scale, on_tile, halved, why))
+
+            try:
+                return side_by_side(
+                    partial(loop, 0), partial(loop, self._scale), self._compute, self.remote.tiles_at_once()
+                )
+            except NoRoom as error:
+                halved, why = halved + 1, str(error)
+
+    def _compute(self, tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        try:
+            return self.remote.compute_whole(WORK, tiles)
+        except torch.OutOfMemoryError as error:
+            raise NoRoom(str(error)) from error

@@ -1,0 +1,186 @@
+"""Upscale Image (using Model): each rank computes whole tiles, and the picture is ComfyUI's own."""
+
+import json
+
+import comfy.model_management as mm
+import comfy_extras.nodes_upscale_model as host
+import pytest
+import torch
+from comfy.model_patcher import CoreModelPatcher
+from pipemesh.launcher.pool.handle import PoolHandle
+from pipemesh.nodes.auto import decoding
+from pipemesh.nodes.auto.decoding import TRIES, VAETimes
+from pipemesh.nodes.auto.mode import Auto
+from pipemesh.nodes.auto.replaced import HostChanged
+from pipemesh.nodes.auto.seam import OF_UPSCALERS, UPSCALER, UpscalerSeam
+from pipemesh.nodes.auto.switch import SETTING, Switch
+from pipemesh.nodes.notices import Notices
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.remote_upscaler import UpscalerInPool
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from spandrel import ImageModelDescriptor, ModelLoader
+from spandrel.architectures.Compact import Compact, CompactArch
+
+import nodes
+
+from .fake_pools import cpus
+from .shared_runtime import SharedRuntime
+from .test_pool_faults import Once, in_forward, kill
+from .vaes import noise, random
+
+NODE = host.ImageUpscaleWithModel
+
+
+def upscaler(features=8, layers=2):
+    """As ComfyUI's loader makes it, with random weights."""
+    made = Compact(num_in_ch=3, num_out_ch=3, num_feat=features, num_conv=layers, upscale=2)
+    made = ModelLoader().load_from_state_dict(random(made).state_dict()).eval()
+    made.patcher = CoreModelPatcher(
+        made.model, load_device=mm.get_torch_device(), offload_device=mm.unet_offload_device()
+    )
+    return made
+
+
+def picture(*shape):
+    return noise(*shape, 3).sigmoid()
+
+
+def by_stock(model, image):
+    return NODE.execute(model, image).args[0]
+
+
+def in_pool(model, client, image):
+    made = UpscalerInPool(lambda: model, lambda: client, holds_ui_device=False)
+    return made.through(lambda one: NODE.execute(one, image).args[0])
+
+
+@pytest.fixture(autouse=True)
+def as_nodes_run():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("shape", [(1, 530, 1000), (2, 40, 560), (1, 32, 48)])
+def test_an_upscaled_picture_is_stocks_to_the_bit(shape, client, requests):
+    model, image = upscaler(), picture(*shape)
+    truth = by_stock(model, image)
+    assert not requests["Forward"]
+    assert torch.equal(in_pool(model, client, image), truth) and requests["Forward"]
+
+
+def test_a_tile_without_room_has_the_node_take_smaller_ones_as_without_a_pool(client, monkeypatch):
+    from pipemesh.parallel_runtime.client.remote_upscaler import RemoteUpscaler
+
+    model, image, refused, compute = upscaler(), picture(1, 530, 560), [], RemoteUpscaler.compute_whole
+
+    def has_room(tiles, most):
+        if max(tile.shape[-1] for tile in tiles) > most:
+            refused.append(most)
+            raise torch.OutOfMemoryError("Rank 1 on cpu ran out of memory while computing")
+
+    def confined(remote, work, tiles):
+        has_room(tiles, 128)
+        return compute(remote, work, tiles)
+
+    call = ImageModelDescriptor.__call__
+    monkeypatch.setattr(ImageModelDescriptor, "__call__", lambda one, a: has_room([a], 128) or call(one, a))
+    truth = by_stock(model, image)
+    assert refused == [128, 128], "as 512 and 256 pixels"
+    monkeypatch.setattr(ImageModelDescriptor, "__call__", call)
+    monkeypatch.setattr(RemoteUpscaler, "compute_whole", confined)
+    assert torch.equal(in_pool(model, client, image), truth) and refused == [128] * 4
+    monkeypatch.setattr(RemoteUpscaler, "compute_whole", lambda remote, work, tiles: has_room(tiles, 0))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^Rank 1 on cpu ran out of memory"):
+        in_pool(model, client, image)
+
+
+def test_what_ranks_make_of_the_weights_is_compared_with_comfyuis_first(client):
+    model, image = upscaler(), picture(1, 40, 48)
+    first, *_ = model.model.parameters()
+    in_pool(model, client, image)
+    first.add_(1.0)
+    with pytest.raises(Refused, match=r"^SRVGGNetCompact in the pool is [\d.]+% off from what one device"):
+        in_pool(model, client, image)
+
+
+def test_weights_that_spandrel_does_not_know_again_are_refused(client):
+    model = upscaler()
+    foreign = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 3, padding=1))
+    made = ImageModelDescriptor(foreign, foreign.state_dict(), CompactArch(), "SR", [], True, True, 1, 3, 3)
+    made.patcher = CoreModelPatcher(foreign, model.patcher.load_device, model.patcher.offload_device)
+    with pytest.raises(Refused, match="spandrel does not know the weights of this Sequential"):
+        in_pool(made, client, picture(1, 40, 48))
+
+
+def test_a_rank_killed_amid_tiles_is_named_and_the_next_is_right(setup):
+    handle = PoolHandle(cpus(2), setup)
+    try:
+        model, pools = upscaler(32, 8), RemotePool(handle, shares_weights=True)
+        truth = in_pool(model, pools, picture(1, 40, 48))
+        pool = handle.live()
+        once = Once(lambda: in_forward(pool, 1, 2), lambda: kill(pool, 1))
+        with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed .* while computing: run again"):
+            in_pool(model, pools, picture(1, 2000, 2000))
+        once.join()
+        assert torch.equal(in_pool(model, pools, picture(1, 40, 48)), truth)
+    finally:
+        handle.close()
+
+
+# -- auto mode
+
+
+@pytest.fixture
+def switched(client, tmp_path, monkeypatch):
+    """Auto mode that takes a pool for whatever it saves; ``on(False)`` switches it off."""
+    monkeypatch.setattr(decoding, "WORTH_S", 0.0)
+    monkeypatch.setattr(VAETimes, "is_slower", lambda *_: False)
+    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, UPSCALER, NODE)
+    file, notices = tmp_path / "settings.json", Notices()
+
+    def on(value):
+        file.write_text(json.dumps({SETTING: value}))
+
+    auto = Auto(lambda: SharedRuntime(client), Switch({}, lambda: file), notices)
+    on.said = lambda: [one.text for one in notices.latest()]
+    on(True)
+    auto.install()
+    yield on
+    auto.remove()
+
+
+def test_the_third_picture_of_a_kind_is_upscaled_in_the_pool_and_is_the_same(switched, requests):
+    model, image = upscaler(), picture(1, 40, 560)
+    truth, _ = (by_stock(model, image) for _ in range(TRIES))
+    assert not requests["Forward"]
+    assert torch.equal(by_stock(model, image), truth) and requests["Forward"]
+    made = requests["Forward"]
+    assert torch.equal(NODE().upscale(model, image).args[0], truth) and requests["Forward"] > made
+    switched(False)
+    made = requests["Forward"]
+    assert torch.equal(by_stock(model, image), truth) and requests["Forward"] == made
+    assert not switched.said()
+
+
+def test_what_the_pool_refuses_is_upscaled_by_stock_with_one_notice(switched, requests):
+    model, image = upscaler(), picture(1, 40, 48)
+    model.model.forward = model.model.forward
+    truth, *others = (by_stock(model, image) for _ in range(5))
+    assert all(torch.equal(one, truth) for one in others) and not requests["Forward"]
+    assert switched.said() == [
+        "This upscale model is computed by ComfyUI on one device: a node has put code of its own into it."
+    ]
+
+
+def test_the_node_is_comfyuis_again_when_auto_mode_goes_and_another_is_left_alone(monkeypatch):
+    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, UPSCALER, NODE)
+    own = {name: vars(NODE)[name] for name in OF_UPSCALERS}
+    seam = UpscalerSeam(lambda model, work, image, call: call(model))
+    seam.install()
+    assert all(vars(NODE)[name] is not own[name] for name in OF_UPSCALERS)
+    seam.remove()
+    assert {name: vars(NODE)[name] for name in OF_UPSCALERS} == own
+    monkeypatch.setattr(NODE, "execute", classmethod(lambda cls, upscale_model, image: None))
+    with pytest.raises(HostChanged, match=r"has another ImageUpscaleWithModel\.execute: update PipeMesh"):
+        seam.install()
