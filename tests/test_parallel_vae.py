@@ -6,14 +6,17 @@ import logging
 import re
 from copy import deepcopy
 
+import comfy.utils
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.launcher.pool import conversation
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.vaes import parallelized
+from pipemesh.parallel_runtime.client import remote_vae
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, is_compared, parallelize_vae
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
@@ -125,6 +128,24 @@ def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(st
         vae.decode(noise(1, 16, 9, 32, 24))
     once.join()
     assert torch.equal(vae.decode(latent), truth) and client.session.pool is pool
+
+
+def test_a_long_work_shows_how_far_it_is_once_its_steps_were_counted(stock, client, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        comfy.utils, "PROGRESS_BAR_HOOK", lambda done, total, *_, **__: told.append((done, total))
+    )
+    monkeypatch.setattr(remote_vae, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(conversation, "POLL_S", 0.001)
+    video, latent = parallel(stock["video"], client), noise(1, 16, 10, 16, 12)
+    video.decode(latent)
+    assert not told, "more frames than were compared"
+    video.decode(latent)
+    assert len({total for _, total in told}) == 1 and told == sorted(told)
+    assert told[0][0] < told[0][1]
+    told.clear()
+    parallel(stock["image"], client).decode(noise(1, 16, 48, 48))
+    assert told[0][0] < told[0][1], "as many as in the part that was compared"
 
 
 def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_pool_goes_on(

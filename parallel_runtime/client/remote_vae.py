@@ -8,6 +8,7 @@ memory runs out. Read: comfy/sd.py (VAE), comfy/model_management.py @ ComfyUI 0.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.sd import VAE
+from comfy.utils import ProgressBar
 
 from ..comm.bands import ROWS, Bands
 from ..crossing.source import describe_vae, vae_source
@@ -26,6 +28,7 @@ from ..errors import OutOfMemory, Refused
 from ..layout import ALONE, Layout
 from ..vae_modules import why_not_in_bands
 from ..weights.quantised import stored_bytes
+from ..wire.arena import Board
 from .branch import Branch
 from .evaluations import Work
 from .interrupt import held, interrupted, interrupting
@@ -35,6 +38,8 @@ from .tiles import OnTile, side_by_side
 
 ROUNDING = 1e-3  # of a picture's scale
 EPS = 8  # of a smaller dtype
+SHOWN_AFTER_S = 1.0
+STEPS = (1 << 32) - 1  # of a request, in its rank's counter
 FRAMES, ROWS_EACH = 9, 6  # that are compared: rows of each rank, of the smallest picture in the VAE
 BEHIND = (
     "This VAE is on the devices of a pool: put the node that copies it, changes it or chooses its device"
@@ -58,6 +63,8 @@ class RemoteVAE:
         self._pool_of = pool_of
         self._at: tuple[RemotePool, str] | None = None  # the pool, and the VAE's name there
         self._compared: set[tuple[str, int]] = set()  # what was, and by how many ranks
+        # Of each work, number of frames and of ranks: how often a rank ticks, whatever the rows
+        self._steps: dict[tuple[Any, ...], int] = {}
 
     @property
     def vae(self) -> Any:
@@ -163,7 +170,15 @@ class RemoteVAE:
                 if width == ALONE:
                     arguments["strides"] = torch.empty_like(samples, device="meta").stride()
                 works.append(Work(arguments, Branch(), ranks, width))
-            return pool.evaluations.dispatch(run, works, interrupted)
+            samples, ranks, _ = shares[0]
+            session, kind = pool.session, (work, *samples.shape[2:ROWS], len(ranks))
+            if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
+                return pool.evaluations.dispatch(run, works, interrupted)
+            # The last rank's, which is asked for nothing more, as the one with the picture is
+            done = StepsDone(session.pool.arena.board, ranks[-1], self._steps.get(kind, 0))
+            outputs = pool.evaluations.dispatch(run, works, done.interrupted)
+            self._steps[kind] = done.count()
+            return outputs
 
         try:
             yield pool, dispatch
@@ -172,6 +187,31 @@ class RemoteVAE:
             raise torch.OutOfMemoryError(str(error)) from error
         finally:
             pool.runs.end(model)
+
+
+class StepsDone:
+    """Shows on the node that executes how many steps a rank has begun, once its work has taken a
+    while, of ``total``, as many as there were before; 0: nothing is shown. A step is one of the
+    hooks that exchange rows. A rank on a GPU begins it a few steps before the GPU does, as it goes
+    by the wishes to stop of a few steps ago: nobody has to wait for the GPU to know.
+    """
+
+    def __init__(self, board: Board, rank: int, total: int):
+        self._board = board
+        self._rank = rank
+        self._bar = ProgressBar(total) if total else None
+        self._shown_from = time.monotonic() + SHOWN_AFTER_S
+
+    def count(self) -> int:
+        return self._board.progress(self._rank) & STEPS
+
+    def interrupted(self) -> bool:
+        """Shows it, unless the user pressed cancel; returns whether that is so."""
+        if interrupted():
+            return True
+        if self._bar is not None and time.monotonic() >= self._shown_from:
+            self._bar.update_absolute(self.count())
+        return False
 
 
 def ranks_of(layout: Layout) -> int:
