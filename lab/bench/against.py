@@ -93,7 +93,7 @@ CASES = {
     "pipefusion2": Case("model", PIPELINE, 320, 6),
     "hop": Case("tiny", {"ulysses": 2}, 64, 40),  # little but what is not the model
     "hop_of_patches": Case("tiny", PIPELINE, 64, 20),
-    "fixed": Case("deep", {"ulysses": 2}, 256, 4, seconds=beyond_evaluations),
+    "fixed": Case("deep", {"ulysses": 2}, 64, 4, seconds=beyond_evaluations),
     "load": Case("model", {"ulysses": 2}, 64, 1, is_cold=True),
 }
 
