@@ -51,6 +51,7 @@ SPEEDS, DEVICES = "speeds.json", "devices.json"  # in the cache folder
 NO_STAGES = WarmUp()
 # As weights are asked for; else all ways
 KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}
+STEP_BYTES = 1 << 28  # in which free memory counts
 AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
@@ -176,6 +177,8 @@ class Planning:
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
         self._made: deque[PastChoice] = deque(maxlen=AGAIN)  # the last choices
+        # By what was asked: all layouts of 8 GPUs take a third of a second to predict
+        self._plans: deque[tuple[tuple, Plan]] = deque(maxlen=AGAIN)
         # Once: another speed would be another pool
         self._devices = read_devices(self._speeds.with_name(DEVICES))
 
@@ -300,9 +303,7 @@ class Planning:
             keeps=KEEPS.get(choice.weights, Job.keeps),
             merges=merges,
         )
-        made = plan(
-            job, here.box, allows_approximate=approximate, sizes=sizes_here(job, here), alone=here.alone
-        )
+        made = self._predicted(job, here, approximate)
         kind = type(model), asked.shape, asked.branches, asked.evaluations
         wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
         best = made.best
@@ -316,6 +317,14 @@ class Planning:
         return PlannedLayout(
             made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name
         )
+
+    def _predicted(self, job: Job, here: MachineBox, approximate: bool) -> Plan:
+        asked = job, here.box, approximate, sizes_here(job, here), here.alone
+        made = next((made for before, made in self._plans if before == asked), None)
+        if made is None:
+            made = plan(*asked[:2], allows_approximate=approximate, sizes=asked[3], alone=here.alone)
+            self._plans.append((asked, made))
+        return made
 
     def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> MachineBox:
         token_plan = plan_or_whole(model_class)
@@ -352,7 +361,7 @@ def speeds_for(speeds: Mapping[str, Speeds], family: str, how: str) -> Speeds | 
 
 def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevice]:
     """Describe the devices of this machine's ranks. ``room``: as ``choose`` has it. Ranks on one
-    device share its memory.
+    device share its memory, of which a few MiB are not told, so that runs alike are predicted once.
     """
     if not placement.devices[0].is_gpu:
         total = comfy.model_management.get_total_memory(torch.device("cpu"))
@@ -362,7 +371,7 @@ def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevi
     for device in placement.devices:
         properties = torch.cuda.get_device_properties(device.local_name)
         there = min(properties.total_memory, room.get(device.name, properties.total_memory))
-        own = there // placement.devices.count(device)
+        own = there // placement.devices.count(device) // STEP_BYTES * STEP_BYTES
         found.append(RankDevice(properties.name, own, flops_per_s=device.flops_per_s))
     return found
 

@@ -19,6 +19,7 @@ from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.one_gpu import foretold
 from pipemesh.nodes.one_gpu import predicted as longer_alone
 from pipemesh.nodes.planning import (
+    STEP_BYTES,
     PlannedLayout,
     Planning,
     Sampling,
@@ -320,14 +321,31 @@ def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_pat
 def test_memory_is_what_is_free_and_what_models_hold_that_would_make_room(monkeypatch):
     names = ("cuda:0", "cuda:0", "cuda:1")
     pair = Placement(layout=Layout(ulysses=3), devices=tuple(map(Device, names)), backend="gloo")
-    room = room_on_devices([(pair, [Memory(10, 80, 3), Memory(10, 80, 4), Memory(7, 80, 2)])])
-    assert room == {"cuda:0": 17 + 2 * RESERVED, "cuda:1": 9 + RESERVED}
+    free = [Memory(10 * STEP_BYTES, 0, held * STEP_BYTES + 3) for held in (3, 3, 2)]
+    room = room_on_devices([(pair, free)])
+    assert room == {
+        "cuda:0": 16 * STEP_BYTES + 6 + 2 * RESERVED,
+        "cuda:1": 12 * STEP_BYTES + 3 + RESERVED,
+    }
     monkeypatch.setattr(
         "torch.cuda.get_device_properties",
         lambda _name: SimpleNamespace(name="NVIDIA L40", total_memory=48 << 30),
     )
     assert [one.memory_bytes for one in rank_devices(pair, {})] == [24 << 30, 24 << 30, 48 << 30]
-    assert [one.memory_bytes - RESERVED for one in rank_devices(pair, room)] == [8, 8, 9]
+    steps = [(one.memory_bytes - RESERVED) / STEP_BYTES for one in rank_devices(pair, room)]
+    assert steps == [8, 8, 12], "a few bytes are not told"
+
+
+def test_what_was_predicted_for_a_like_sampling_is_not_predicted_again(slow_links, monkeypatch):
+    asked_for = []
+    monkeypatch.setattr(
+        "pipemesh.nodes.planning.plan", lambda *args, **how: asked_for.append(args) or plan(*args, **how)
+    )
+    chooser, model = planning(lambda *_: replace(FLUX)), stock_model(5).model
+    first, again = (chooser.choose(model, slow_links, asked(), ()) for _ in range(2))
+    assert again.plan is first.plan and len(asked_for) == 1
+    assert chooser.choose(model, slow_links, asked(evaluations=4), ()).plan is not first.plan
+    assert len(asked_for) == 2
 
 
 def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_room(monkeypatch):
