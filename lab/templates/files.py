@@ -33,6 +33,7 @@ for template in iter_templates():
 """
 # Names of files, up to Stable Diffusion 2 and XL
 UNETS = re.compile(r"(?i)(v1-5|v2-1|dreamshaper|sd_?xl|svd|lotus)")
+OTHER_PACKS = {"foreign_pack.py": Path(__file__).with_name("stand_ins") / "foreign_pack.py"}
 OF_ANY_TYPE = ("*", "COMFY_MATCHTYPE_V3")  # inputs and outputs of switches and the like
 LATENTS = ("LATENT", *OF_ANY_TYPE)
 MODELS = ("MODEL", "GUIDER", *OF_ANY_TYPE)
@@ -66,7 +67,7 @@ def prompts(host: ComfyInstall, is_wanted: Callable[[str], bool] = lambda _name:
     """
     found = {}
     with (
-        ComfyServer(host, custom_nodes={}, api_nodes=True) as server,
+        ComfyServer(host, custom_nodes=OTHER_PACKS, api_nodes=True) as server,
         ComfyPage(server.address) as page,
     ):
         info = server.get("/object_info")

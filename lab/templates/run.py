@@ -52,7 +52,7 @@ class Figures:
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Figures):
     """What a template gave. ``result``: "same", "one GPU", "refused", "different", "error",
-    or "other pack": stock cannot run it as it is installed.
+    or "other pack": it has a node of a pack that is neither there nor stood in for.
 
     ``error``: the largest difference of a latent, in units of its scale, held to BOUND, or to what
     one rounding of every evaluation does to stock (``launcher/trial/rounding.py``). ``ratio``: of
