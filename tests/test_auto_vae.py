@@ -74,6 +74,17 @@ def test_switched_off_a_vae_is_stocks_and_ranks_free_it(switched, requests, clie
     assert len(client.session.models) == before - 1
 
 
+def test_a_picture_that_is_made_while_a_sampler_runs_is_stocks(switched, requests, client):
+    vae = loaded(video_weights())
+    truth, *_ = (USES["decode"](vae) for _ in range(3))
+    requests.clear()
+    client.runs.begin("sampled")
+    assert torch.equal(USES["decode"](vae), truth) and not requests["Forward"]
+    client.runs.end("sampled")
+    USES["decode"](vae)
+    assert requests["Forward"]
+
+
 def test_a_vae_that_nobody_holds_any_more_goes_and_ranks_free_it(switched, client):
     vae = loaded(video_weights())
     for _ in range(3):

@@ -129,6 +129,8 @@ class PoolDecoding:
         placement = self._runtime.live_placement(choice)
         if placement is None or not self.times.is_worth(kind, ranks_of(placement.layout), given.numel()):
             return None
+        if self._runtime.pool_for(choice).runs.models():  # ranks keep their memory for the sampler
+            return None
         made = self._lent.get(vae)
         if made is None:
             made = self._lent[vae] = self._lending.lend(self._runtime, vae, choice, placement)
