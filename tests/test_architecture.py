@@ -129,6 +129,7 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/vae_modules.py families": "names classes of VAEs, which no family has",
     "parallel_runtime/planner/decoding.py families": "names latents, whose VAE no family has",
     "lab/bench/vae.py families": "measures two of these",
+    "lab/bench/prompts.py families": "times stock graphs of three of these",
     "nodes/settings.py PoolSettings": "the fields are the node's inputs",
     "nodes/status/figures.py PoolStatus": "the fields are what a route answers with",
     "nodes/status/figures.py RunFigures": "the fields are what a route answers with",

@@ -30,6 +30,7 @@ NAMES = (
     "windows",
     "vae",
     "run",
+    "prompts",
     "mixed",
     "load",
     "peers",
@@ -81,7 +82,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         nargs="*",
         default=(),
         metavar="WORD",
-        help="cells of quality with these words: patches=4 steps=28 euler; cases of against and of trial",
+        help="cells of quality with these words: patches=4 steps=28 euler; or cases of other benches",
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, for against")
     options = parser.parse_args(argv)

@@ -22,8 +22,7 @@ def of_capacity(rounds: Sequence[Round]) -> float:
 
 
 def model_of(case: str) -> Any:
-    """Make a VAE of ComfyUI's with random weights that keep what goes through at one size."""
-    import torch
+    """Make a VAE of ComfyUI's with random weights."""
     from comfy.ldm.models.autoencoder import AutoencoderKL
     from comfy.ldm.wan.vae import WanVAE
 
@@ -35,14 +34,21 @@ def model_of(case: str) -> Any:
         if case == "AutoencoderKL"
         else WanVAE(dim=96, z_dim=16, **form)
     )
+    return random_weights(made)
+
+
+def random_weights(model: Any) -> Any:
+    """Weights that keep what goes through at one size."""
+    import torch
+
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for name, one in made.named_parameters():
+        for name, one in model.named_parameters():
             if one.dim() > 1 and not name.endswith("gamma"):
                 one.normal_(std=(2 / one[0].numel()) ** 0.5, generator=generator)
             else:
                 one.fill_(float(not name.endswith("bias")))
-    return made.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:

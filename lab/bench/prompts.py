@@ -1,0 +1,198 @@
+"""Measure whole prompts of stock graphs, from the first node to the picture: by ComfyUI alone and
+in auto mode, on one server, in turns.
+
+``run_speedup`` is the time of a prompt by ComfyUI over its time in auto mode, ``sampling_speedup``
+that of its sampler's node alone, ``pixels`` how far the pictures are apart, of 255. Prompts of the
+first rounds are not timed: there VAEs and upscalers are tried out (``nodes/auto/decoding.py``).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...launcher.errors import LaunchError
+from ...parallel_runtime.families.sample import Size
+from ..comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
+from ..commands.demo import node
+from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
+
+if TYPE_CHECKING:
+    from ..comfyui.api import Graph, RunResult
+
+STAND_INS = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
+UNTIMED = 5  # rounds: two by ComfyUI's VAE, the pool's first two, and one that counts
+SETTING = "/settings/PipeMesh.Auto"
+QWEN = "qwen_image_edit_2509_bf16.safetensors"  # stood in for
+IMAGE, VIDEO, UPSCALER = "image_vae.safetensors", "video_vae.safetensors", "upscaler.safetensors"
+
+
+def loaders(model: str, vae: str) -> Graph:
+    return {
+        "model": node("UNETLoader", unet_name=model, weight_dtype="default"),
+        "vae": node("VAELoader", vae_name=vae),
+    }
+
+
+def sampled(seed: int, denoise: float, steps: int = 4) -> Graph:
+    """``denoise``: another one, next to 1, has ComfyUI sample again what it has kept."""
+    links = {"model": ["model", 0], "positive": ["text", 0], "negative": ["text", 0]}
+    how = {"steps": steps, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": denoise}
+    sampler = node("KSampler", seed=seed, latent_image=["empty", 0], **links, **how)
+    return {"sampler": sampler, "save": node("SaveImage", images=["decode", 0], filename_prefix="prompt")}
+
+
+def decoded(images: str = "decode", **tiles: int) -> Graph:
+    name = "VAEDecodeTiled" if tiles else "VAEDecode"
+    return {images: node(name, samples=["sampler", 0], vae=["vae", 0], **tiles)}
+
+
+def flux(side: int, **tiles: int) -> Graph:
+    text = node("PipeMeshDemoConditioning", seed=1, tokens=77, context_dim=64, vec_dim=32)
+    empty = node("EmptySD3LatentImage", width=side, height=side, batch_size=1)
+    return {**loaders("flux.safetensors", IMAGE), "text": text, "empty": empty, **decoded(**tiles)}
+
+
+def wan(side: int) -> Graph:
+    text = node("PipeMeshDemoConditioning", seed=1, tokens=77, context_dim=4096, vec_dim=32)
+    empty = node("EmptyHunyuanLatentVideo", width=side, height=side, length=9, batch_size=1)
+    return {**loaders("wan.safetensors", VIDEO), "text": text, "empty": empty, **decoded()}
+
+
+def qwen_edit(side: int) -> Graph:
+    links = {"clip": ["clip", 0], "vae": ["vae", 0], "image1": ["picture", 0]}
+    return {
+        **loaders(QWEN, VIDEO),
+        "clip": node("CLIPLoader", clip_name="qwen_2.5_vl_7b.safetensors", type="qwen_image"),
+        "picture": node("EmptyImage", width=side, height=side, batch_size=1, color=0x4080C0),
+        "text": node("TextEncodeQwenImageEditPlus", prompt="bluer", **links),
+        "empty": node("VAEEncode", pixels=["picture", 0], vae=["vae", 0]),
+        **decoded(),
+    }
+
+
+def upscaled(side: int) -> Graph:
+    return {
+        **flux(side),
+        **decoded("small"),
+        "upscaler": node("UpscaleModelLoader", model_name=UPSCALER),
+        "decode": node("ImageUpscaleWithModel", upscale_model=["upscaler", 0], image=["small", 0]),
+    }
+
+
+CASES: Mapping[str, Callable[[int], Graph]] = {
+    "flux": flux,
+    "wan": lambda side: wan(side // 2),
+    "qwen edit": lambda side: qwen_edit(side // 2),
+    "tiled": lambda side: flux(side, tile_size=256, overlap=64, temporal_size=64, temporal_overlap=8),
+    "upscaler": lambda side: upscaled(side // 2),
+}
+
+
+def write_models(models: Path, width: int) -> None:
+    """``width``: channels of the image's decoder, and of the video's, a power of two from 32 on."""
+    from safetensors.torch import save_file
+
+    from ...parallel_runtime.families.every import SAMPLES
+    from ..random_files import write_model
+    from .vae import random_weights
+
+    for folder in ("diffusion_models", "vae", "upscale_models"):
+        (models / folder).mkdir(parents=True, exist_ok=True)
+    flux, wan = (SAMPLES[name].form for name in ("flux", "wan2.1-t2v"))
+    unets = models / "diffusion_models"
+    write_model(unets / "flux.safetensors", flux, Size(heads=2, head_dim=128, blocks=(2, 6)))
+    write_model(unets / "wan.safetensors", wan, Size(heads=2, head_dim=128, blocks=(6,), text_dim=4096))
+    for name, module in (("vae/" + IMAGE, image_vae(width)), ("vae/" + VIDEO, video_vae(width))):
+        save_file(random_weights(module).state_dict(), models / name)
+    save_file(random_weights(upscaler()).state_dict(), models / "upscale_models" / UPSCALER)
+
+
+def image_vae(width: int) -> Any:
+    from comfy.ldm.modules.diffusionmodules.model import Decoder
+    from torch import nn
+
+    form = {"ch": width, "out_ch": 3, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": []}
+    decoder = Decoder(**form, in_channels=3, resolution=256, z_channels=16)
+    return nn.ModuleDict({"decoder": decoder, "post_quant_conv": nn.Conv2d(16, 16, 1)})
+
+
+def video_vae(width: int) -> Any:
+    from comfy.ldm.wan.vae import WanVAE
+
+    form = {"num_res_blocks": 2, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
+    return WanVAE(dim=width, z_dim=16, **form)
+
+
+def upscaler() -> Any:
+    from spandrel.architectures.ESRGAN import ESRGAN
+
+    return ESRGAN(num_blocks=1, num_filters=32, scale=2)
+
+
+class Prompts:
+    """Runs the prompts of one graph on a server."""
+
+    def __init__(self, server: ComfyServer, graph: Graph):
+        self._server, self._graph = server, graph
+
+    def run(self, seed: int, *, is_auto: bool) -> RunResult:
+        self._server.post(SETTING, is_auto)
+        result = self._server.run({**self._graph, **sampled(seed, 0.99995 if is_auto else 1.0)})
+        if result.error is not None:
+            raise LaunchError(f"{result.error}\n{self._server.log_tail()}")
+        return result
+
+    def pictures(self, result: RunResult) -> Any:
+        """(B, H, W, C), 0 to 255."""
+        import numpy
+        from PIL import Image
+
+        shown = result.outputs["save"]["images"]
+        files = [self._server.output / one["subfolder"] / one["filename"] for one in shown]
+        return numpy.stack([numpy.asarray(Image.open(file)).astype(int) for file in files])
+
+    def round(self, seed: int) -> tuple[Round, int]:
+        """The seconds by ComfyUI and in auto mode, and how far their pictures are apart."""
+        results = {name: self.run(seed, is_auto=name == "auto") for name in ("stock", "auto")}
+        stock, auto = map(self.pictures, results.values())
+        seconds = {name: one.duration_s for name, one in results.items()}
+        seconds |= {f"{name} sampling": seconds_of(one, "sampler") for name, one in results.items()}
+        return seconds, int(abs(stock - auto).max())
+
+
+def seconds_of(result: RunResult, name: str) -> float:
+    """How long a node was executed."""
+    began = [(event.at_s, event.data.get("node")) for event in result.events if event.type == "executing"]
+    return next(after - at for (at, shown), (after, _) in pairwise(began) if shown == name)
+
+
+def ratio(phase: str) -> Callable[[Sequence[Round]], float]:
+    return lambda rounds: typical(rounds, f"stock{phase}") / typical(rounds, f"auto{phase}")
+
+
+def server_in(folder: Path, options: Options) -> ComfyServer:
+    packs = {**CUSTOM_NODES, "stand_ins.py": STAND_INS}
+    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PIPEMESH_CACHE": str(folder / "cache")}
+    args = ["--force-fp32", "--fp32-vae", "--use-pytorch-cross-attention"]
+    return ComfyServer(options.host, base=folder, env=env, args=args, custom_nodes=packs)
+
+
+def bench(options: Options, side: int = 512, width: int = 64) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory(prefix="pipemesh-prompts-") as folder:
+        server = server_in(Path(folder), options)
+        write_models(server.models, width)
+        with server:
+            for case, graph in CASES.items():
+                if options.only and case not in options.only:
+                    continue
+                prompts = Prompts(server, graph(side))
+                found = [prompts.round(seed) for seed in range(UNTIMED + options.rounds)]
+                apart = max(pixels for _, pixels in found)
+                yield Figure("prompts", case, "pixels", exactly(apart), "of 255", Goal(at_most=1))
+                timed = [seconds for seconds, _ in found[UNTIMED:]]
+                for name, phase in (("run_speedup", ""), ("sampling_speedup", " sampling")):
+                    yield Figure("prompts", case, name, estimate(timed, ratio(phase)), "x")

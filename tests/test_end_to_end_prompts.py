@@ -1,0 +1,27 @@
+"""Whole prompts of stock graphs in auto mode, from the text to the picture: an image, a video, an
+edit that encodes, tiles of a VAE and of an upscaler. `python3 -m lab bench prompts` times larger
+ones, in which the pool decodes too.
+"""
+
+import pytest
+from pipemesh.lab.bench import prompts
+
+from .test_end_to_end_auto import runs
+
+SIDE, WIDTH = 128, 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompt_files(server):
+    prompts.write_models(server.models, WIDTH)
+
+
+@pytest.mark.parametrize("case", prompts.CASES)
+def test_a_prompt_in_auto_mode_gives_the_picture_of_comfyui_alone(server, case):
+    before = runs(server)
+    try:
+        _, apart = prompts.Prompts(server, prompts.CASES[case](SIDE)).round(3)
+    finally:
+        server.post(prompts.SETTING, False)
+    assert apart <= 1
+    assert runs(server) > before, "it was sampled by ComfyUI alone"
