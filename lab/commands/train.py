@@ -16,23 +16,25 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from ...launcher.cache import cache_folder
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ..demo_nodes.captions import conditioning
 from ..pictures.autoencoder import CELL
-from ..pictures.files import ASSETS, write_files
+from ..pictures.files import ASSETS, LARGER_MODEL, trained_files, write_files, write_model
 from ..pictures.network import Width
 from ..pictures.picture_set import picture_set, set_file
-from ..pictures.scenes import SIDE, scenes_by_chance
-from ..pictures.training import CHECKPOINT, Recipe, Training, run, sampled
+from ..pictures.scenes import LARGER_SIDE, SIDE, scenes_by_chance
+from ..pictures.training import CHECKPOINT, LARGER, Recipe, Training, run, sampled
 
 SAMPLES, SAMPLE_SEED = 16, 12345
 TRAINED = "trained"  # in the folder: the two results
@@ -59,14 +61,18 @@ def train(options: argparse.Namespace) -> int:
     if not options.only_export:
         require_room(folder, set_file(folder, options.pictures, options.side), options)
     pictures = picture_set(folder, options.pictures, options.side, progress=drawn)
-    recipe = Recipe(
+    recipe = replace(
+        LARGER if options.larger else Recipe(),
         iterations=options.iterations,
         decoder_iterations=options.decoder_iterations,
         seconds=options.minutes * 60,
         bfloat16=not options.fp32,
         threads=options.threads,
     )
-    training = Training(pictures, Width(), recipe, options.seed)
+    width = Width(step=SIDE / LARGER_SIDE) if options.larger else Width()
+    training = Training(pictures, width, recipe, options.seed)
+    if options.larger:
+        training.begin_with(*map(load_file, trained_files()))
     checkpoint = folder / CHECKPOINT
     if options.only_export and not checkpoint.exists():
         raise LaunchError(f"There is no {checkpoint}: train first, without --only-export.")
@@ -91,7 +97,7 @@ def train(options: argparse.Namespace) -> int:
         )
         print("With --only-export it writes the model as it is now.")
         return 0
-    for file in write_files(training, folder, options.export or folder / TRAINED):
+    for file in written(training, folder, options):
         print(f"  {file}")
     if options.export is None:
         print(
@@ -99,6 +105,16 @@ def train(options: argparse.Namespace) -> int:
             " place."
         )
     return 0
+
+
+def written(training: Training, folder: Path, options: argparse.Namespace) -> list[Path]:
+    """Write what was trained; return the files."""
+    into = options.export or folder / TRAINED
+    if not options.larger:
+        return write_files(training, folder, into)
+    into.mkdir(parents=True, exist_ok=True)
+    write_model(training, into / LARGER_MODEL)
+    return [into / LARGER_MODEL]
 
 
 def require_room(folder: Path, drawn: Path, options: argparse.Namespace) -> None:
@@ -128,11 +144,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python3 -m lab train",
         description="Train the demo's small model. It goes on where it stopped.",
     )
-    recipe = Recipe()
+    parser.add_argument(
+        "--larger",
+        action="store_true",
+        help=f"go on with the small model's weights on pictures of {LARGER_SIDE} pixels a side",
+    )
+    larger = "--larger" in argv
+    recipe = LARGER if larger else Recipe()
+    side, pictures = (LARGER_SIDE, 2048) if larger else (SIDE, 16384)
     parser.add_argument(
         "--folder",
         type=Path,
-        default=cache_folder(os.environ) / "training",
+        default=cache_folder(os.environ) / ("training-larger" if larger else "training"),
         help="for the set, checkpoints and the log",
     )
     parser.add_argument(
@@ -152,8 +175,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="HH:MM",
         help="a time of the day, UTC, to stop at; run it again to go on",
     )
-    parser.add_argument("--pictures", type=int, default=16384, help="size of the set (default 16384)")
-    parser.add_argument("--side", type=int, default=SIDE, help=f"of a picture, in pixels (default {SIDE})")
+    parser.add_argument(
+        "--pictures", type=int, default=pictures, help=f"size of the set (default {pictures})"
+    )
+    parser.add_argument("--side", type=int, default=side, help=f"of a picture, in pixels (default {side})")
     parser.add_argument(
         "--seed", type=int, default=0, help="of weights, noise and the order of pictures (default 0)"
     )

@@ -8,6 +8,7 @@ Legend: K latent channels, C colours, S a side in pixels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,15 @@ def encoder_weights(projection: Projection) -> dict[str, torch.Tensor]:
     weights["14.weight"][range(CHANNELS), range(CHANNELS), 1, 1] = 1.0
     weights["14.weight"][range(CHANNELS), range(CHANNELS, 2 * CHANNELS), 1, 1] = -1.0
     return {f"taesd_encoder.{name}": tensor for name, tensor in weights.items()}
+
+
+def projection_of(weights: Mapping[str, torch.Tensor]) -> Projection:
+    """Read back the projection that ``encoder_weights`` wrote."""
+    last = weights[f"taesd_encoder.{DOWN[2]}.weight"][:CHANNELS].float()
+    cells = torch.stack([last[:, :48, 1 + row, 1 + column] for row in range(2) for column in range(2)])
+    # ((y2, x2), K, (y1, x1), (y0, x0), C) -> (K, C, y2 y1 y0, x2 x1 x0)
+    weight = cells.view(2, 2, CHANNELS, 2, 2, 2, 2, 3).permute(2, 7, 0, 3, 5, 1, 4, 6)
+    return Projection(weight.reshape(CHANNELS, 3, CELL, CELL).contiguous(), last[:, WIDTH - 1, 1, 1].clone())
 
 
 def zeros_of_block() -> list[tuple[int, str, torch.Tensor]]:

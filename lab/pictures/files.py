@@ -16,6 +16,7 @@ from .whole import whole
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MODEL, VAE = "pipemesh_demo_model.safetensors", "pipemesh_demo_vae.safetensors"
+LARGER_MODEL = "pipemesh_demo_larger_model.safetensors"
 SIZE, MARGIN = (720, 360), 40
 
 
@@ -38,12 +39,7 @@ def write_files(training: Training, log: Path, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     model, vae, curve = folder / MODEL, folder / VAE, folder / "loss.png"
-    trained = {
-        "iterations": str(training.transformer.iteration),
-        "decoder_iterations": str(training.decoder.iteration),
-    }
-    with whole(model) as part:
-        save_file(in_bfloat16(training.transformer.averaged_weights()), part, {"format": "pt", **trained})
+    write_model(training, model)
     decoder = {
         f"taesd_decoder.{name}": tensor for name, tensor in training.decoder.averaged_weights().items()
     }
@@ -52,10 +48,24 @@ def write_files(training: Training, log: Path, folder: Path) -> list[Path]:
         save_file(
             {**in_bfloat16({**encoder_weights(training.projection), **decoder}), **scales},
             part,
-            {"format": "pt", **trained},
+            about(training),
         )
     draw_curve(read_log(log), "transformer_loss").save(curve)
     return [model, vae, curve]
+
+
+def write_model(training: Training, file: Path) -> None:
+    """Write the transformer's averaged weights in bfloat16."""
+    with whole(file) as part:
+        save_file(in_bfloat16(training.transformer.averaged_weights()), part, about(training))
+
+
+def about(training: Training) -> dict[str, str]:
+    return {
+        "format": "pt",
+        "iterations": str(training.transformer.iteration),
+        "decoder_iterations": str(training.decoder.iteration),
+    }
 
 
 def in_bfloat16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

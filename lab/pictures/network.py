@@ -32,6 +32,7 @@ class Width:
     hidden: int = 256
     double_blocks: int = 2
     single_blocks: int = 4
+    step: float = 1.0  # between the positions of neighbouring tokens
 
     @property
     def heads(self) -> int:
@@ -170,7 +171,7 @@ class Network(nn.Module):
     def forward(self, latent: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(B, C, h, w), (B,), (B, T, words) -> (B, C, h, w)."""
         height, width = (side // PATCH for side in latent.shape[-2:])
-        positions = rotations(tokens.shape[1], height, width)
+        positions = rotations(tokens.shape[1], height, width, self.width.step)
         img = self.img_in(to_tokens(latent))
         vec = self.time_in(waves(time)) + self.vector_in(tokens.flatten(1))
         txt = self.txt_in(tokens)
@@ -217,11 +218,13 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def rotations(text: int, height: int, width: int) -> torch.Tensor:
-    """Cosines and sines (2, L, D / 2) of all tokens: text stands at 0, images on their grid."""
+def rotations(text: int, height: int, width: int, step: float = 1.0) -> torch.Tensor:
+    """Cosines and sines (2, L, D / 2) of all tokens: text stands at 0, images on a grid of this
+    step.
+    """
     ids = torch.zeros(text + height * width, len(AXES), dtype=torch.float64)
-    ids[text:, 1] = torch.arange(height).repeat_interleave(width)
-    ids[text:, 2] = torch.arange(width).repeat(height)
+    ids[text:, 1] = (step * torch.arange(height)).repeat_interleave(width)
+    ids[text:, 2] = (step * torch.arange(width)).repeat(height)
     angles = [
         ids[:, axis, None] / 10000 ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
         for axis, size in enumerate(AXES)

@@ -15,6 +15,7 @@ import torch
 from ..demo_nodes.captions import COLOURS, GROUNDS, OBJECTS, PLACES, SHAPES, Scene, Thing
 
 SIDE = 128  # pixels for which the lengths below are given
+LARGER_SIDE = 512  # of the larger model's pictures, whose tokens stand at a quarter of the step
 RGB = {
     "red": (222, 48, 48),
     "green": (52, 178, 76),

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from ...launcher.errors import LaunchError
-from .autoencoder import CELL, CHANNELS, Decoder, Projection, fit_projection
+from .autoencoder import CELL, CHANNELS, Decoder, Projection, fit_projection, projection_of
 from .network import Network, Width
 from .picture_set import PictureSet
 from .whole import whole
@@ -44,7 +44,7 @@ LATENT_NOISE = 0.1  # in the decoder's training: samples are not quite on the se
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast to train; by itself, as the files in assets were."""
+    """How long and how fast to train; by itself, as the small model in assets was."""
 
     iterations: int = 2100
     seconds: float = math.inf  # of training, all sessions together; whichever ends first
@@ -52,7 +52,12 @@ class Recipe:
     rate: float = 6e-4
     bfloat16: bool = True
     decoder_iterations: int = 520
+    shift: float = TIME_SHIFT  # of the times of training, towards noise
     threads: int = 2  # each computes a part of the batch: they meet once an iteration, not in every operation
+
+
+# The larger model begins with the small one's weights
+LARGER = Recipe(iterations=400, batch=8, rate=4e-4, decoder_iterations=0, shift=6.0)
 
 
 class Trainee:
@@ -81,6 +86,13 @@ class Trainee:
         keep = min(self.decay, (1 + self.iteration) / (10 + self.iteration))
         for averaged, parameter in zip(self.averaged, self.parameters, strict=True):
             averaged.lerp_(parameter.detach(), 1 - keep)
+
+    @torch.no_grad()
+    def begin_with(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take trained weights, by the network's names."""
+        for name, parameter, averaged in zip(self.names, self.parameters, self.averaged, strict=True):
+            parameter.copy_(weights[name])
+            averaged.copy_(weights[name])
 
     def averaged_weights(self) -> dict[str, torch.Tensor]:
         return dict(zip(self.names, self.averaged, strict=True))
@@ -175,6 +187,13 @@ class Training:
         trainee.seconds += time.perf_counter() - began
         return name, sum(values) / len(values)
 
+    def begin_with(self, model: Mapping[str, torch.Tensor], vae: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights of trained files; latents stay what they were there."""
+        self.transformer.begin_with(model)
+        decoder = "taesd_decoder."
+        self.decoder.begin_with({name.removeprefix(decoder): vae[name] for name in vae if decoder in name})
+        self.projection = projection_of(vae)
+
     def _gradients(
         self, trainee: Trainee, loss: Callable[[], torch.Tensor]
     ) -> tuple[float, Sequence[torch.Tensor]]:
@@ -197,7 +216,7 @@ class Training:
         chosen = torch.randint(len(self.pictures), (count,), generator=self.generator)
         latent = self.projection.encode(as_floats(self.pictures.pictures[chosen]))
         kept = torch.rand(count, 1, 1, generator=self.generator) >= DROPPED_CAPTIONS
-        times = shifted(torch.randn(count, generator=self.generator).sigmoid(), TIME_SHIFT)
+        times = shifted(torch.randn(count, generator=self.generator).sigmoid(), self.recipe.shift)
         noise = torch.randn(latent.shape, generator=self.generator)
         noisy = latent + (noise - latent) * times.view(-1, 1, 1, 1)
         tokens = self.pictures.tokens[chosen] * kept

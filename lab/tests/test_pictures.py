@@ -11,7 +11,14 @@ import torch
 from PIL import Image, ImageDraw
 from pipemesh.lab.demo_nodes.captions import COLOURS, PLACES, Scene, Thing, conditioning, parse_caption
 from pipemesh.lab.pictures import showcase
-from pipemesh.lab.pictures.autoencoder import SCALE, SHIFT, Decoder, encoder_weights, fit_projection
+from pipemesh.lab.pictures.autoencoder import (
+    SCALE,
+    SHIFT,
+    Decoder,
+    encoder_weights,
+    fit_projection,
+    projection_of,
+)
 from pipemesh.lab.pictures.classifier import accuracy, train_classifier
 from pipemesh.lab.pictures.files import ASSETS, MODEL, VAE, trained_files, write_files
 from pipemesh.lab.pictures.measures import kernel_distance, psnr, ssim
@@ -98,12 +105,14 @@ def of_host(weights):
 
 
 @torch.no_grad()
-def test_the_network_computes_what_comfyui_computes_with_its_weights():
-    network = by_chance(Network(Width()))
+@pytest.mark.parametrize("step", [1.0, 0.25])
+def test_the_network_computes_what_comfyui_computes_with_its_weights(step):
+    network = by_chance(Network(Width(step=step)))
     host = of_host(network.state_dict()).model.diffusion_model
     latent, tokens = torch.randn(2, 16, 8, 6), torch.rand(2, 3, 19)
     times = torch.tensor([0.3, 0.9])
-    expected = host(latent, times, tokens, y=tokens.flatten(1))
+    options = {"rope_options": {"scale_x": step, "scale_y": step}}
+    expected = host(latent, times, tokens, y=tokens.flatten(1), transformer_options=options)
     torch.testing.assert_close(network(latent, times, tokens), expected, atol=2e-5, rtol=2e-4)
 
 
@@ -118,6 +127,8 @@ def test_comfyui_detects_the_autoencoder_and_computes_what_it_computes(pictures)
     scales = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
     vae = comfy.sd.VAE(sd={**encoder_weights(projection), **decoder_weights, **scales}, dtype=torch.float32)
     assert vae.latent_channels == 16
+    read = projection_of(encoder_weights(projection))
+    assert read.weight.equal(projection.weight) and read.bias.equal(projection.bias)
     latent = vae.encode(shown.movedim(1, -1))
     expected = projection.encode(shown)
     torch.testing.assert_close(comfy.latent_formats.Flux().process_in(latent), expected, atol=1e-4, rtol=1e-4)

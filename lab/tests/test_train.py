@@ -9,10 +9,12 @@ from collections import namedtuple
 import pytest
 from pipemesh.lab.commands import train
 from pipemesh.lab.pictures import picture_set
-from pipemesh.lab.pictures.files import ASSETS, MODEL, VAE
+from pipemesh.lab.pictures.autoencoder import encoder_weights
+from pipemesh.lab.pictures.files import ASSETS, LARGER_MODEL, MODEL, VAE
 from pipemesh.lab.pictures.network import Width
-from pipemesh.lab.pictures.training import CHECKPOINT
+from pipemesh.lab.pictures.training import CHECKPOINT, Training
 from pipemesh.launcher.errors import LaunchError
+from safetensors.torch import load_file
 
 FEW = ("--pictures", "8", "--side", "64", "--decoder-iterations", "1", "--fp32", "--threads", "2")
 TRAINED = ("loss.png", MODEL, VAE)
@@ -59,6 +61,24 @@ def test_training_that_is_interrupted_is_saved_writes_no_model_and_goes_on(
     )
     assert command("--iterations", "9", "--only-export", "--export", str(tmp_path / "named")) == 0
     assert names(tmp_path / "named") == sorted(TRAINED) and len(steps) == 5
+
+
+def test_the_larger_model_begins_with_the_small_ones_weights_and_its_pictures_latents(
+    command, tmp_path, monkeypatch
+):
+    trainings = []
+    monkeypatch.setattr(train, "Width", Width)
+    monkeypatch.setattr(train, "Training", lambda *given: trainings.append(Training(*given)) or trainings[0])
+    monkeypatch.setattr(Training, "step", lambda training: pytest.fail("it is read before a step"))
+    monkeypatch.setattr(train, "stop_at", lambda until: lambda: True)
+    assert command("--larger", "--iterations", "4") == 0
+    (training,) = trainings
+    for name, weight in load_file(ASSETS / MODEL).items():
+        assert training.transformer.averaged_weights()[name].equal(weight.float()), name
+    encoder = encoder_weights(training.projection)["taesd_encoder.10.weight"]
+    assert encoder.equal(load_file(ASSETS / VAE)["taesd_encoder.10.weight"].float())
+    assert command("--larger", "--iterations", "4", "--only-export") == 0
+    assert names(tmp_path / train.TRAINED) == [LARGER_MODEL]
 
 
 def test_a_second_interrupt_ends_it_at_once():
