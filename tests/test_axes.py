@@ -50,13 +50,13 @@ HUNKS = (
     ),
     Hunk(
         "locales/en/main.json",
-        '  "pipemesh": {\n',
-        '    "why_echo": "%1 groups of workers compute what one would.",\n',
+        ' "pipemesh": {\n',
+        '  "why_echo": "%1 groups of workers compute what one would.",\n',
     ),
     Hunk(
         "locales/en/nodeDefs.json",
-        'at the first run and stay ready.",\n    "inputs": {\n',
-        '      "echo": {"name": "echo (echo)", "tooltip": "How many groups say the same."},\n',
+        'at the first run and stay ready.",\n  "inputs": {\n',
+        '   "echo": {"name": "echo (echo)", "tooltip": "How many groups say the same."},\n',
     ),
     Hunk("web/panel.js", "const AXES = { ", 'echo: "#123456", '),
 )

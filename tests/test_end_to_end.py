@@ -339,10 +339,11 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
         } - {None}
 
     text, _ = reported("report_1")
-    speed, _, rest = text.partition("\n\n")
+    speed, waited, rest = text.split("\n\n", 2)
     assert " times as fast as one device: " in speed and speed.endswith("(timed here)"), (
         "the truth was sampled by stock before"
     )
+    assert waited.startswith("What was waited for") and "first evaluation" in waited
     assert rest.startswith("ulysses 2 = 2 ranks, gloo, ready")
     run = server.get("/pipemesh/status")["last_runs"][0]["figures"]
     assert f"Last run: {run['evaluations']} evaluations" in text and run["evaluations"] >= STEPS

@@ -21,7 +21,7 @@ PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs" 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_has_a_thumbnail_a_page_and_a_note_of_the_files_that_it_needs(name):
     with Image.open(FOLDER / f"{name}.jpg") as picture:
-        assert picture.size == (384, 384)
+        assert picture.size == (288, 288)
     assert len([page for page, text in PAGES.items() if f"*{name}*" in text]) == 1
     nodes = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
     (note,) = [one["widgets_values"][0] for one in nodes if one.get("title") == "Files"]
