@@ -301,4 +301,4 @@ FULL = {
 def test_a_rank_takes_its_part_of_memory_and_work_and_waits_for_no_device(case):
     alone, ours = (dry(*FULL[case], ranks) for ranks in (1, 2))
     assert ours.memory.peak <= 0.6 * alone.memory.peak and ours.flops <= 0.52 * alone.flops
-    assert ours.waits.keys() <= alone.waits.keys()
+    assert all(count <= alone.waits.get(wait, 0) for wait, count in ours.waits.items())

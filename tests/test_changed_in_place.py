@@ -254,6 +254,20 @@ def test_what_is_changed_in_place_is_named_before_anything_is_computed(files, cl
     assert not requests["Forward"]
 
 
+def test_a_method_that_was_put_back_and_is_replaced_again_is_named(files, client, requests):
+    """As packs do that are switched off and on: the module keeps a method of its own meanwhile."""
+    model = load(files["model"])
+    block = model.model.diffusion_model.double_blocks[0]
+    block.forward = own = block.forward
+    parallel = parallelize(model, client, True)
+    run(parallel, steps=1)
+    requests.clear()
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    with pytest.raises(Refused, match="has its method forward replaced in place"):
+        run(parallel, steps=1)
+    assert not requests["Forward"]
+
+
 def test_what_is_unchanged_is_looked_through_in_the_first_run_alone(files, client, monkeypatch):
     parallel = parallelize(load(files["model"]), client, True)
     run(parallel, steps=1)

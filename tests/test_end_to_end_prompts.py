@@ -1,6 +1,6 @@
-"""Whole prompts of stock graphs in auto mode, from the text to the picture: an image, a video, an
-edit that encodes, tiles of a VAE and of an upscaler. `python3 -m lab bench prompts` times larger
-ones, in which the pool decodes too.
+"""Whole prompts of stock graphs in auto mode, from the text to the picture: what pools sample,
+ComfyUI decodes, encodes, takes in tiles and upscales. These are too small for it to go to the pool
+too; `python3 -m lab bench prompts` times larger ones, in which it does.
 """
 
 import pytest

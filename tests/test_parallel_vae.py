@@ -71,6 +71,18 @@ def test_a_vae_in_a_pool_gives_what_stock_gives(case, stock, client, requests):
     assert relative_error(ours, truth) <= BOUND
 
 
+def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed(client, requests):
+    noisy = video_by_pixels(2, decode_timestep=0.1)
+    vae = loaded(noisy.state_dict(), noisy.config)
+    ours = parallel(vae, client)
+    ours.decode(noise(1, 128, 2, 7, 4))
+    vae.first_stage_model.decode_timestep = 0.9
+    requests.clear()
+    with pytest.raises(Refused, match=r"has changed this VAE's numbers .* free the node cache"):
+        ours.decode(noise(1, 128, 2, 7, 4))
+    assert not requests["Forward"]
+
+
 def test_a_vae_whose_code_cannot_be_cut_as_it_was_is_refused_before_a_picture_is_made_of_it(stock, broken):
     vae = parallel(stock["image"], broken("a_vae_sees_no_rows_beside_its_band", 2))
     with pytest.raises(Refused, match=r"^Autoencod\w+ by bands of rows is [\d.]+% off from what one device"):

@@ -124,12 +124,15 @@ def prompt_s(plan: Plan, job: Job, decoding: Decoding | None, box: Box) -> dict[
 def prompt_lines(seconds: dict[str, dict[str, float]]) -> list[str]:
     """Print a prompt's parts, and what would be left if ranks took no time: Amdahl's bound."""
     one, pool = seconds["one_gpu"], seconds["pool"]
-    row = "  {:34}{:>10}{:>10}"
+    row = "  {:36}{:>10}{:>10}"
     lines = [row.format("a prompt, in seconds", "one GPU", "pool")]
     lines += [row.format(PARTS[name], f"{one[name]:.2f}", f"{pool[name]:.2f}") for name in one]
     total, faster = sum(one.values()), sum(one.values()) / sum(pool.values())
-    lines.append(row.format("in all, without the text encoder", f"{total:.2f}", f"{sum(pool.values()):.2f}"))
-    bound = total / one["loading"]
+    without = (
+        "in all, without the text encoder" if "decoding" in one else "in all, without text encoder and VAE"
+    )
+    lines.append(row.format(without, f"{total:.2f}", f"{sum(pool.values()):.2f}"))
+    bound = total / pool["loading"]
     return [*lines, f"  {faster:.2f} times as fast; at most {bound:.1f} times, as loading stays what it is"]
 
 

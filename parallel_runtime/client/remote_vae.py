@@ -23,7 +23,7 @@ from comfy.sd import VAE
 from comfy.utils import ProgressBar
 
 from ..comm.bands import ROWS, Bands
-from ..crossing.source import describe_vae, vae_source
+from ..crossing.source import describe_vae, vae_name, vae_source
 from ..errors import OutOfMemory, Refused
 from ..layout import ALONE, Layout
 from ..vae_modules import why_not_in_bands
@@ -116,6 +116,11 @@ class RemoteVAE:
         if self._at is not None and pool is not self._at[0]:
             self.release()
         source = pool.residency.use(self.module, partial(describe_vae, self.vae, self.kind))
+        if source.model != vae_name(self.vae, self.kind):
+            raise Refused(
+                "A node has changed this VAE's numbers since the pool loaded it: unload the models and free"
+                " the node cache in ComfyUI's menu, then queue again."
+            )
         self._at = pool, source.model
         pool.sessions.settle(interrupted)
         pool.runs.end_owed()
@@ -150,7 +155,8 @@ class RemoteVAE:
         """Returns what the stock ``work`` makes of each tile, to the bit, each on its own rank.
         There are at most as many as ranks. Raises as ``compute``.
         """
-        tiles = [with_noise(self.module, work, tile) for tile in tiles]
+        if work == "decode":  # noise is drawn where stock draws it
+            tiles = [with_noise(self.module, work, tile.to(self.vae.device)) for tile in tiles]
         with self._computing(work, 1, {}) as (_, dispatch):
             return dispatch([(tile, (rank,), ALONE) for rank, tile in enumerate(tiles)])
 

@@ -217,7 +217,22 @@ def describe_vae(vae: Any, kind: str = "vae") -> Source:
     """In the UI: the source of a VAE or an upscale model. Its weights are sent as they are."""
     path = file_of(vae.patcher)
     file = stat_file(path) if path and os.path.exists(path) else None
-    return Source(model=f"{kind}-{vae.patcher.clone_base_uuid.hex}", file=file)
+    return Source(model=vae_name(vae, kind), file=file)
+
+
+def vae_name(vae: Any, kind: str = "vae") -> str:
+    """Returns what a VAE is called in ranks: another one once a node has changed its numbers."""
+    numbers = json.dumps(numbers_of(vae.first_stage_model)) if kind == "vae" else ""
+    digest = hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()
+    return f"{kind}-{vae.patcher.clone_base_uuid.hex}-{digest}"
+
+
+def numbers_of(model: Any) -> dict[str, Any]:
+    """Returns the numbers of a VAE that is made of its file's metadata: a node may have changed
+    them since.
+    """
+    own = vars(model) if getattr(model, "config", None) is not None else {}
+    return {name: one for name, one in own.items() if isinstance(one, (bool, int, float))}
 
 
 def vae_source(vae: Any) -> dict[str, Any]:
@@ -225,9 +240,8 @@ def vae_source(vae: Any) -> dict[str, Any]:
     model = vae.first_stage_model
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     metadata, config = None, getattr(model, "config", None)
-    if config is not None:  # of the file's metadata; a node may have changed numbers since
-        changed = {name: one for name, one in vars(model).items() if isinstance(one, (bool, int, float))}
-        metadata = {"config": json.dumps({"vae": {**config, **changed}})}
+    if config is not None:
+        metadata = {"config": json.dumps({"vae": {**config, **numbers_of(model)}})}
     return {"vae": type(model).__name__, "dtype": vae.vae_dtype, "state": state, "metadata": metadata}
 
 

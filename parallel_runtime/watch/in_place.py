@@ -59,7 +59,7 @@ class Watch:
         self._check_state = check_state
         self._ours = ours
         self._operations = operations
-        if before is not None and before.holds():
+        if before is not None and before.holds(ours):
             self._seen, self._code = before._seen, before._code
         else:
             self._record()
@@ -71,6 +71,7 @@ class Watch:
                 type(module),
                 own := vars(module),
                 len(own),
+                (*methods_of(module),),
                 own["_modules"],
                 dict(own["_modules"]),
                 *(own[name] for name in HOOKS),
@@ -79,17 +80,19 @@ class Watch:
         ]
         self._code = HostCode(self._model)
 
-    def holds(self) -> bool:
+    def holds(self, ours: Sequence[Any] = ()) -> bool:
         """Returns whether all modules and functions are those that were recorded, without hooks:
-        what was found of them then is so still.
+        what was found of them then is so still. ``ours`` are PipeMesh's own since.
         """
+        ours = (*self._ours, *ours)
         return self._code.changed() is None and all(
             module.__class__ is kind
             and len(own) == count
+            and not any(_is_replaced(module, name, own.get(name), ours) for name in methods)
             and own["_modules"] is children
             and children == before
             and not (hooks or pre_hooks)
-            for module, kind, own, count, children, before, hooks, pre_hooks in self._seen
+            for module, kind, own, count, methods, children, before, hooks, pre_hooks in self._seen
         )
 
     def check(self) -> None:
@@ -105,7 +108,7 @@ class Watch:
         if replaced is not None:
             raise refusal_of_code(*replaced)
         changed = False
-        for module, kind, own, count, children, before, hooks, pre_hooks in self._seen:
+        for module, kind, own, count, _methods, children, before, hooks, pre_hooks in self._seen:
             if module.__class__ is not kind or len(own) != count or hooks or pre_hooks:
                 changed = True
             if own["_modules"] is not children or children != before:
@@ -137,13 +140,8 @@ def _changes_of(
     kind, own = type(module), vars(module)
     if root_of(kind) not in trusted:
         yield "is of a class of another pack", kind
-    for name, value in own.items():
-        if (
-            callable(value)
-            and hasattr(kind, name)
-            and not _is_own(module, name, value)
-            and not any(value is one for one in ours)
-        ):
+    for name, value in methods_of(module).items():
+        if _is_replaced(module, name, value, ours):
             yield f"has its method {name} replaced in place", value
     for name in HOOKS:
         for hook in own[name].values():
@@ -152,10 +150,17 @@ def _changes_of(
             yield "has a forward hook", hook
 
 
-def _is_own(module: torch.nn.Module, name: str, value: Any) -> bool:
-    """True for the module's own method, which ComfyUI puts back in place of what it replaced."""
+def methods_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns what stands in the module itself for methods of its class."""
+    kind = type(module)
+    return {name: value for name, value in vars(module).items() if callable(value) and hasattr(kind, name)}
+
+
+def _is_replaced(module: torch.nn.Module, name: str, value: Any, ours: Sequence[Any]) -> bool:
+    """False for the module's own method, which ComfyUI puts back in place of what it replaced."""
     own = getattr(type(module), name)
-    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is own
+    is_own = getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is own
+    return not is_own and not any(value is one for one in ours)
 
 
 def refusal(path: str, what: str, culprit: Any) -> Refused:
