@@ -133,7 +133,7 @@ class RemoteVAE:
         """Returns what the stock ``work``, decode or encode, returns. Raises what ComfyUI takes for
         memory that ran out, where it does.
         """
-        unit, samples = 1, with_noise(self.vae.first_stage_model, work, samples)
+        unit, samples = 1, with_noise(self.vae, work, samples)
         if work == "encode":
             unit = self.vae.spacial_compression_encode()
         with self._computing(work, unit, options) as (pool, dispatch):
@@ -155,8 +155,7 @@ class RemoteVAE:
         """Returns what the stock ``work`` makes of each tile, to the bit, each on its own rank.
         There are at most as many as ranks. Raises as ``compute``.
         """
-        if work == "decode":  # noise is drawn where stock draws it
-            tiles = [with_noise(self.module, work, tile.to(self.vae.device)) for tile in tiles]
+        tiles = [with_noise(self.vae, work, tile) for tile in tiles]
         with self._computing(work, 1, {}) as (_, dispatch):
             return dispatch([(tile, (rank,), ALONE) for rank, tile in enumerate(tiles)])
 
@@ -242,13 +241,14 @@ def is_compared(what: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
     return True
 
 
-def with_noise(model: Any, work: str, samples: torch.Tensor) -> torch.Tensor:
-    """Returns what the stock VAE decodes: with noise that it draws, which ranks would draw each for
-    itself.
+def with_noise(vae: Any, work: str, samples: torch.Tensor) -> torch.Tensor:
+    """Returns what the stock VAE decodes: with noise that it draws on its device, which ranks would
+    draw each for itself.
     """
-    if work == "encode" or not getattr(model, "timestep_conditioning", False):
+    model: Any = getattr(vae, "first_stage_model", None)  # an upscale model has none
+    if work != "decode" or not getattr(model, "timestep_conditioning", False):
         return samples
-    scale = model.decode_noise_scale
+    samples, scale = samples.to(vae.device), model.decode_noise_scale
     return torch.randn_like(samples) * scale + (1.0 - scale) * samples
 
 
