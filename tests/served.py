@@ -7,8 +7,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
-from pipemesh.lab.commands.demo import node
 from safetensors.torch import load_file
 
 SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.server import CUSTOM_NODES
-from pipemesh.lab.commands.demo import node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 

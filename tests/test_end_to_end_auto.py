@@ -7,7 +7,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 from PIL import Image, ImageChops
-from pipemesh.lab.commands.demo import node
+from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 
 from .conftest import ALL

@@ -2,7 +2,7 @@
 
 import numpy
 import pytest
-from pipemesh.lab.commands.demo import node
+from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.demo_nodes.captions import COLOURS, PLACES, parse_caption
 from pipemesh.lab.pictures import showcase
 from pipemesh.lab.pictures.scenes import CENTRES, RGB, SIDE

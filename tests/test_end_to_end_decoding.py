@@ -3,7 +3,7 @@
 import numpy
 import pytest
 from PIL import Image
-from pipemesh.lab.commands.demo import node
+from pipemesh.lab.comfyui.api import node
 from safetensors.torch import save_file
 
 from .served import graph, live_pool, pids

@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 from pipemesh.lab import random_files
+from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.server import CUSTOM_NODES, ComfyServer
-from pipemesh.lab.commands.demo import node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size

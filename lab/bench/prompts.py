@@ -12,16 +12,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.families.sample import Size
+from ..comfyui.api import Graph, RunResult, node
 from ..comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
-from ..commands.demo import node
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
-
-if TYPE_CHECKING:
-    from ..comfyui.api import Graph, RunResult
 
 STAND_INS = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
 UNTIMED = 5  # rounds: two by ComfyUI's VAE, the pool's first two, and one that counts

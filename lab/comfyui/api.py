@@ -26,6 +26,11 @@ PREVIEW, PREVIEW_WITH_METADATA = 1, 4  # comfyui: protocol.BinaryEventTypes
 Graph = Mapping[str, Mapping[str, Any]]
 
 
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    """Return a node of a graph; an input that is another node's output is [its name, number]."""
+    return {"class_type": class_type, "inputs": inputs}
+
+
 class ServerError(LaunchError):
     """ComfyUI did not start, died, or did not answer in time; the message ends with the last lines
     of its log.

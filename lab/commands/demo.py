@@ -31,7 +31,7 @@ from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.families.sample import FileForm, Form, Size
-from ..comfyui.api import Graph
+from ..comfyui.api import Graph, node
 from ..comfyui.server import ComfyServer
 from ..pictures import showcase
 from ..pictures.files import trained_files
@@ -249,10 +249,6 @@ def workflow(work: Workload, steps: int, seed: int, name: str, pool: dict[str, A
         graph["pool"] = node("PipeMeshPool", **pool)
         graph["parallel"] = node("PipeMeshParallelize", model=["lora", 0], pool=["pool", 0])
     return graph
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def sample_round(

@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from ...launcher.errors import LaunchError
-from ..comfyui.api import Graph
+from ..comfyui.api import Graph, node
 from ..comfyui.server import ComfyServer
 from .files import MODEL, VAE, trained_files
 from .measures import psnr
@@ -68,10 +68,6 @@ def graph(caption: str, prefix: str, pool: Mapping[str, Any] | None) -> Graph:
         made["pool"] = node("PipeMeshPool", **pool)
         made["parallel"] = node("PipeMeshParallelize", model=["model", 0], pool=["pool", 0])
     return made
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 @dataclass(frozen=True)
