@@ -108,9 +108,10 @@ class PipeMeshExtension(ComfyExtension):
         )
 
         def runtime() -> Runtime:
+            from .queued import moment_now
             from .runtime import Runtime
 
-            return Runtime(self._setup, show_on_node, fault, notices, waiting, times)
+            return Runtime(self._setup, show_on_node, fault, notices, waiting, times, moment_now)
 
         self._runtime = Once(runtime)
         self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices, times)

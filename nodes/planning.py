@@ -24,6 +24,7 @@ from comfy.samplers import CFGGuider
 from ..launcher.cache import cache_folder
 from ..launcher.pool.devices import Device, Placement, on_devices
 from ..launcher.pool.pool import WorkerPool
+from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
 from ..parallel_runtime.client.run import Run
@@ -59,7 +60,8 @@ AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 class Sampling:
     """What is about to be sampled: a latent (B, C, ...), or as many context ``windows`` of that
     shape, its conds of every evaluation, how many evaluations there are, at one a step, and the
-    ``file`` of the model; empty if there is none.
+    ``file`` of the model; empty if there is none. ``images``: prompts of the queue at once, so many
+    ``rounds`` of them.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +69,8 @@ class Sampling:
     evaluations: int
     file: str = ""
     windows: int = 1
+    images: int = 1
+    rounds: int = 1
 
     @classmethod
     def of(cls, guider: Any, noise: Any, sigmas: Any) -> Sampling:
@@ -101,7 +105,7 @@ class Sampling:
         windows = f" in {self.windows} context windows" * (self.windows > 1)
         return (
             f"{prompts} prompt{'s' * (prompts > 1)}, {images} latent{'s' * (images > 1)}{windows} of {size},"
-            f" {self.evaluations} evaluations"
+            f" {self.evaluations} evaluations{f', {self.images} queued at once' * (self.images > 1)}"
         )
 
 
@@ -168,10 +172,14 @@ class PastChoice(NamedTuple):
 class Planning:
     """Chooses layouts, and remembers what it chose. ``counts``: of evaluations. ``speeds``: the
     file with speeds that were measured on this machine; what else was measured lies beside it.
+    ``ahead`` knows what waits in the queue.
     """
 
-    def __init__(self, times: StepTimes, counts: Counts, speeds: Path | None = None):
+    def __init__(
+        self, times: StepTimes, counts: Counts, speeds: Path | None = None, ahead: LookAhead | None = None
+    ):
         self.times = times
+        self.ahead = ahead or LookAhead(lambda: None)
         self._speeds = speeds or cache_folder(os.environ) / SPEEDS
         self.counts = counts
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
@@ -238,7 +246,10 @@ class Planning:
         """
         own, running = choice.placement, tuple(running)
         try:
-            return self._chosen(model, choice, asked(), running, room, merges)
+            most = len(own.devices) if choice.looks_ahead else 1
+            images, rounds = self.ahead.at_once(most)
+            sampling = replace(asked(), images=images, rounds=rounds)
+            return self._chosen(model, choice, sampling, running, room, merges)
         except NotYet as error:
             up = self._fitting(model, choice, running)
             planned = PlannedLayout(up or own.layout, str(error), awaits=up is None)
@@ -298,21 +309,30 @@ class Planning:
             whole=self.counts.of(model, asked.conds, asked.shape, is_up),
             evaluations=asked.evaluations,
             branches=asked.branches,
-            batch=asked.shape[0],
+            batch=asked.shape[0] * asked.images,
             warm_up=warm_up.evaluations,
             keeps=KEEPS.get(choice.weights, Job.keeps),
             merges=merges,
         )
         made = self._predicted(job, here, approximate)
-        kind = type(model), asked.shape, asked.branches, asked.evaluations
+        kind = type(model), asked.shape, asked.branches, asked.evaluations, asked.images
         wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
         best = made.best
+        of_queue = replace(job, evaluations=asked.evaluations * asked.rounds)
         for layout in running:
             made = with_running(
-                job, here.box, made, layout, allows_approximate=approximate, is_wanted_again=layout in wanted
+                of_queue,
+                here.box,
+                made,
+                layout,
+                allows_approximate=approximate,
+                is_wanted_again=layout in wanted,
             )
         if best is None or made.best is None:
             return PlannedLayout(placement.layout, "no layout has room", asked.text, made)
+        parts = made.best.layout.parts_of_batches
+        if parts < asked.images:  # no more of them are sampled at once
+            return self._chosen(model, choice, replace(asked, images=parts), running, room, merges)
         self._made.append(PastChoice(placement.devices, kind, best.layout, made.best.layout))
         return PlannedLayout(
             made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name

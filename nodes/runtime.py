@@ -21,8 +21,10 @@ from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup
 from ..launcher.pool.rendezvous import check_rendezvous
+from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alone import Admission
 from ..parallel_runtime.client.interrupt import interrupted
+from ..parallel_runtime.client.queued import Moment
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
@@ -31,6 +33,7 @@ from ..parallel_runtime.crossing.attention import why_no_parts
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.refusals import require_plan
+from .auto.switch import ALL_SOONEST
 from .here import all_devices, own_device, why_one_gpu
 from .notices import Notices
 from .one_gpu import predicted
@@ -75,6 +78,8 @@ class Runtime:
     text on the node that samples, where ``waiting`` does not; ``notices`` are kept for those who
     ask.
 
+    ``moment`` tells what ComfyUI executes, and what waits in its queue.
+
     ``fault``: why no pool can be started. It is raised when a model is parallelized, so that
     ComfyUI has the nodes all the same.
     """
@@ -87,6 +92,7 @@ class Runtime:
         notices: Notices | None = None,
         waiting: Waiting | None = None,
         times: StepTimes | None = None,
+        moment: Callable[[], Moment | None] = lambda: None,
     ):
         self.notices = notices or Notices()
         self.wait: Wait = waiting or NoWait()
@@ -95,7 +101,8 @@ class Runtime:
         self.fault = fault
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
-        self.planning = Planning(times or StepTimes(self.predicted, first_step=self.wait.came), counts)
+        times = times or StepTimes(self.predicted, first_step=self.wait.came)
+        self.planning = Planning(times, counts, ahead=LookAhead(moment))
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)
@@ -117,6 +124,7 @@ class Runtime:
             settings.weights,
             settings.allows_approximate,
             settings.layout == AUTO,
+            settings.queue == ALL_SOONEST and not placement.other_machines,
         )
 
     def default_choice(self) -> Choice:
@@ -164,6 +172,7 @@ class Runtime:
             begins,
             choice.computed_on(device),
             choice.weights,
+            self.planning.ahead if choice.looks_ahead else None,
         )
         if not require_plan(model.model.diffusion_model).is_tried and choice.placement.layout.groups > 1:
             self.notices.tell(UNTRIED.format(type(model.model.diffusion_model).__name__), one_gpu=False)

@@ -17,12 +17,13 @@ from ..parallel_runtime.comm.shares import shares_of, stage_speeds
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import AXES, Layout, in_one_sequence
 from ..parallel_runtime.planner.ways import ASKED
+from .auto.switch import ALL_SOONEST, FIRST_SOONEST
 
 MOST_DIGITS = 6  # of a number of blocks
 BY_HAND, AUTO = "by hand", "auto"
 EXACT, APPROXIMATE = "exact", "approximate allowed"
 CPU_RANKS = 2  # where ComfyUI computes on the CPU
-FOR_EVERY_LAYOUT = {"devices", "layout", "quality", "weights"}
+FOR_EVERY_LAYOUT = {"devices", "layout", "quality", "weights", "queue"}
 PLACED_BY = {"layout", "devices", *(axis.name for axis in AXES)}  # what decides which GPU each rank has
 
 
@@ -107,6 +108,7 @@ class PoolSettings:
     warm_up: int = number(1, 1, 10000, advanced=True)
     stages: str = text("", advanced=True)
     backend: str = one_of(("auto", "nccl", "gloo"), advanced=True)
+    queue: str = one_of((ALL_SOONEST, FIRST_SOONEST))
 
     @property
     def allows_approximate(self) -> bool:
@@ -193,7 +195,8 @@ class Choice:
     """The output of PipeMesh Pool. The placement alone says which pool: another ``patching``, or
     other ``weights``, need no other ranks. ``allows_approximate``: a layout that PipeMesh chooses
     may change the image a little. ``is_open``: the layout is chosen when a model is sampled, for
-    what is sampled then; the placement has all devices that may take part.
+    what is sampled then; the placement has all devices that may take part. ``looks_ahead``: prompts
+    that wait may be sampled beside the one that runs.
     """
 
     placement: Placement
@@ -201,6 +204,7 @@ class Choice:
     weights: str = ASKED[0]
     allows_approximate: bool = False
     is_open: bool = False
+    looks_ahead: bool = False
 
     def covers(self, placement: Placement) -> bool:
         """Return whether a pool of this placement is one that this choice may have led to."""

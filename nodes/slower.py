@@ -43,6 +43,10 @@ class StepTime:
         apart = max(1.57 * (third - first) / math.sqrt(len(between)), LEAST * middle)
         return cls(middle, middle - apart, middle + apart)
 
+    def of_one(self, images: int) -> StepTime:
+        """Returns the time of one image, of so many at once."""
+        return StepTime(self.step_s / images, self.low_s / images, self.high_s / images)
+
     def times(self, factor: float) -> StepTime:
         """Returns what is predicted from it."""
         return StepTime(

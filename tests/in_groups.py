@@ -109,7 +109,8 @@ class GroupsHere:
         return self.answers.pop(number)
 
 
-def in_groups(layout, stock, patching=None, made=GroupsHere, **options):
+def in_groups(layout, stock, patching=None, made=GroupsHere, ahead=None, **options):
     """The MODEL on such a pool, and the pool."""
     pool = made(layout, stock)
-    return parallelize(stock, RemotePool(pool, shares_weights=False, **options), 0.0, patching), pool
+    remote = RemotePool(pool, shares_weights=False, **options)
+    return parallelize(stock, remote, 0.0, patching, ahead=ahead), pool

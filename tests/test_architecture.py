@@ -46,6 +46,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/crossing/",
     "parallel_runtime/watch/",
     "parallel_runtime/client/interrupt.py",
+    "parallel_runtime/client/asked.py",
     "parallel_runtime/client/free_gpu.py",
     "parallel_runtime/planner/decoding.py",
     "parallel_runtime/planner/host_call.py",

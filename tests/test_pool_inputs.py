@@ -143,6 +143,7 @@ OTHERS = {  # of each input a value that is not its default
     "warm_up": 3,
     "cfg": 2,
     "data": 2,
+    "queue": "first image soonest",
 }
 
 
@@ -260,7 +261,7 @@ def test_inputs_stand_in_the_order_in_which_a_user_needs_them_and_none_has_to_be
         *("devices", "layout", "quality", "weights"),
         *("ulysses", "ring", "cfg", "data"),
         *("pipefusion", "patches", "warm_up", "stages"),
-        "backend",
+        *("backend", "queue"),
     ]
     assert sockets["optional"]["layout"][1]["default"] == "auto"
 

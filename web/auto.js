@@ -97,6 +97,17 @@ const extension = {
       defaultValue: false,
       onChange: sayIfOverruled,
     },
+    {
+      id: "PipeMesh.Queue",
+      category: ["PipeMesh", "Auto mode", "Queue"],
+      name: "Queued prompts that differ in the seed",
+      tooltip:
+        "all soonest: they are sampled at once, each on GPUs of its own, where that is faster in all. Every image is the same. " +
+        "first image soonest: one after the other, each on all GPUs.",
+      type: "combo",
+      options: ["all soonest", "first image soonest"],
+      defaultValue: "all soonest",
+    },
   ],
   setup() {
     // Not in afterConfigureGraph: the workflow before is still the active one there.

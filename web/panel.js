@@ -226,6 +226,8 @@ class Panel {
       lines.push(make("p", { className: "quiet", text: t("not_timed") }));
     }
     lines.push(make("p", { text: run.title }));
+    const { queue } = status;
+    if (queue.at_once) lines.push(make("p", { text: t("queue", queue.at_once, queue.queued, queue.used, queue.dropped) }));
     lines.push(...this.prompt(run.steps.prompt));
     lines.push(...this.plan(run.plan));
     for (const one of [...(pool?.why ?? []), ...(pool?.shares ?? [])]) lines.push(make("p", { className: "quiet", text: this.said(one) }));

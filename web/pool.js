@@ -20,7 +20,7 @@ const STYLE = `
 .pipemesh-mistake strong { color: var(--error-text); }
 .pipemesh-mistake p { margin: 4px 0 0; }
 .pipemesh-mistake button { float: right; margin-left: 12px; border: 0; background: none; color: inherit; font: inherit; cursor: pointer; }`;
-const ALWAYS = new Set([DEVICES, "weights", LAYOUT, PICK]);
+const ALWAYS = new Set([DEVICES, "weights", LAYOUT, "queue", PICK]);
 
 const layoutOf = (node) => node.widgets?.find((one) => one.name === LAYOUT);
 

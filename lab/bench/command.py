@@ -28,6 +28,7 @@ NAMES = (
     "cfg",
     "data",
     "windows",
+    "queue",
     "vae",
     "run",
     "prompts",

@@ -41,6 +41,7 @@ def sampled(
     cfg: float = 1.0,
     prompts: tuple[int, int] = (TEXT_TOKENS, TEXT_TOKENS),
     callback: Callable[..., None] | None = None,
+    seed: int = 1,
 ) -> torch.Tensor:
     """Sample a MODEL of the benches at ``tokens`` tokens, text included; ``prompts``: how many
     tokens the positive and the negative prompt have.
@@ -52,9 +53,9 @@ def sampled(
     pooled = {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}
     conds = [[[torch.randn(1, count, SIZE.text_dim, generator=generator), pooled]] for count in prompts]
     with torch.inference_mode():
-        noise = comfy.sample.prepare_noise(latent, 1)
+        noise = comfy.sample.prepare_noise(latent, seed)
         how = (steps, cfg, "euler", "simple", *conds, latent)
-        return comfy.sample.sample(model, noise, *how, callback=callback, disable_pbar=True, seed=1)
+        return comfy.sample.sample(model, noise, *how, callback=callback, disable_pbar=True, seed=seed)
 
 
 @contextmanager

@@ -1,20 +1,24 @@
 """Measure a pool of two groups of one rank: the same runs as stock's in turn, the cores' capacity
-taken out. ``cfg``, ``data`` and ``windows`` are benches of it.
+taken out. ``cfg``, ``data``, ``windows`` and ``queue`` are benches of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .capacity import capacity
 from .figures import Figure, Goal, Options, Round, estimate, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 
+if TYPE_CHECKING:
+    from ...parallel_runtime.client.queued import Moment
+
 EFFICIENCY = 0.97  # goal
 TOKENS, STEPS = 1024, 3
 SHORTER = 16  # tokens by which the negative prompt is shorter than the positive one
 BATCH, SCALE = {"data": 2}, {"cfg": 4.0}  # images, and cfg, else 1
+QUEUED = 4  # prompts that differ in the seed
 ROWS, OVERLAP, DIM = 36, 8, 2  # of two context windows, which have all 64 rows of the latent
 
 
@@ -36,12 +40,14 @@ class GroupRuns:
         from ...launcher.pool.devices import place
         from ...launcher.pool.handle import PoolHandle
         from ...launcher.pool.rank_setup import RankSetup
+        from ...parallel_runtime.client.ahead import LookAhead
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
         from ...parallel_runtime.layout import Layout
         from .forwards import SAMPLE, SIZE
 
-        self.what, axis = what, "data" if what == "data" else "cfg"
+        self.what, axis = what, "data" if what in ("data", "queue") else "cfg"
+        self.prompts = Prompts(QUEUED)
         self.stock = SAMPLE.form.random_model(SIZE)
         self.all_cores = ranks.all_cores
         self.handle = None
@@ -49,7 +55,10 @@ class GroupRuns:
             setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
             self.handle = PoolHandle(place(Layout(**{axis: 2}), "cpu", "gloo", ()), setup)
             self.parallel = parallelize(
-                SAMPLE.form.random_model(SIZE), RemotePool(self.handle, shares_weights=True), 0.0
+                SAMPLE.form.random_model(SIZE),
+                RemotePool(self.handle, shares_weights=True),
+                0.0,
+                ahead=LookAhead(lambda: self.prompts.now),
             )
 
     def sample(self, model: Any) -> Any:
@@ -58,7 +67,9 @@ class GroupRuns:
         how = {"images": BATCH.get(self.what, 1), "cfg": SCALE.get(self.what, 1.0)}
         if self.what == "windows":
             model = in_windows(model)
-        return sampled(model, TOKENS, STEPS, prompts=(TEXT_TOKENS, TEXT_TOKENS - SHORTER), **how)
+        tokens = TEXT_TOKENS, TEXT_TOKENS - SHORTER
+        seeds = self.prompts.each() if self.what == "queue" else (1,)
+        return [sampled(model, TOKENS, STEPS, prompts=tokens, seed=seed, **how) for seed in seeds]
 
     def through(self) -> float:
         """Seconds of a run through the pool; 0 in the processes that have none."""
@@ -68,6 +79,27 @@ class GroupRuns:
             return 0.0
         with on_cores(self.all_cores):
             return timed(lambda: self.sample(self.parallel))
+
+
+class Prompts:
+    """So many prompts of a queue, whose seeds differ; ``now``: as a look-ahead sees them."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self.now: Moment | None = None
+
+    def each(self) -> Iterator[int]:
+        """Yields each one's seed, while it is executed."""
+        from ...parallel_runtime.client.queued import Moment
+
+        graphs = [
+            (str(seed), {"1": {"class_type": "KSampler", "inputs": {"seed": seed}}})
+            for seed in range(self._count)
+        ]
+        for seed, (prompt, graph) in enumerate(graphs):
+            self.now = Moment(prompt, "1", None, graph, tuple(graphs[seed + 1 :]))
+            yield seed
+        self.now = None
 
 
 def in_windows(model: Any) -> Any:

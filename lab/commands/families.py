@@ -27,7 +27,8 @@ HEAD = """\
 Written by `python3 -m lab families --markdown`; a test fails where it is stale.
 
 *Exact*: the image of stock ComfyUI at the same seed, up to float rounding. *Approximate*: patches
-look at keys and values of the step before ([PIPEFUSION.md](PIPEFUSION.md)). *Whole*: the blocks are
+look at keys and values of the step before
+([PIPEFUSION.md](https://github.com/pipemesh/pipemesh/blob/main/docs/PIPEFUSION.md)). *Whole*: the blocks are
 divided among the GPUs, and every evaluation goes through them in one piece: exact, and no faster.
 *Refused*: choose Ulysses or ring. `cfg` and `data` share prompts and images out exactly in all.
 The last columns say which ComfyUI has the classes: each of these versions is tested.

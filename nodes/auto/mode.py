@@ -126,7 +126,7 @@ class Auto:
     def _sampling(self) -> PoolSampling:
         from .sampling import PoolSampling
 
-        return PoolSampling(self._runtime(), self._notices, self._times)
+        return PoolSampling(self._runtime(), self._notices, self._times, self.switch.looks_ahead)
 
     def _of_vaes(self) -> PoolDecoding:
         from .decoding import PoolDecoding

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
@@ -36,7 +37,16 @@ log = logging.getLogger("pipemesh")
 
 
 class PoolSampling:
-    def __init__(self, runtime: Runtime, notices: Notices, times: StepTimes):
+    """``looks_ahead`` tells whether prompts of a queue may be sampled at once."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        notices: Notices,
+        times: StepTimes,
+        looks_ahead: Callable[[], bool] = lambda: False,
+    ):
+        self._looks_ahead = looks_ahead
         self._runtime = runtime
         self._notices = notices
         self._times = times
@@ -120,7 +130,7 @@ class PoolSampling:
             raise Refused(GRADIENTS)
         for model in models.values():
             check_own_device(model)
-        choice = self._runtime.default_choice()
+        choice = replace(self._runtime.default_choice(), looks_ahead=self._looks_ahead())
         check_devices(choice.placement)
         for model in models.values():
             self._runtime.trials.require(type(model.model.diffusion_model), model.model)

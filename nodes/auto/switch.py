@@ -11,10 +11,12 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ...parallel_runtime.texts import Text
 
-SETTING = "PipeMesh.Auto"
+SETTING, QUEUE = "PipeMesh.Auto", "PipeMesh.Queue"
+ALL_SOONEST, FIRST_SOONEST = "all soonest", "first image soonest"  # what QUEUE may be
 VARIABLE = "PIPEMESH_AUTO"
 FILE = "comfy.settings.json"
 log = logging.getLogger("pipemesh")
@@ -28,7 +30,7 @@ class Switch:
 
     def __init__(self, environ: Mapping[str, str], settings: Callable[[], Path | None]):
         self._settings = settings
-        self._last = False
+        self._last: dict[str, Any] = {}
         text = environ.get(VARIABLE, "")
         self.fixed = {"1": True, "0": False}.get(text)  # by the variable, whatever the setting says
         if text and self.fixed is None:
@@ -42,17 +44,20 @@ class Switch:
         return Text("unavailable_multi_user") if self._settings() is None else None
 
     def is_on(self) -> bool:
-        return self._setting() if self.fixed is None else self.fixed
+        return self._read().get(SETTING) is True if self.fixed is None else self.fixed
 
-    def _setting(self) -> bool:
-        """Reads the setting. While ComfyUI writes the file, it is what it was."""
+    def looks_ahead(self) -> bool:
+        """Tells whether prompts of a queue may be sampled at once."""
+        return self._read().get(QUEUE) != FIRST_SOONEST
+
+    def _read(self) -> dict[str, Any]:
+        """Reads the settings. While ComfyUI writes the file, they are what they were."""
         file = self._settings()
         try:
-            self._last = (
-                file is not None and json.loads(file.read_text(encoding="utf-8")).get(SETTING) is True
-            )
+            read = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+            self._last = read if isinstance(read, dict) else self._last
         except FileNotFoundError:
-            self._last = False
-        except (OSError, ValueError, AttributeError):
+            self._last = {}
+        except (OSError, ValueError):
             pass
         return self._last

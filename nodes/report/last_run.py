@@ -15,7 +15,9 @@ def text_of(runtime: Runtime, only: Choice | None) -> str:
     """Report the run that began last, in any pool or in ``only`` one."""
     pools, last = [pool_status(*one) for one in runtime.pools(only)], runtime.last_run(only)
     run = run_status(runtime, *last) if last is not None else None
-    return report_text(pools, run, runtime.notices.latest(), only and only.placement)
+    return report_text(
+        pools, run, runtime.notices.latest(), only and only.placement, runtime.planning.ahead.images
+    )
 
 
 def draw_last_run(runtime: Runtime, only: Choice | None = None) -> Image | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...launcher.pool.devices import Placement
+from ...parallel_runtime.client.ahead import Images
+from ...parallel_runtime.texts import Text
 from ...parallel_runtime.wire.segment import mib
 from ..notices import Notice
 from ..prompt_times import PromptFigures
@@ -23,6 +25,7 @@ from ..timing import Speed
 
 LONG = 20  # a value, such as a list
 SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
+NO_QUEUE = Images()
 NO_POOL = (
     "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or"
     " put PipeMesh Parallelize before the sampler; connect the sampler's LATENT to this node and run."
@@ -34,9 +37,11 @@ def report_text(
     run: RunStatus | None,
     notices: Sequence[Notice] = (),
     asked: Placement | None = None,
+    queue: Images = NO_QUEUE,
 ) -> str:
     """Describe the ``run`` that began last, of one of these pools. Without one, say how to get a
-    report of the pool ``asked`` for. ``notices``: the newest first.
+    report of the pool ``asked`` for. ``notices``: the newest first. ``queue``: what was sampled
+    ahead.
     """
     alone = [
         one
@@ -54,6 +59,7 @@ def report_text(
     parts = [
         *said,
         speed_text(run.speed) if run.speed is not None else "",
+        queue_text(queue) if queue.at_once else "",
         prompt_text(run.steps.prompt) if run.steps.prompt is not None else "",
         plan_text(run.plan) if run.plan is not None else "",
         "\n".join([*head, *(f"  {share.english}" for share in pool.shares)]),
@@ -78,6 +84,11 @@ def speed_text(speed: Speed) -> str:
         f"{speed.ratio:.2f} times as fast as one device: {speed.step_s:.2f} s per step, one device"
         f" {speed.one_gpu_s:.2f} s ({how})"
     )
+
+
+def queue_text(queue: Images) -> str:
+    counts = queue.at_once, queue.queued, queue.used, queue.dropped
+    return Text("queue", tuple(map(str, counts))).english
 
 
 def prompt_text(prompt: PromptFigures) -> str:

@@ -41,7 +41,9 @@ MOST = 10  # runs that are told of
 
 def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
     known = runtime.pools()
-    recent = [(run, handle, pool) for handle, pool in known for run in list(pool.runs.recent)]
+    recent = [
+        (run, handle, pool) for handle, pool in known for run in list(pool.runs.recent) if not run.was_ahead
+    ]
     newest = sorted(recent, key=lambda one: -one[0].began_s)[:MOST]
     runs = [run_status(runtime, handle, pool, run) for run, handle, pool in newest]
     told = {id(pool) for _, _, pool in newest}
@@ -52,6 +54,7 @@ def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
         auto=AutoStatus(auto.is_on(), auto.unavailable),
         host=host_status(runtime.trials),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
+        queue=runtime.planning.ahead.images,
         pools=pools,
         current_run=next((run for run in runs if run.ended is None), None),
         last_runs=tuple(run for run in runs if run.ended is not None),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...parallel_runtime.client.ahead import Images
 from ...parallel_runtime.texts import Text
 from ..notices import Notice
 from ..prompt_times import PromptFigures
@@ -223,6 +224,7 @@ class Status:
     auto: AutoStatus
     host: HostStatus
     devices: tuple[DeviceStatus, ...]
+    queue: Images
     pools: tuple[PoolStatus, ...]
     current_run: RunStatus | None
     last_runs: tuple[RunStatus, ...]

@@ -36,7 +36,7 @@ class Conds:
         with_room: WithRoom = lambda _, compute: compute(),
     ):
         self._compute = compute
-        self._with_room = with_room
+        self.with_room = with_room
         self._constants = constants
         self._in_sequence = in_sequence
         self._is_known = False  # all code of the run at hand
@@ -102,6 +102,6 @@ class Conds:
             aside = getcurrent()
             if isinstance(aside, Aside):  # a window, whose conds wait for those of others
                 return aside.outputs_of(calls)
-            return self._with_room(patcher, lambda: self._compute(calls))
+            return self.with_room(patcher, lambda: self._compute(calls))
 
         return in_flight_together(runs, compute)

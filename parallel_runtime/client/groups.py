@@ -20,14 +20,17 @@ from ..branches import plan_branches
 from ..crossing.rows import Constants, latents_of, put_together, take, tensors_in
 from ..errors import Refused
 from ..layout import ALONE
+from .ahead import Computing, LookAhead
 from .alone import Alone, Judge, Watch, as_it_is, nobody
+from .asked import Asked
 from .branch import SampleCall
 from .conds import Conds, WithRoom
 from .evaluations import Work
-from .interrupt import interrupted
+from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
 from .run import Run
 from .separable import WRAPPER_KEY
+from .timelines import RandomState
 
 ROUNDING = 1e-3  # of the output's scale: what batches of other sizes differ by
 
@@ -36,14 +39,22 @@ class InGroups:
     """Samples one MODEL on the groups of a pool. ``model``: its name there; ``with_room``: as in
     ``Conds``; ``can_join``: groups can share a sequence of its tokens. ``untried``: the class of a
     model that nobody has sampled so: its rows apart are compared, in place of what a run watches.
-    What is compared is computed by the first rank alone too.
+    What is compared is computed by the first rank alone too. ``ahead``: samples what waits in the
+    queue beside what runs, where groups of ranks are there for it; None: nobody does.
     """
 
     can_repeat = True  # ranks keep nothing from one evaluation to the next
 
     def __init__(
-        self, pool: RemotePool, model: str, with_room: WithRoom, can_join: bool = True, untried: str = ""
+        self,
+        pool: RemotePool,
+        model: str,
+        with_room: WithRoom,
+        can_join: bool = True,
+        untried: str = "",
+        ahead: LookAhead | None = None,
     ):
+        self._ahead = ahead
         self._rows_apart = RowsApart(untried) if untried else None
         self._watch: Watch = nobody
         self._pool = pool
@@ -58,6 +69,47 @@ class InGroups:
     def attach(self, patcher: Any) -> None:
         """Adds its wrapper to a clone of the MODEL."""
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, self.conds.calc_cond_batch)
+        if self._ahead is not None and self._pool.layout.parts_of_batches > 1:
+            patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
+
+    def free(self) -> None:
+        """Frees what waits for prompts to come."""
+        if self._ahead is not None:
+            self._ahead.free()
+
+    def sampler_sample(
+        self,
+        executor,
+        guider,
+        sigmas,
+        extra_args,
+        callback,
+        noise,
+        latent_image=None,
+        denoise_mask=None,
+        disable_pbar=False,
+    ):
+        """A SAMPLER_SAMPLE wrapper, of a pool that computes several images at once."""
+        assert self._ahead is not None
+        asked = Asked(
+            executor.class_obj,
+            guider,
+            sigmas,
+            extra_args,
+            noise,
+            latent_image,
+            denoise_mask,
+            RandomState(noise.device),
+        )
+        patcher, used = guider.model_patcher, self._ahead.images.used
+        computing = Computing(
+            self._pool.layout.parts_of_batches,
+            interrupting(self._together),
+            lambda calls: self.conds.with_room(patcher, partial(self._compute, calls)),
+        )
+        samples = self._ahead.sample(executor, asked, callback, disable_pbar, computing)
+        self._pool.runs.of(self._model).was_ahead = self._ahead.images.used > used
+        return samples
 
     def begin_run(self, watch: Watch = nobody) -> None:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first
@@ -93,6 +145,13 @@ class InGroups:
             if judge is not None:
                 judge(tensors_in(output), partial(self._alone, run, call))
         return made
+
+    def _together(self, calls: Sequence[SampleCall]) -> list[Any]:
+        """Computes the evaluations of several prompts."""
+        outputs, evaluations = self._compute(calls), self._pool.runs.of(self._model).evaluations
+        images = len({call.branch.call for call in calls})
+        evaluations[-1] = replace(evaluations[-1], images=images)
+        return outputs
 
     def _judge_of(self, call: SampleCall) -> Judge | None:
         watch, self._watch = self._watch, nobody

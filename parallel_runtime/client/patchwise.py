@@ -88,6 +88,9 @@ class Patchwise:
         inside = patcher.wrappers.get(WrappersMP.PREDICT_NOISE, {})
         patcher.wrappers[WrappersMP.PREDICT_NOISE] = {WRAPPER_KEY: [self.predict_noise], **inside}
 
+    def free(self) -> None:
+        """Has nothing that outlives a run."""
+
     def begin_run(self, watch: Watch = nobody) -> None:
         """Makes void what the backend keeps. Call between runs, never inside one. Of ``watch`` only
         the log hears: no rank has all blocks, and none can compute a whole evaluation alone.

@@ -45,6 +45,7 @@ from ..weights.weight_patches import (
     weight_patches_of,
     widened_weights,
 )
+from .ahead import LookAhead
 from .beside import Sampled
 from .branch import Branch, SampleCall
 from .groups import InGroups
@@ -206,6 +207,7 @@ class RemotePatcher(InPool, ModelPatcher):
         """
         if unpatch_all:
             self.remote.release()
+            self.remote.sampling.free()
         return super().detach(unpatch_all)
 
     # -- a run
@@ -332,14 +334,16 @@ def parallelize(
     notice: Callable[[str], None] = lambda mode: None,
     activations: float = 1.0,
     weights: str = "whole",
+    ahead: LookAhead | None = None,
 ) -> RemotePatcher:
     """Makes a clone of a stock MODEL that computes in ``pool``. Nothing is started or loaded before
     it is sampled.
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: of what an evaluation computes. ``patching``: for a pool that is a pipeline;
-    ``notice`` is told how each run is sampled. ``weights``: how ranks are to keep them. Raises
-    Refused for a model without a token plan, ModelError for a checkpoint that is gone.
+    ``notice`` is told how each run is sampled. ``weights``: how ranks are to keep them. ``ahead``:
+    what samples waiting prompts beside the one that runs, in groups. Raises Refused for a model
+    without a token plan, ModelError for a checkpoint that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
     if (
@@ -360,7 +364,8 @@ def parallelize(
         sampling = Patchwise(backend, patch_size, plan, patching, notice)
     else:
         untried = "" if plan.is_tried else type(patcher.model.diffusion_model).__name__
-        sampling = InGroups(pool, source.model, with_room, can_join=bool(plan.blocks), untried=untried)
+        ahead = None if weights == "sharded" else ahead
+        sampling = InGroups(pool, source.model, with_room, bool(plan.blocks), untried, ahead)
     remote = Remote(
         pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
     )

@@ -24,7 +24,7 @@ class Evaluation:
     ``seconds`` around it in the UI since ``began``; ``hop_s`` of them beside the slowest rank's
     computation; ``exchange_s`` and ``sent_bytes`` of the rank with most. ``spans`` by rank, of
     those that computed it. ``part``: what of it a pipeline computed; None where the ranks are none.
-    ``compiles``: its MODEL is to be compiled.
+    ``compiles``: its MODEL is to be compiled. ``images``: prompts whose evaluations it has.
     """
 
     seconds: float
@@ -35,6 +35,7 @@ class Evaluation:
     part: Part | None = None
     spans: Mapping[int, Span] = field(default_factory=dict)
     compiles: bool = False
+    images: int = 1
 
 
 @dataclass(eq=False)
@@ -59,6 +60,12 @@ class Run:
     joined: list[str] = field(default_factory=list)
     ended_s: float = 0.0  # 0 while it goes on
     is_told = True  # of its figures, and of numbers that are not finite
+    was_ahead = False  # it was sampled within another run
+
+    @property
+    def images(self) -> int:
+        """How many prompts were sampled at once."""
+        return max((one.images for one in self.evaluations), default=1)
 
     def number_of(self, branch: Hashable) -> int:
         """Returns the number by which ranks know this branch of the run."""

@@ -105,6 +105,13 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(one for one in (self._cpu, self._cuda) if one is not None)
+
+    def is_same(self, other: RandomState) -> bool:
+        return all(map(torch.equal, self.tensors, other.tensors))
+
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
         if self._device is not None and self._cuda is not None:

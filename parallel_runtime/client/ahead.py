@@ -1,0 +1,285 @@
+"""Sample what waits in ComfyUI's queue together with what runs, where only the seed of the noise
+differs: look ahead, verify, then use.
+
+A sampler's arguments are described when it starts. What was sampled ahead of a prompt is handed
+over where all arguments of its own sampler, the noise and the random state included, are equal to
+those. Else it is thrown away, and the prompt is sampled as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from .asked import Asked
+from .described import as_it_is, held_bytes, is_same, on_cpu
+from .queued import LATENT, Graph, Moment, Place, differences, linked_to, readers, seed_at, seed_place
+from .seeds import Compute, Sampled, Start, sample_together
+from .timelines import Callback, RandomState
+
+log = logging.getLogger("pipemesh")
+MOST_BYTES = 1 << 30  # of main memory, for all that waits to be handed over
+Key = tuple[str, str, int | None]  # prompt, node, list index
+Step = tuple[int, torch.Tensor, torch.Tensor, int]
+
+
+class Computing(NamedTuple):
+    """How evaluations are computed: ``together``, of at most so many ``images``, or ``alone``, of
+    one, which can be computed anew where memory has to be freed for it.
+    """
+
+    images: int
+    together: Compute
+    alone: Compute
+
+
+@dataclass(frozen=True, eq=False)
+class Done:
+    """What a sampler came to: its output as a node returns it, and the random state it left."""
+
+    output: torch.Tensor
+    random: RandomState
+
+
+# A sampler of a prompt that waits, its graph, and what was done before it, where that is another's
+Alike = tuple[Key, Graph, Done | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What was sampled ahead for a sampler that is ``asked`` for this, described. ``steps``: what
+    its callback is told.
+    """
+
+    asked: dict[str, Any]
+    samples: torch.Tensor
+    steps: list[Step]
+    done: Done
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [one for _, *both, _ in self.steps for one in both]
+        return sum(one.nbytes for one in (*tensors, self.samples, self.done.output))
+
+    def hand_over(self, callback: Callback | None, device: torch.device) -> torch.Tensor:
+        if callback is not None:
+            for step, denoised, noisy, total in self.steps:
+                callback(step, denoised.to(device), noisy.to(device), total)
+        self.done.random.restore()
+        return self.samples.to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A sampler of a prompt that waits. ``own``: what of its arguments no other has, described."""
+
+    key: Key
+    asked: Asked
+    own: dict[str, Any]
+    steps: list[Step] = field(default_factory=list)
+
+    def told(self, step: int, denoised: torch.Tensor, noisy: torch.Tensor, total: int) -> None:
+        self.steps.append((step, on_cpu(denoised), on_cpu(noisy), total))
+
+    def kept(self, shared: dict[str, Any], sampled: Sampled) -> Kept:
+        done = Done(self.asked.output_of(sampled.samples), sampled.random)
+        return Kept({**shared, **self.own}, on_cpu(sampled.samples), self.steps, done)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Counts images that were handed over, and that were sampled and thrown away. ``at_once`` of
+    ``queued``: in the last sampling that had some beside it.
+    """
+
+    used: int = 0
+    dropped: int = 0
+    at_once: int = 0
+    queued: int = 0
+
+
+def same_tensors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and one.shape == other.shape and torch.equal(one, other)
+
+
+class LookAhead:
+    """Keeps what was sampled ahead, of all pools. ``moment`` tells what ComfyUI executes now, and
+    what waits; None where no prompt runs, or nothing can be handed over.
+    """
+
+    def __init__(self, moment: Callable[[], Moment | None], most_bytes: int = MOST_BYTES):
+        self._moment = moment
+        self._most_bytes = most_bytes
+        self._kept: dict[Key, Kept] = {}
+        self._done: dict[Key, Done] = {}  # by the samplers of the prompt that runs
+        self._useless: set[str] = set()  # nodes of this queue whose results were of no use
+        self.images = Images()
+
+    def free(self) -> None:
+        """Throws away all that waits, unless it is a prompt that wants the memory."""
+        if self._moment() is None:
+            self._drop(list(self._kept))
+            self._done.clear()
+
+    def at_once(self, most: int) -> tuple[int, int]:
+        """Returns how many prompts can be sampled at once, at most so many, as far as their graphs
+        tell, and how many times so many the queue has: as many as were, where the sampler that
+        comes is to get what was sampled ahead.
+        """
+        moment = self._moment() if most > 1 else None
+        if moment is None or moment.node in self._useless:
+            return 1, 1
+        if (moment.prompt, moment.node, moment.index) in self._kept:
+            return min(most, self.images.at_once), 1
+        images = 1 + len(self._alike(moment, most - 1))
+        return images, -(-(1 + len(moment.others)) // images) if images > 1 else 1
+
+    def sample(
+        self,
+        executor: Any,
+        asked: Asked,
+        callback: Callback | None,
+        quiet: bool,
+        computing: Computing,
+    ) -> torch.Tensor:
+        """Samples what is asked for, beside as many of the prompts that wait as have a group, by
+        ``sample_together``.
+        """
+        run, device = partial(asked.run, executor, callback, quiet), asked.noise.device
+        moment = self._moment()
+        if moment is None:
+            return run()
+        self._forget(moment)
+        key = moment.prompt, moment.node, moment.index
+        if (kept := self._kept.pop(key, None)) is not None and self._is_right(kept, asked, key):
+            self._done[key] = kept.done
+            return kept.hand_over(callback, device)
+        beside, shared = self._beside(moment, asked, computing.images - 1)
+        if not beside:
+            return run()
+        self.images = replace(self.images, at_once=1 + len(beside), queued=1 + len(moment.others))
+        starts = [Start(partial(one.asked.run, executor, one.told, True), one.asked.random) for one in beside]
+        own, *others = sample_together([Start(run, asked.random), *starts], *computing[1:], device)
+        assert own is not None
+        for one, sampled in zip(beside, others, strict=True):
+            if sampled is None:
+                self._useless.add(moment.node)
+            else:
+                self._kept[one.key] = one.kept(shared, sampled)
+        self._done[key] = Done(asked.output_of(own.samples), own.random)
+        return own.samples
+
+    def _forget(self, moment: Moment) -> None:
+        """Throws away what is of no use any more."""
+        queue = {moment.prompt, *(prompt for prompt, _ in moment.others)}
+        self._drop([key for key in self._kept if key[0] not in queue])
+        self._done = {key: done for key, done in self._done.items() if key[0] == moment.prompt}
+        if not moment.others:
+            self._useless.clear()
+
+    def _drop(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            del self._kept[key]
+            self.images = replace(self.images, dropped=self.images.dropped + 1)
+
+    def _is_right(self, kept: Kept, asked: Asked, key: Key) -> bool:
+        try:
+            own = asked.described(as_it_is)
+            changed = [name for name, value in kept.asked.items() if not is_same(value, own[name])]
+        except Exception as error:  # noqa: BLE001 - then it is sampled as ever
+            changed = [f"arguments, which could not be compared ({type(error).__name__}: {error})"]
+        if is_right := not changed:
+            self.images = replace(self.images, used=self.images.used + 1)
+        else:
+            self.images = replace(self.images, dropped=self.images.dropped + 1)
+            self._useless.add(key[1])
+            log.info("[PipeMesh] What was sampled ahead is thrown away: other %s.", ", ".join(changed))
+        return is_right
+
+    def _beside(self, moment: Moment, asked: Asked, most: int) -> tuple[list[Waiting], dict[str, Any]]:
+        """Returns samplers of the next prompts, at most so many, and what the arguments of all have
+        in common, described.
+        """
+        if moment.node in self._useless:
+            return [], {}
+        try:
+            found = self._waiting(moment, asked, most)
+            shared = asked.described(on_cpu) if found else {}
+        except Exception as error:  # noqa: BLE001 - then nothing is sampled ahead
+            log.warning("[PipeMesh] The queue could not be looked at:", exc_info=error)
+            asked.random.restore()
+            return [], {}
+        held = held_bytes(shared) + sum(kept.nbytes for kept in self._kept.values())
+        room = (self._most_bytes - held) // asked.keeps_bytes()
+        return found[: max(0, min(room, asked.have_room()))], shared
+
+    def _waiting(self, moment: Moment, asked: Asked, most: int) -> list[Waiting]:
+        place = seed_place(moment.graph, moment.node)
+        if place is None or seed_at(moment.graph, place) != asked.seed:
+            return []
+        found = self._alike(moment, most)
+        if found and (why := asked.why_alone()):
+            self._useless.add(moment.node)
+            log.info("[PipeMesh] Prompts are sampled one after the other, because of %s.", why)
+            return []
+        return [*self._started(asked, place, self._done_before(moment), found)]
+
+    def _done_before(self, moment: Moment) -> Done | None:
+        """Returns what the sampler that the latent comes from has done, beside other prompts."""
+        return self._done.get((moment.prompt, linked_to(moment.graph, moment.node, LATENT), moment.index))
+
+    def _alike(self, moment: Moment, most: int) -> list[Alike]:
+        """Returns which of the next prompts, at most so many, have the same sampler but for the
+        seeds of its noise and of the sampler just before, whose results for them are there then.
+        """
+        graph, node, before = moment.graph, moment.node, linked_to(moment.graph, moment.node, LATENT)
+        place = seed_place(graph, node)
+        before_place = seed_place(graph, before) if self._done_before(moment) is not None else None
+        reads = {place: {node}, before_place: {node, before}}
+        places = {one for one in (place, before_place) if one is not None}
+        if (
+            place is None
+            or before_place == place
+            or any(
+                source not in (node, before) and readers(graph, node, source) - reads[source, name]
+                for source, name in places
+            )
+        ):
+            return []
+        found: list[Alike] = []
+        for prompt, other in moment.others[:most]:
+            differing = differences(graph, other, node)
+            key, earlier = (prompt, node, moment.index), self._kept.get((prompt, before, moment.index))
+            if not differing or not differing <= places or key in self._kept:
+                continue
+            if before_place not in differing:
+                found.append((key, other, None))
+            elif earlier is not None:
+                found.append((key, other, earlier.done))
+        return found
+
+    def _started(
+        self, asked: Asked, place: Place, done: Done | None, found: Sequence[Alike]
+    ) -> Iterator[Waiting]:
+        """Yields the samplers, each with its noise, latent and random state, as far as those of the
+        one that runs are what stock makes of its seed, and of what was ``done`` before.
+        """
+        follows = done is not None and same_tensors(asked.latent, asked.latent_of(done.output))
+        seeds = [seed_at(graph, place) or 0 for _, graph, _ in found]
+        if asked.noise.any():
+            starts = [*asked.noises(seeds)]
+        elif done is not None and follows and done.random.is_same(asked.random):
+            starts = [(asked.noise, earlier.random) if earlier is not None else None for *_, earlier in found]
+        else:
+            starts = []
+        for (key, _, earlier), seed, start in zip(found, seeds, starts, strict=False):
+            if start is None or (earlier is not None and not follows):
+                continue
+            latent = asked.latent if earlier is None else asked.latent_of(earlier.output)
+            one = asked.of_seed(seed, start[0], latent, start[1])
+            yield Waiting(key, one, one.of_one(on_cpu))

@@ -1,0 +1,85 @@
+"""Describe a sampler's arguments, so that they can be kept as they were, and compared with those of
+another run by their content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+BY_VALUE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+NAMES = {"uuid"}  # of conds: made anew for every run
+OF_CONDS = "comfy.conds"  # the module whose objects are what they hold
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor, and the device that it was on."""
+
+    tensor: torch.Tensor
+    device: torch.device
+
+    def is_same(self, other: Held) -> bool:
+        one, another = self.tensor, other.tensor
+        return (self.device, one.dtype, one.shape) == (other.device, another.dtype, another.shape) and bool(
+            torch.equal(one.to("cpu"), another.to("cpu"))
+        )
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy that nobody else writes to."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def described(value: Any, keep: Callable[[torch.Tensor], torch.Tensor] = as_it_is) -> Any:
+    """Returns dicts and tuples of what ``value`` consists of; ``keep`` is called with each tensor.
+    What is none of the things known here stands for itself.
+    """
+    inside = partial(described, keep=keep)
+    if isinstance(value, torch.Tensor):
+        return Held(keep(value), value.device)
+    if isinstance(value, dict):
+        return {name: inside(one) for name, one in value.items() if name not in NAMES}
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(inside, value))
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return (value.__code__, *map(inside, (cells, value.__defaults__, value.__kwdefaults__)))
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return inside([value.func, value.args, value.keywords])
+    if type(value).__module__ == OF_CONDS:
+        return type(value), inside(vars(value))
+    return value
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """True if two descriptions are equal in all that is known, and of the very same objects
+    beyond.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Held):
+        return one.is_same(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return one == other if isinstance(one, BY_VALUE) else one is other
+
+
+def held_bytes(description: Any) -> int:
+    if isinstance(description, Held):
+        return description.tensor.nbytes
+    parts = description.values() if isinstance(description, dict) else description
+    return sum(map(held_bytes, parts)) if isinstance(description, (dict, tuple)) else 0

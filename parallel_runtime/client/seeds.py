@@ -1,0 +1,113 @@
+"""Run a stock sampler for several seeds at once, each on groups of ranks of its own.
+
+Each seed is a greenlet with random numbers of its own. It is suspended at every evaluation until
+those of all seeds are computed, so that the sampler of the first, which a prompt waits for, waits
+for the others' evaluation at hand and for nothing else of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import PipeMeshError, PoolFailed
+from .branch import SampleCall
+from .timelines import Aside, RandomState
+
+log = logging.getLogger("pipemesh")
+Compute = Callable[[Sequence[SampleCall]], list[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """One seed's sampler, and the random state that it starts from."""
+
+    sample: Callable[[], torch.Tensor]
+    random: RandomState
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """What came of it, and the random state that it left."""
+
+    samples: torch.Tensor
+    random: RandomState
+
+
+class Seed(Aside):
+    """``number`` 0 is the seed that a prompt waits for."""
+
+    def __init__(self, number: int, start: Start, device: torch.device):
+        super().__init__(start.sample)
+        self.number = number
+        self.random = start.random
+        self.waiting: Sequence[SampleCall] = ()
+        self.samples: torch.Tensor | None = None
+        self._device = device
+
+    def resume(self, *outputs: list[Any]) -> None:
+        """Runs it to its next evaluation, or its end."""
+        self.random.restore()
+        left_with = self.switch(*outputs)
+        self.random = RandomState(self._device)
+        if self.dead:
+            self.samples = left_with
+        else:
+            self.waiting = [self._own(call) for call in left_with]
+
+    def _own(self, call: SampleCall) -> SampleCall:
+        """Returns the call under a branch that no other seed has."""
+        return replace(call, branch=replace(call.branch, call=self.number)) if self.number else call
+
+
+@torch.no_grad()  # samplers switch gradients off and on for the whole thread: off until the last is done
+def sample_together(
+    starts: Sequence[Start], together: Compute, alone: Compute, device: torch.device
+) -> list[Sampled | None]:
+    """Samples all seeds. ``together`` computes the evaluations of several, ``alone`` those of the
+    first. Where the first has ended the others have too, or are dropped: None, as for what failed.
+    What the first raises is raised, and after a failure of ``together`` it goes on alone.
+    """
+    seeds = [Seed(number, start, device) for number, start in enumerate(starts)]
+    first, going = seeds[0], list(seeds)
+    try:
+        going = [seed for seed in seeds if _goes_on(seed)]
+        while first in going:
+            try:
+                calls = [call for seed in going for call in seed.waiting]
+                outputs = iter((together if len(going) > 1 else alone)(calls))
+            except PoolFailed:
+                raise
+            except PipeMeshError as error:
+                if len(going) == 1:
+                    raise
+                log.warning("[PipeMesh] One image goes on alone, and what waits is sampled later: %s", error)
+                _drop(going[1:])
+                going, outputs = [first], iter(alone(first.waiting))
+            given = {seed: [next(outputs) for _ in seed.waiting] for seed in going}
+            going = [seed for seed in going if _goes_on(seed, given[seed])]
+    finally:
+        _drop(seeds)
+    first.random.restore()
+    return [Sampled(seed.samples, seed.random) if seed.samples is not None else None for seed in seeds]
+
+
+def _drop(seeds: Sequence[Seed]) -> None:
+    for seed in seeds:
+        if seed:  # suspended: unwind it here
+            seed.throw()
+
+
+def _goes_on(seed: Seed, *outputs: list[Any]) -> bool:
+    """Runs a seed further. An error of another than the first ends that one alone."""
+    try:
+        seed.resume(*outputs)
+    except Exception as error:
+        if not seed.number:
+            raise
+        log.warning("[PipeMesh] What was sampled ahead failed, and is sampled later:", exc_info=error)
+    return not seed.dead

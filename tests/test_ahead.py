@@ -1,0 +1,458 @@
+"""Prompts that differ in their seeds are sampled at once, and each one's image is stock's own."""
+
+import gc
+
+import comfy.model_management
+import comfy.samplers
+import pytest
+import torch
+from comfy.patcher_extension import WrappersMP
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
+from pipemesh.parallel_runtime.client import ahead as ahead_module
+from pipemesh.parallel_runtime.client import separable
+from pipemesh.parallel_runtime.client.ahead import LookAhead
+from pipemesh.parallel_runtime.client.described import held_bytes
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.seeds import Seed
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
+from pipemesh.parallel_runtime.layout import Layout
+
+import nodes
+
+from .in_groups import GroupsHere, in_groups
+from .patched import execute, in_windows, pass_through
+from .queues import Advanced, Custom, InTwo, Line, Workflow, at_each_step, in_line, seeds_of, tensors_of
+
+TWO = Layout(data=2)
+SEEDS = (11, 12, 13, 14, 15)
+WORKFLOWS = {
+    "KSampler": Workflow(),
+    "a batch of two": Workflow(batch=2),
+    "a noise mask": Workflow(mask=True, content=True),
+    "no cfg": Workflow(cfg=1.0),
+    "two in a row": InTwo(),
+    "two in a row, with noise of their own": InTwo("euler_ancestral"),
+    "SamplerCustom": Custom("dpmpp_2m"),
+    "SamplerCustomAdvanced": Advanced(),
+    **{
+        sampler: Workflow(sampler)
+        for sampler in ("euler_ancestral", "dpmpp_2m_sde", "dpmpp_sde", "ddpm", "lcm", "er_sde", "dpm_fast")
+    },
+}
+
+
+class Ahead:
+    """A MODEL on groups in this process that looks ahead."""
+
+    def __init__(self, layout=TWO, made=GroupsHere, **options):
+        self.line = Line()
+        self.ahead = LookAhead(self.line, **options)
+        self.stock = stock_model(5)
+        self.model, self.pool = in_groups(layout, self.stock, made=made, ahead=self.ahead)
+
+    def evaluations(self):
+        """Images that groups have computed for each row of a prompt's tokens."""
+        count = len(self.pool.asked)
+        self.pool.asked.clear()
+        return count
+
+    @property
+    def images(self):
+        return self.ahead.images.used, self.ahead.images.dropped
+
+
+def stocks(*prompts):
+    return in_line(stock_model(5), Line(), *prompts)
+
+
+def alone(*prompts):
+    """How many evaluations groups compute without looking ahead."""
+    model, pool = in_groups(TWO, stock_model(5))
+    in_line(model, Line(), *prompts)
+    return len(pool.asked)
+
+
+def assert_alike(ours, stock):
+    ours, stock = tensors_of(ours), tensors_of(stock)
+    assert len(ours) == len(stock)
+    for one, other in zip(ours, stock, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert relative_error(one, other) <= BOUND
+
+
+def suspended():
+    return [thing for thing in gc.get_objects() if isinstance(thing, Seed) and thing]
+
+
+@pytest.mark.cover(3)
+@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize("groups", [2, 3])
+def test_every_prompts_image_and_what_is_drawn_after_it_are_stocks_own(name, groups):
+    prompts = seeds_of(WORKFLOWS[name], *SEEDS)
+    ours = Ahead(Layout(data=groups))
+    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
+    samplers = 2 if isinstance(WORKFLOWS[name], InTwo) else 1
+    first = -(-len(SEEDS) // groups)  # prompts in which others are sampled too
+    assert ours.images == (samplers * (len(SEEDS) - first), 0)
+    assert not ours.ahead._kept and not suspended()
+
+
+def test_nothing_is_evaluated_twice_and_the_first_prompt_waits_for_as_many_steps_as_it_has():
+    prompts = seeds_of(Workflow(), *SEEDS[:4])
+    ours, counted = Ahead(), []
+    ours.line.put(*prompts)
+    for _ in prompts:
+        ours.line.run(ours.model)
+        counted.append(ours.evaluations())
+    assert counted == [12, 0, 12, 0], "two seeds, three steps, two prompts of conditioning"
+    assert sum(counted) == alone(*prompts) * 1
+
+
+def test_each_image_is_computed_by_one_group_and_all_groups_compute():
+    ours = Ahead()
+    in_line(ours.model, ours.line, *seeds_of(Workflow(cfg=1.0), 11, 12))
+    assert [group for group, *_ in ours.pool.asked] == [(0,), (1,)] * 3
+
+
+def test_prompts_and_images_share_out_all_groups_where_there_are_both():
+    ours = Ahead(Layout(cfg=2, data=2))
+    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
+    assert {group for group, *_ in ours.pool.asked} == {(0,), (1,), (2,), (3,)}
+    assert ours.images == (1, 0)
+
+
+def test_groups_for_prompts_alone_look_not_ahead():
+    ours = Ahead(Layout(cfg=2))
+    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
+    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+
+
+def test_every_prompt_is_told_each_of_its_own_steps():
+    """By the bar of its node."""
+
+    def told(model, line):
+        steps = []
+        with at_each_step(lambda done, total: steps.append((done, total))):
+            in_line(model, line, *seeds_of(Workflow("heun"), 11, 12, 13))
+        return steps
+
+    ours = Ahead()
+    assert told(ours.model, ours.line) == told(stock_model(5), Line())
+    assert ours.images == (1, 0)
+
+
+def test_a_model_that_is_parallelized_anew_for_each_sampling_is_the_same_one():
+    """As in auto mode."""
+    ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
+    ours.line.put(*prompts)
+    for _ in prompts:
+        anew = parallelize(ours.stock, ours.model.remote.pool, 0.0, ahead=ours.ahead)
+        assert anew.remote is not ours.model.remote
+        ours.line.run(anew)
+    assert ours.images == (1, 0)
+
+
+# -- what is not looked ahead, or not used
+
+
+class Otherwise(Workflow):
+    """Alike in its graph; ``change`` makes something of it another in the second prompt."""
+
+    def __init__(self, change, **options):
+        super().__init__(**options)
+        self.change, self.ran = change, 0
+
+    def run(self, model, seed, at):
+        self.ran += 1
+        return self.change(self, model, seed, at) if self.ran > 1 else super().run(model, seed, at)
+
+    def sampled(self, model, seed, at, **changed):
+        given = {
+            "model": model, "seed": seed, "steps": self.steps, "cfg": self.cfg, "sampler_name": self.sampler,
+            "scheduler": "simple", "positive": conditioning(1, 13), "negative": conditioning(2, 7),
+            "latent_image": self.latent,
+        }  # fmt: skip
+        with at("1"):
+            return nodes.KSampler().sample(**given | changed)
+
+
+def changing(**changed):
+    return lambda workflow, model, seed, at: workflow.sampled(model, seed, at, **changed)
+
+
+def with_lora(workflow, model, seed, at):
+    patched = model.clone()
+    key = next(key for key in model.model.state_dict() if key.endswith("img_in.weight"))
+    patched.add_patches({key: (torch.full_like(model.model.state_dict()[key], 0.01),)}, 1.0, 1.0)
+    return workflow.sampled(patched, seed, at)
+
+
+def with_other_sampling(workflow, model, seed, at):
+    return workflow.sampled(
+        execute("nodes_model_advanced", "ModelSamplingFlux", model, 1.0, 0.2, 512, 512), seed, at
+    )
+
+
+def after_random_numbers(workflow, model, seed, at):
+    """A node that draws random numbers between the noise and the sampler, as a callback may."""
+    clone = model.clone()
+
+    def drawing(executor, *args, **kwargs):
+        torch.randn(5)
+        return executor(*args, **kwargs)
+
+    clone.add_wrapper(WrappersMP.OUTER_SAMPLE, drawing)
+    return workflow.sampled(clone, seed, at)
+
+
+CHANGES = {
+    "text": changing(positive=conditioning(5, 13)),
+    "text of another length": changing(positive=conditioning(1, 14)),
+    "negative text": changing(negative=conditioning(6, 7)),
+    "cfg": changing(cfg=3.0),
+    "steps": changing(steps=4),
+    "scheduler": changing(scheduler="karras"),
+    "sampler": changing(sampler_name="heun"),
+    "strength": changing(denoise=0.7),
+    "latent": changing(latent_image={"samples": torch.full((1, 16, 8, 10), 0.3)}),
+    "size": changing(latent_image={"samples": torch.zeros(1, 16, 10, 8)}),
+    "mask": changing(
+        latent_image={"samples": torch.zeros(1, 16, 8, 10), "noise_mask": torch.ones(1, 1, 64, 80) / 2}
+    ),
+    "noise of other images of a batch": changing(
+        latent_image={"samples": torch.zeros(1, 16, 8, 10), "batch_index": [3]}
+    ),
+    "LoRA": with_lora,
+    "model sampling": with_other_sampling,
+    "random numbers": after_random_numbers,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_no_more_as_it_was_sampled_ahead_is_thrown_away_and_sampled_as_ever(name):
+    ours = Ahead()
+    sampled = in_line(ours.model, ours.line, *seeds_of(Otherwise(CHANGES[name]), 11, 12))
+    assert_alike(sampled, stocks(*seeds_of(Otherwise(CHANGES[name]), 11, 12)))
+    assert ours.images == (0, 1)
+    assert ours.ahead._kept == {}
+
+
+def test_after_a_result_of_no_use_the_queue_is_sampled_one_after_the_other():
+    workflow = Otherwise(changing(cfg=3.0))
+    ours = Ahead()
+    in_line(ours.model, ours.line, *seeds_of(workflow, *SEEDS))
+    assert ours.images == (0, 1)
+    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
+    assert ours.images == (1, 1), "another queue"
+
+
+class Written(Otherwise):
+    """Its text is the same object in every prompt, and another from the second on."""
+
+    def __init__(self):
+        super().__init__(lambda *_: None)
+        self.text = conditioning(1, 13)
+
+    def run(self, model, seed, at):
+        self.ran += 1
+        if self.ran > 1:
+            self.text[0][0].add_(0.1)
+        return self.sampled(model, seed, at, positive=self.text)
+
+
+def test_a_text_that_was_written_into_since_is_another():
+    ours = Ahead()
+    assert_alike(
+        in_line(ours.model, ours.line, *seeds_of(Written(), 11, 12)), stocks(*seeds_of(Written(), 11, 12))
+    )
+    assert ours.images == (0, 1)
+
+
+def wrapped(model):
+    clone = model.clone()
+    clone.add_wrapper(WrappersMP.PREDICT_NOISE, pass_through)
+    return clone
+
+
+def with_cfg_function(model):
+    clone = model.clone()
+    clone.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * 0.9)
+    return clone
+
+
+REFUSED = {
+    "a foreign wrapper": (wrapped, Workflow()),
+    "a function after cfg": (with_cfg_function, Workflow()),
+    "context windows": (lambda model: in_windows(model, context_length=6, context_overlap=2), Workflow()),
+    "EasyCache": (
+        lambda model: execute("nodes_easycache", "EasyCache", model, 0.2, 0.1, 0.9, False),
+        Workflow(),
+    ),
+    "APG": (lambda model: execute("nodes_apg", "APG", model, 0.0, 15.0, 0.5), Workflow()),
+    "uni_pc": (lambda model: model, Workflow("uni_pc")),
+    "dpm_adaptive": (lambda model: model, Workflow("dpm_adaptive")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_keep_a_state_is_sampled_one_after_the_other(name):
+    change, workflow = REFUSED[name]
+    ours, prompts = Ahead(), seeds_of(workflow, 11, 12)
+    assert_alike(
+        in_line(change(ours.model), ours.line, *prompts), in_line(change(stock_model(5)), Line(), *prompts)
+    )
+    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+
+
+def writing(model, x, sigmas, extra_args=None, callback=None, disable=None):
+    """A sampler that writes into all it is given, and draws plain random numbers."""
+    for i in range(len(sigmas) - 1):
+        denoised = model(x, sigmas[i] * x.new_ones([x.shape[0]]), **extra_args)
+        callback({"x": x, "i": i, "denoised": denoised})
+        sigmas[i + 1] *= 0.97
+        options = extra_args["model_options"]["transformer_options"]
+        options["sample_sigmas"][i] *= 0.5
+        options["steps"] = options.get("steps", 0) + 1
+        x = x + (x - denoised) / sigmas[i] * (sigmas[i + 1] - sigmas[i]) * 0.9 ** options["steps"]
+        x = x + 0.05 * torch.randn_like(x)
+        for tensor in (model.latent_image, model.noise, extra_args["denoise_mask"]):
+            tensor *= 0.9
+    return x
+
+
+@pytest.fixture
+def writing_sampler(monkeypatch):
+    """A name under which stock nodes find it, and that is taken for one without a state."""
+    monkeypatch.setattr(comfy.samplers.k_diffusion_sampling, "sample_writing", writing, raising=False)
+    known = separable.SAMPLER_FUNCTIONS | {f"{writing.__module__}.writing"}
+    monkeypatch.setattr(separable, "SAMPLER_FUNCTIONS", known)
+    monkeypatch.setattr(comfy.samplers.KSampler, "SAMPLERS", [*comfy.samplers.KSampler.SAMPLERS, "writing"])
+    return Workflow("writing", content=True, mask=True)
+
+
+def test_what_a_sampler_writes_into_is_its_own_and_so_are_its_random_numbers(writing_sampler):
+    prompts, ours = seeds_of(writing_sampler, 11, 12, 13, 14), Ahead(Layout(data=3))
+    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
+    assert ours.images == (2, 0)
+
+
+# -- room
+
+
+def test_no_more_is_sampled_ahead_than_has_room():
+    prompts, three, latent = seeds_of(Workflow(), 11, 12, 13), Layout(data=3), 16 * 8 * 10 * 4
+    ample = Ahead(three)
+    ample.line.put(*prompts)
+    ample.line.run(ample.model)
+    shared = held_bytes(next(iter(ample.ahead._kept.values())).asked)
+    for results, used in (
+        (0.9, 0),
+        (1.9, 1),
+        (2, 2),
+    ):  # each: two of every sigma, of which there are four, and three
+        ours = Ahead(three, most_bytes=int(shared + results * 11 * latent))
+        in_line(ours.model, ours.line, *prompts)
+        assert ours.images == (used, 0), results
+
+
+def test_what_waits_is_freed_where_comfyui_frees_the_model_between_prompts_and_not_within_one():
+    ours = Ahead()
+    ours.line.put(*seeds_of(Workflow(), 11, 12))
+    ours.line.run(ours.model)
+    with ours.line._at("prompt 1", {}, "decode"):
+        comfy.model_management.unload_all_models()
+    assert len(ours.ahead._kept) == 1
+    assert_alike(ours.line.run(ours.model), stocks(*seeds_of(Workflow(), 12)))
+    assert ours.images == (1, 0)
+    ours.line.put(*seeds_of(Workflow(), 11, 12))
+    ours.line.run(ours.model)
+    comfy.model_management.unload_all_models()
+    assert not ours.ahead._kept and not ours.ahead._done
+
+
+# -- what goes wrong
+
+
+class Failing(GroupsHere):
+    """Raises ``error`` at the evaluation with this number."""
+
+    error, at = None, 0
+
+    def submit(self, request, group):
+        if self.error is not None and len(self.asked) == self.at:
+            error, self.error = self.error, None
+            raise error
+        super().submit(request, group)
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemory("No room."), ModelError("No.")], ids=lambda one: type(one).__name__
+)
+@pytest.mark.parametrize("at", [0, 1, 6])
+def test_where_images_at_once_fail_the_first_goes_on_alone_and_the_rest_is_sampled_as_ever(error, at):
+    prompts, ours = seeds_of(Workflow(), 11, 12, 13), Ahead(made=Failing)
+    ours.pool.error, ours.pool.at = error, at
+    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
+    assert ours.images == (0, 0) and not suspended()
+    ours.evaluations()
+    in_line(ours.model, ours.line, *prompts[:2])
+    assert ours.images == (1, 0), "another queue"
+
+
+def test_a_rank_that_dies_ends_the_prompt_that_runs_and_the_next_one_is_stocks_own():
+    prompts, ours = seeds_of(Workflow(), 11, 12), Ahead(made=Failing)
+    ours.pool.error, ours.pool.at = PoolFailed("A worker died."), 5
+    ours.line.put(*prompts)
+    with pytest.raises(PoolFailed, match="A worker died"):
+        ours.line.run(ours.model)
+    assert not suspended() and not ours.ahead._kept
+    assert_alike(ours.line.run(ours.model), stocks(prompts[1]))
+
+
+def stopping(steps, error):
+    """As ``Waiting.told``, which raises this at the step with that number."""
+
+    def told(waiting, step, denoised, noisy, total):
+        if step == steps:
+            raise error
+        waiting.steps.append((step, denoised.clone(), noisy.clone(), total))
+
+    return told
+
+
+def test_an_error_of_what_is_sampled_ahead_is_raised_nowhere(monkeypatch):
+    monkeypatch.setattr(ahead_module.Waiting, "told", stopping(1, ZeroDivisionError()))
+    prompts, ours = seeds_of(Workflow(), 11, 12), Ahead()
+    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
+    assert ours.images == (0, 0) and not suspended()
+
+
+def test_a_cancel_that_meets_what_is_sampled_ahead_ends_the_prompt_that_runs(monkeypatch):
+    interrupt = comfy.model_management.InterruptProcessingException()
+    monkeypatch.setattr(ahead_module.Waiting, "told", stopping(1, interrupt))
+    ours = Ahead()
+    ours.line.put(*seeds_of(Workflow(), 11, 12))
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        ours.line.run(ours.model)
+    assert not suspended() and not ours.ahead._kept
+
+
+def cancelled(line, model, step):
+    """Runs the next prompt, which is cancelled after a step."""
+
+    def stop(done, _total):
+        if done == step:
+            raise comfy.model_management.InterruptProcessingException
+
+    with at_each_step(stop), pytest.raises(comfy.model_management.InterruptProcessingException):
+        line.run(model)
+
+
+def test_a_cancelled_prompt_takes_what_was_sampled_beside_it_along_and_the_next_is_stocks_own():
+    prompts, ours = seeds_of(Workflow(), 11, 12, 13), Ahead()
+    ours.line.put(*prompts)
+    cancelled(ours.line, ours.model, 2)
+    assert not suspended() and not ours.ahead._kept
+    assert ours.evaluations() == 8
+    assert_alike([ours.line.run(ours.model), ours.line.run(ours.model)], stocks(*prompts[1:]))
+    assert ours.images == (1, 0)

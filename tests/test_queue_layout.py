@@ -1,0 +1,89 @@
+"""Which layout a queue of seeds gets: groups where that ends all of them sooner, else what one
+image alone would get.
+"""
+
+from dataclasses import replace
+
+import pytest
+from pipemesh.lab.commands.parity import stock_model
+from pipemesh.nodes.planning import Planning
+from pipemesh.parallel_runtime.client.ahead import Images, LookAhead
+from pipemesh.parallel_runtime.client.queued import Moment
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.choose import START_S, plan
+from pipemesh.parallel_runtime.planner.job import Job
+from pipemesh.parallel_runtime.planner.machine import MachineBox
+
+from .planned import box
+from .queues import Workflow
+from .test_planning import FLUX, OPEN, asked, planning
+
+AHEAD = replace(OPEN, looks_ahead=True)
+
+
+def waiting(seeds, text=0):
+    """A prompt that runs, before others."""
+    graphs = [Workflow().graph(seed) for seed in seeds]
+    for graph in graphs[2:]:
+        graph["text"]["inputs"]["number"] = text
+    others = tuple((str(number), graph) for number, graph in enumerate(graphs[1:], 1))
+    return Moment("0", "1", None, graphs[0], others)
+
+
+def planned(moment, choice=AHEAD, running=(), **options):
+    made = planning()
+    made.ahead = LookAhead(lambda: moment)
+    return made.choose(stock_model(5).model, choice, asked(**options), running)
+
+
+def test_prompts_that_wait_and_differ_in_the_seed_get_groups_and_one_alone_all_ranks():
+    assert planned(waiting([1])).layout == planned(None).layout == Layout(ulysses=2)
+    several = planned(waiting([1, 2, 3]))
+    assert several.layout == Layout(data=2) and several.asked.endswith("20 evaluations, 2 queued at once")
+    assert planned(waiting([1, 2, 3]), OPEN).layout == Layout(ulysses=2), "first image soonest"
+
+
+def test_prompts_that_differ_in_more_get_what_one_alone_gets():
+    moment = waiting([1, 2])
+    moment.others[0][1]["text"]["inputs"]["number"] = 5
+    assert planned(moment).layout == Layout(ulysses=2)
+
+
+def test_what_is_predicted_is_of_as_many_images_as_are_sampled_at_once():
+    """With two prompts of conditioning, groups for these are as good, and one image has both."""
+    two = planned(waiting([1, 2, 3]), branches=2)
+    alone = planned(waiting([1]), branches=2)
+    if two.layout.parts_of_batches == 1:
+        assert (two.layout, two.seconds, two.asked) == (alone.layout, alone.seconds, alone.asked)
+    else:
+        assert two.seconds == pytest.approx(2 * alone.seconds, rel=0.1)
+
+
+def test_a_layout_that_is_up_is_left_where_the_whole_queue_saves_more_than_its_start(monkeypatch):
+    linked = box(2, port=3e10, flops=1e14)
+    monkeypatch.setattr(Planning, "_here", lambda *_: MachineBox(linked, "published", "by numbers"))
+    rows = plan(Job(whole=FLUX, evaluations=20, batch=2), linked).rows
+    seconds = {row.layout: row.prediction.seconds for row in rows if row.prediction}
+    saved_s = 20 * (seconds[Layout(ulysses=2)] - seconds[Layout(data=2)])
+    few, many = int(0.6 * START_S / saved_s), int(2 * START_S / saved_s) + 1
+    assert 1 <= few < many <= 40, saved_s
+    for rounds, layout in ((few, Layout(ulysses=2)), (many, Layout(data=2))):
+        assert planned(waiting(range(2 * rounds)), running=[Layout(ulysses=2)]).layout == layout
+
+
+def test_a_prompt_whose_image_is_there_starts_no_other_layout():
+    made = planning()
+    moment = waiting([2])
+    made.ahead = LookAhead(lambda: moment)
+    made.ahead._kept["0", "1", None] = None
+    made.ahead.images = Images(at_once=2, queued=2)
+    assert made.choose(stock_model(5).model, AHEAD, asked(), [Layout(data=2)]).layout == Layout(data=2)
+    assert made.ahead.at_once(2) == (2, 1)
+
+
+def test_after_a_result_of_no_use_a_queue_is_planned_as_single_images():
+    ahead = LookAhead(lambda: waiting([1, 2, 3]))
+    assert ahead.at_once(2) == (2, 2)
+    ahead._useless.add("1")
+    assert ahead.at_once(2) == (1, 1)
+    assert ahead.at_once(1) == (1, 1)
