@@ -129,15 +129,15 @@ class Ring(Mover):
         from which, nothing goes.
         """
         if dist.get_backend(self._group) == "gloo":
-            return [
+            works = [
                 dist.isend(current, self._ranks[self._next], self._group),
                 dist.irecv(arriving, self._ranks[self._previous], self._group),
             ]
-        sent, received = [0] * self.size, [0] * self.size
-        sent[self._next], received[self._previous] = current.numel(), arriving.numel()
-        work = dist.all_to_all_single(arriving, current, received, sent, group=self._group, async_op=True)
-        assert work is not None  # it is asynchronous
-        return [work]
+        else:
+            sent, received = [0] * self.size, [0] * self.size
+            sent[self._next], received[self._previous] = current.numel(), arriving.numel()
+            works = [dist.all_to_all_single(arriving, current, received, sent, self._group, async_op=True)]
+        return works  # pyright: ignore[reportReturnType] none is missing: this rank is in the group
 
     def _places(self, message: RingMessage) -> Places:
         """Return three places, used in turn: one is sent, one (the same, or the own block) is
