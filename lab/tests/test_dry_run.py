@@ -25,7 +25,7 @@ from pipemesh.tests.conftest import ALL, ROOT
 from pipemesh.tests.planned import attention_alone
 
 AT_MOST = {"ulysses": 1.4, "ring": 2.3}  # kernels of a rank, over those of one GPU: a merge as one
-NAMED = (dryrun.COUNTED, "wan2.2-t2v-14b", "qwen-image-20b")
+NAMED = ("flux1-dev", "wan2.2-t2v-14b", "qwen-image-20b")
 
 
 @pytest.fixture(scope="module")
