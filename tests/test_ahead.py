@@ -1,7 +1,11 @@
 """Prompts that differ in their seeds are sampled at once, and each one's image is stock's own."""
 
+import copy
 import gc
+import inspect
 
+import comfy.controlnet
+import comfy.model_base
 import comfy.model_management
 import comfy.samplers
 import pytest
@@ -11,6 +15,7 @@ from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, st
 from pipemesh.parallel_runtime.client import ahead as ahead_module
 from pipemesh.parallel_runtime.client import separable
 from pipemesh.parallel_runtime.client.ahead import LookAhead
+from pipemesh.parallel_runtime.client.asked import takes_seed
 from pipemesh.parallel_runtime.client.described import held_bytes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.seeds import Seed
@@ -193,6 +198,13 @@ def with_other_sampling(workflow, model, seed, at):
     )
 
 
+def with_sampling_of_the_same_sigmas(workflow, model, seed, at):
+    patched, sampling = model.clone(), copy.copy(model.get_model_object("model_sampling"))
+    sampling.calculate_denoised = lambda sigma, output, x: x - 0.9 * sigma.reshape(-1, 1, 1, 1) * output
+    patched.add_object_patch("model_sampling", sampling)
+    return workflow.sampled(patched, seed, at)
+
+
 def after_random_numbers(workflow, model, seed, at):
     """A node that draws random numbers between the noise and the sampler, as a callback may."""
     clone = model.clone()
@@ -224,6 +236,7 @@ CHANGES = {
     ),
     "LoRA": with_lora,
     "model sampling": with_other_sampling,
+    "model sampling of the same sigmas": with_sampling_of_the_same_sigmas,
     "random numbers": after_random_numbers,
 }
 
@@ -302,6 +315,93 @@ def test_what_may_keep_a_state_is_sampled_one_after_the_other(name):
         in_line(change(ours.model), ours.line, *prompts), in_line(change(stock_model(5)), Line(), *prompts)
     )
     assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+
+
+def test_noise_that_stock_makes_otherwise_is_left_and_so_are_the_random_numbers_after_it():
+    workflow = Workflow()
+    workflow.latent["batch_index"] = [3]
+    ours, prompts = Ahead(), seeds_of(workflow, 11, 12)
+    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
+    assert ours.images == (0, 0)
+
+
+class Control(comfy.controlnet.ControlBase):
+    """A ControlNet that adds nothing."""
+
+    def get_control(self, *_):
+        return None
+
+    def copy(self):
+        return self
+
+
+class WithText(Workflow):
+    """``extras`` of its text."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def run(self, model, seed, at):
+        text = [[tensor, {**extras, **self.make()}] for tensor, extras in conditioning(1, 13)]
+        with at("1"):
+            return nodes.KSampler().sample(
+                model, seed, 3, 2.0, "euler", "simple", text, conditioning(2, 7), self.latent
+            )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"control": Control(), "control_apply_to_uncond": False},
+        lambda: {"area": (4, 4, 2, 2)},
+        lambda: {"mask": torch.ones(1, 64, 80) / 2},
+    ],
+    ids=["a ControlNet", "an area", "a mask of the text"],
+)
+def test_text_with_more_than_its_tokens_is_sampled_one_after_the_other(make):
+    ours, prompts = Ahead(), seeds_of(WithText(make), 11, 12)
+    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
+    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+
+
+def test_models_that_make_conditioning_of_the_seed_are_known():
+    """ComfyUI's, by the word in their methods: those that the file's own text shows."""
+    made = {
+        name for name, kind in vars(comfy.model_base).items() if isinstance(kind, type) and takes_seed(kind)
+    }
+    text = inspect.getsource(comfy.model_base)
+    named = {
+        part.partition("(")[0].strip()
+        for part in text.split("\nclass ")[1:]
+        if '"seed"' in part.partition("\ndef ")[0]
+    }
+    assert len(named) >= 3 and named <= made
+    assert not takes_seed(comfy.model_base.Flux) and not takes_seed(comfy.model_base.BaseModel)
+
+
+def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_are_groups_and_nothing_is_copied(
+    monkeypatch,
+):
+    compared, copied = [], []
+    own = ahead_module.differences
+
+    def counted(mine, other, node):
+        compared.append(node)
+        return own(mine, other, node)
+
+    monkeypatch.setattr(ahead_module, "differences", counted)
+    monkeypatch.setattr(ahead_module, "on_cpu", copied.append)
+    ours = Ahead(Layout(data=3))
+    for number in range(6):
+        workflow = Workflow()
+        workflow.steps = 2 + number
+        ours.line.put((str(number), 11, workflow))
+    for number in range(6):
+        compared.clear()
+        ours.line.run(ours.model)
+        assert len(compared) == min(2, 5 - number)
+    assert not copied and ours.images == (0, 0)
 
 
 def writing(model, x, sigmas, extra_args=None, callback=None, disable=None):

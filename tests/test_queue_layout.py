@@ -68,7 +68,9 @@ def test_a_layout_that_is_up_is_left_where_the_whole_queue_saves_more_than_its_s
     few, many = int(0.6 * START_S / saved_s), int(2 * START_S / saved_s) + 1
     assert 1 <= few < many <= 40, saved_s
     for rounds, layout in ((few, Layout(ulysses=2)), (many, Layout(data=2))):
-        assert planned(waiting(range(2 * rounds)), running=[Layout(ulysses=2)]).layout == layout
+        found = planned(waiting(range(2 * rounds)), running=[Layout(ulysses=2)])
+        assert found.layout == layout
+        assert ("2 queued at once" in found.asked) == (layout == Layout(data=2))
 
 
 def test_a_prompt_whose_image_is_there_starts_no_other_layout():

@@ -92,6 +92,18 @@ def test_what_was_never_timed_is_predicted_and_said_to_be(clock):
     assert times.speed_of(ours) == Speed(0.5, 2.0, measured=False)
 
 
+def test_each_of_several_images_at_once_took_its_part_of_a_step_and_one_that_was_sampled_ahead_took_none(
+    clock,
+):
+    times, ours, handed = StepTimes(lambda run: 1.9, clock), Run(), Run()
+    ours.evaluations.append(Evaluation(1.0, 0.0, 0.0, 0, images=2))
+    sampled(times, clock, 1.0, pool_run=ours)
+    assert times.speed_of(ours) == Speed(0.5, 0.95, measured=False)
+    handed.was_ahead = True
+    sampled(times, clock, 0.001, pool_run=handed)
+    assert times.speed_of(handed) is None
+
+
 GPUS = (Device("cuda:0", "GPU-0"), Device("cuda:1", "GPU-1"))
 
 
