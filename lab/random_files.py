@@ -1,5 +1,4 @@
-"""Random model files and LoRAs that ComfyUI's own loaders accept, for the demo, the tests and the
-benches.
+"""Random model files and LoRAs that ComfyUI's own loaders accept, for the tests and the benches.
 
 A file is written tensor by tensor, so its size is bounded by the disk, not by memory. Its weights
 are those of ``Form.random_model`` of the same size and seed.

@@ -101,8 +101,8 @@ def train(options: argparse.Namespace) -> int:
         print(f"  {file}")
     if options.export is None:
         print(
-            f"The demo draws with the files in {ASSETS}: --only-export --export assets puts these in their"
-            " place."
+            f"The demo draws with the files in {ASSETS}: --only-export --export lab/assets puts these in"
+            " their place."
         )
     return 0
 
@@ -186,7 +186,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--save-every", type=float, default=4.0, metavar="MINUTES", help="between checkpoints (default 4)"
     )
-    exported = f"for the two files (default `{TRAINED}` in the folder); assets replaces the demo's"
+    exported = f"for the two files (default `{TRAINED}` in the folder); lab/assets replaces the demo's"
     parser.add_argument("--export", type=Path, metavar="FOLDER", help=exported)
     parser.add_argument(
         "--only-export", action="store_true", help="write the two files of the last checkpoint, done or not"

@@ -20,14 +20,17 @@ LARGER_MODEL = "pipemesh_demo_larger_model.safetensors"
 SIZE, MARGIN = (720, 360), 40
 
 
-def trained_files() -> tuple[Path, Path]:
-    """Return the model's and the autoencoder's file. Raises LaunchError where one is missing."""
-    found = ASSETS / MODEL, ASSETS / VAE
+def trained_files(model: str = MODEL) -> tuple[Path, Path]:
+    """Return the file of a model, the small one or the larger, and the autoencoder's. Raises
+    LaunchError where one is missing.
+    """
+    found = ASSETS / model, ASSETS / VAE
     for file in found:
         if not file.exists():
+            larger = " --larger" if file.name == LARGER_MODEL else ""
             raise LaunchError(
-                f"There is no {file}: `python3 -m lab train --export assets` makes it, and the repository"
-                " has it."
+                f"There is no {file}: `python3 -m lab train{larger} --export lab/assets` makes it, and the"
+                " repository has it."
             )
     return found
 

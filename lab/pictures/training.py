@@ -57,7 +57,7 @@ class Recipe:
 
 
 # The larger model begins with the small one's weights
-LARGER = Recipe(iterations=400, batch=8, rate=4e-4, decoder_iterations=0, shift=6.0)
+LARGER = Recipe(iterations=330, batch=8, rate=4e-4, decoder_iterations=0, shift=6.0)
 
 
 class Trainee:
