@@ -18,7 +18,9 @@ KEPT = 10  # prompts whose VAEs are remembered
 
 @dataclass(frozen=True)
 class VAEWork:
-    """Seconds of one ``work``, decode or encode, by ranks (``in_pool``) or by ComfyUI itself."""
+    """Seconds of one ``work``, decode, encode or upscale, by ranks (``in_pool``) or by ComfyUI
+    itself.
+    """
 
     work: str
     seconds: float

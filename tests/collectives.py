@@ -24,7 +24,7 @@ from pipemesh.parallel_runtime.comm.mesh import connect
 @dataclass(frozen=True)
 class Event:
     """``counts`` are elements: of a message, or those that each member of the group sends to and
-    receives from this rank. ``batch`` numbers the call of operations that were started by one.
+    receives from this rank.
     """
 
     rank: int
@@ -32,7 +32,6 @@ class Event:
     operation: str
     counts: tuple[int, ...]
     peer: int = -1
-    batch: int = -1
     waits_for: int = -1  # the place in this rank's trace of the operation that is waited for
 
     def __str__(self) -> str:
@@ -87,7 +86,6 @@ class World:
         self._sends, self._receives = defaultdict(deque), defaultdict(deque)
         self._arrived = defaultdict(list)
         self._met = Counter()
-        self._batches = 0
         self.runs: list[RankRun] = []
         self.meshes = [self._join(rank, monkeypatch) for rank in range(layout.world_size)]
         for name in (
@@ -95,8 +93,6 @@ class World:
             "get_global_rank",
             "isend",
             "irecv",
-            "P2POp",
-            "batch_isend_irecv",
             "all_to_all_single",
             "all_gather_into_tensor",
         ):
@@ -154,24 +150,16 @@ class World:
             opened.append(Event(rank, f"group of {ranks}", operation, counts, **more))
             return SimpleNamespace(wait=lambda: None)
 
-        def meet(receiving, sending, receive_sizes, send_sizes, group):
-            note("all_to_all", (*send_sizes, *receive_sizes), group)
+        def meet(receiving, sending, receive_sizes, send_sizes, group, async_op=False):
+            return note("all_to_all", (*send_sizes, *receive_sizes), group)
 
         def post(operation):
-            return lambda tensor, peer, group=None, batch=-1: note(
-                operation, (tensor.numel(),), group, peer=peer, batch=batch
-            )
-
-        def batched(operations):
-            batch = rank * 100 + len(opened)
-            return [one.op(one.tensor, one.peer, one.group, batch=batch) for one in operations]
+            return lambda tensor, peer, group=None: note(operation, (tensor.numel(),), group, peer=peer)
 
         patch.setattr(dist, "get_backend", lambda group=None: "fake")
         patch.setattr(dist, "all_to_all_single", meet)
         patch.setattr(dist, "isend", post("send"))
         patch.setattr(dist, "irecv", post("receive"))
-        patch.setattr(dist, "P2POp", self.P2POp)
-        patch.setattr(dist, "batch_isend_irecv", batched)
 
     def name_of(self, group) -> str:
         return "all" if group is None else self._names[id(group)]
@@ -203,18 +191,16 @@ class World:
     def get_global_rank(self, group, index):
         return self.members[self.name_of(group)][index]
 
-    def isend(self, tensor, to, group=None, batch=-1):
-        return self._post(self._sends, "send", tensor, getcurrent().rank, to, group, batch)
+    def isend(self, tensor, to, group=None):
+        return self._post(self._sends, "send", tensor, getcurrent().rank, to, group)
 
-    def irecv(self, tensor, sender, group=None, batch=-1):
-        return self._post(self._receives, "receive", tensor, sender, getcurrent().rank, group, batch)
+    def irecv(self, tensor, sender, group=None):
+        return self._post(self._receives, "receive", tensor, sender, getcurrent().rank, group)
 
-    def _post(self, queues, kind, tensor, source, target, group, batch):
+    def _post(self, queues, kind, tensor, source, target, group):
         run, name = getcurrent(), self.name_of(group)
         peer = target if kind == "send" else source
-        operation = Operation(
-            run.rank, run.note(kind, name, (tensor.numel(),), peer=peer, batch=batch), tensor
-        )
+        operation = Operation(run.rank, run.note(kind, name, (tensor.numel(),), peer=peer), tensor)
         ends = (name, source, target)
         queues[ends].append(operation)
         while self._sends[ends] and self._receives[ends]:
@@ -222,13 +208,6 @@ class World:
             received.tensor.copy_(sent.tensor)
             sent.done = received.done = True
         return operation
-
-    def P2POp(self, op, tensor, peer, group):
-        return SimpleNamespace(op=op, tensor=tensor, peer=peer, group=group)
-
-    def batch_isend_irecv(self, operations):
-        self._batches += 1
-        return [one.op(one.tensor, one.peer, one.group, batch=self._batches) for one in operations]
 
     def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group=None, async_op=False):
         run, name = getcurrent(), self.name_of(group)
@@ -300,7 +279,7 @@ def overall_order(traces: Traces, in_order: bool) -> list[str]:
     ends: dict[tuple, list] = defaultdict(list)
     for rank, trace in enumerate(traces):
         for place, event in enumerate(trace):
-            node_of[rank, place] = f"{place} of rank {rank}" if event.batch < 0 else f"batch {event.batch}"
+            node_of[rank, place] = f"{place} of rank {rank}"
             if event.operation == "all_to_all":
                 node_of[rank, place] = f"collective {met[event.group, rank]} of {event.group}"
                 met[event.group, rank] += 1
@@ -324,8 +303,7 @@ def overall_order(traces: Traces, in_order: bool) -> list[str]:
             if not (in_order and event.operation == "wait")
         ]
         for one, following in pairwise(mine):
-            if not one.startswith("batch") or one != following:
-                after[following].add(one)
+            after[following].add(one)
     merged = defaultdict(set)
     for node, before in after.items():
         merged[same.of(node)] |= {same.of(one) for one in before}

@@ -185,8 +185,9 @@ class LateWorld(World):
         if self.via_cpu:
             return super().all_to_all_single(receiving, sending, receive_sizes, send_sizes, group, async_op)
         if (recording := getcurrent().gpu.recording) is not None:
-            given = receiving, sending, receive_sizes, send_sizes, group
-            return recording.append(lambda: self.all_to_all_single(*given))
+            given, works = (receiving, sending, receive_sizes, send_sizes, group, async_op), []
+            recording.append(lambda: works.append(self.all_to_all_single(*given)))
+            return SimpleNamespace(wait=lambda: recording.append(lambda: works.pop().wait()))
         name, rank = self.name_of(group), getcurrent().rank
         members = self.members[name]
         getcurrent().note("all_to_all", name, (*send_sizes, *receive_sizes))
@@ -220,10 +221,10 @@ class LateWorld(World):
             name, lambda: meeting.arrive(rank, places, [part.content]), (whole, part), (meeting,), async_op
         )
 
-    def _message(self, kind, tensor, peer, group, batch=-1):
+    def _message(self, kind, tensor, peer, group):
         """The meeting of a message's two ends, and how this rank comes to it."""
         name, rank, content = self.name_of(group), getcurrent().rank, tensor.content
-        getcurrent().note(kind, name, (tensor.numel(),), peer=peer, batch=batch)
+        getcurrent().note(kind, name, (tensor.numel(),), peer=peer)
         ends = (rank, peer) if kind == "send" else (peer, rank)
 
         def happen(here):
@@ -233,36 +234,14 @@ class LateWorld(World):
         brought = ([], [content]) if kind == "send" else ([content], [])
         return meeting, lambda: meeting.arrive(rank, *brought)
 
-    def isend(self, tensor, to, group=None, batch=-1):
+    def isend(self, tensor, to, group=None):
         if self.via_cpu:
-            return super().isend(tensor, to, group, batch)
+            return super().isend(tensor, to, group)
         meeting, arrive = self._message("send", tensor, to, group)
         return self._ask(self.name_of(group), arrive, (tensor,), (meeting,), is_async=True)
 
-    def irecv(self, tensor, sender, group=None, batch=-1):
+    def irecv(self, tensor, sender, group=None):
         if self.via_cpu:
-            return super().irecv(tensor, sender, group, batch)
+            return super().irecv(tensor, sender, group)
         meeting, arrive = self._message("receive", tensor, sender, group)
         return self._ask(self.name_of(group), arrive, (tensor,), (meeting,), is_async=True)
-
-    def batch_isend_irecv(self, operations):
-        if self.via_cpu:
-            return super().batch_isend_irecv(operations)
-        if (recording := getcurrent().gpu.recording) is not None:
-            works = []
-            recording.append(lambda: works.extend(self.batch_isend_irecv(operations)))
-            return [SimpleNamespace(wait=lambda: recording.append(lambda: works.pop().wait()))]
-        self._batches += 1
-        ends = [
-            self._message(
-                "send" if one.op == self.isend else "receive", one.tensor, one.peer, one.group, self._batches
-            )
-            for one in operations
-        ]
-
-        def arrive():
-            for _, come in ends:
-                come()
-
-        tensors, name = [one.tensor for one in operations], self.name_of(operations[0].group)
-        return [self._ask(name, arrive, tensors, tuple(meeting for meeting, _ in ends), is_async=True)]

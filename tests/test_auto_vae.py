@@ -24,7 +24,7 @@ from pipemesh.nodes.notices import Notices
 from .shared_runtime import SharedRuntime
 from .vaes import image_weights, loaded, noise, video_weights
 
-KIND = (torch.nn.Module, torch.float32, "decode")
+KIND = (torch.nn.Module, 10**6, torch.float32, "decode")
 LATENT, PIXELS = noise(1, 16, 3, 7, 4), noise(5, 57, 40, 3).sigmoid()
 USES = {
     "decode": lambda vae: vae.decode(samples_in=LATENT),
@@ -150,21 +150,22 @@ def test_a_node_that_wants_gradients_gets_them(switched, requests):
 @given(st.integers(2, 8), st.floats(1e-6, 1e-2), st.integers(1, 10**6))
 def test_a_pool_is_tried_where_it_may_save_enough_and_left_where_it_was_slower(ranks, rate, numbers):
     times = VAETimes()
-    assert not times.is_worth(KIND, ranks, numbers), "one device was never timed"
+    share = 1 / ranks
+    assert not times.is_worth(KIND, ranks, numbers, share), "one device was never timed"
     times.note(KIND, 1, 10, 20 * rate)  # with something beside it
-    assert not times.is_worth(KIND, ranks, 10**9), "the VAE was loaded then"
+    assert not times.is_worth(KIND, ranks, 10**9, share), "the VAE was loaded then"
     times.note(KIND, 1, 10, 10 * rate)
-    assert times.is_worth(KIND, ranks, numbers) == (
+    assert times.is_worth(KIND, ranks, numbers, share) == (
         times._least[KIND, 1][0] * numbers * (1 - 1 / ranks) >= WORTH_S
     )
-    assert not times.is_worth(KIND, 1, numbers), "one rank saves nothing"
+    assert not times.is_worth(KIND, ranks, numbers, 1.0), "one rank that computes all saves nothing"
     large = round(10 / rate)
     for tried in range(TRIES):
-        assert times.is_worth(KIND, ranks, large), tried
+        assert times.is_worth(KIND, ranks, large, share), tried
         times.note(KIND, ranks, 10, 11 * rate)
-    assert not times.is_worth(KIND, ranks, large)
+    assert not times.is_worth(KIND, ranks, large, share)
     times.note(KIND, ranks, 10, 9 * rate)
-    assert times.is_worth(KIND, ranks, large)
+    assert times.is_worth(KIND, ranks, large, share)
 
 
 def test_a_host_whose_vae_looks_otherwise_is_left_alone(monkeypatch):

@@ -130,8 +130,7 @@ def opens(layout, rank):
     for wide in map(layout.joined, layout.widths):
         ring, ulysses = wide.group("ring", rank), wide.group("ulysses", rank)
         if len(ring) > 1:
-            at = ring.index(rank)
-            yield from ((ring, "send", ring[(at + 1) % len(ring)]), (ring, "receive", ring[at - 1]))
+            yield ring, "all_to_all", -1
             yield tuple(wide.sequence(rank)), "all_to_all", -1
         if len(ulysses) > 1:
             yield ulysses, "all_to_all", -1
@@ -163,10 +162,10 @@ def test_a_pipeline_of_three_stages_posts_no_message_on_the_worlds_communicator(
 
 
 def test_a_connection_that_fails_names_its_ranks(monkeypatch):
-    def fail(operations):
+    def fail(*sent, **how):
         raise RuntimeError("no route")
 
-    monkeypatch.setattr(dist, "batch_isend_irecv", fail)
+    monkeypatch.setattr(dist, "all_to_all_single", fail)
     with (
         pytest.raises(RuntimeError, match="The ring group of ranks 0, 2 could not connect: no route"),
         joined(Layout(ulysses=2, ring=2), 0),

@@ -53,8 +53,8 @@ def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
         assert dist.get_process_group_ranks(comm.ulysses.group) == shown[comm.ring.index]
     if layout.ring > 1:
         assert dist.get_process_group_ranks(comm.ring._group) == [row[comm.ulysses.rank] for row in shown]
-    assert comm.ring._next == shown[(comm.ring.index + 1) % layout.ring][comm.ulysses.rank]
-    assert comm.ring._previous == shown[comm.ring.index - 1][comm.ulysses.rank]
+    assert comm.ring._ranks[comm.ring._next] == shown[(comm.ring.index + 1) % layout.ring][comm.ulysses.rank]
+    assert comm.ring._ranks[comm.ring._previous] == shown[comm.ring.index - 1][comm.ulysses.rank]
     assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
 
 
@@ -238,18 +238,17 @@ def counting(calls, real):
 def test_the_next_block_is_on_its_way_while_the_current_one_is_computed_with(monkeypatch, size):
     events = []
 
-    def batch(operations):
+    def post(arriving, sending, received, sent, group, async_op):
         step = sum(event.startswith("posted") for event in events)
         events.append(f"posted {step}")
-        for operation in operations:
-            if operation.op is dist.irecv:
-                operation.tensor.fill_(step)
-        return [SimpleNamespace(wait=lambda: events.append(f"waited {step}"))]
+        arriving.fill_(step)
+        assert async_op
+        assert [place for place, count in enumerate(sent) if count] == [1]
+        assert [place for place, count in enumerate(received) if count] == [size - 1]
+        return SimpleNamespace(wait=lambda: events.append(f"waited {step}"))
 
-    monkeypatch.setattr(
-        ring_module.dist, "P2POp", lambda op, tensor, peer, group: SimpleNamespace(op=op, tensor=tensor)
-    )
-    monkeypatch.setattr(ring_module.dist, "batch_isend_irecv", batch)
+    monkeypatch.setattr(ring_module.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(ring_module.dist, "all_to_all_single", post)
     ring = Ring(None, range(size), 0, via_cpu=False)
     for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, 0.0)):
         assert block.source == -number % size

@@ -2,11 +2,13 @@
 one that is known is not. Trees of ComfyUI with one file changed are found, and judged as they are.
 """
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from comfy.ldm.flux.model import Flux
 from comfy.ldm.modules import attention
 from comfy.ldm.wan.model import WanModel
-from pipemesh.lab.commands.fingerprints import with_host
+from pipemesh.lab.commands.fingerprints import classes, with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.commands.doctor import about_host
@@ -404,6 +406,16 @@ def test_this_comfyui_stands_the_trial_in_every_way_to_keep_weights_and_in_stage
     said = tried(FLUX, None, told.append)
     assert said.is_same and len(told) == 2 * len(samples), said
     assert said.says.startswith(f"{2 * len(told)} comparisons"), "whole, shared-out, int8, two stages"
+
+
+@pytest.mark.host
+def test_every_class_that_this_comfyui_has_can_be_tried():
+    """Some of its forms may be of a newer one."""
+    for kind in classes():
+        module, _, name = kind.partition(":")
+        with suppress(ImportError):
+            if hasattr(importlib.import_module(module), name):
+                assert samples_of(kind), kind
 
 
 def test_a_form_that_comfyui_itself_fails_at_is_no_verdict_on_its_class():

@@ -3,6 +3,7 @@ real ranks compute it.
 """
 
 import logging
+import os
 import re
 from copy import deepcopy
 
@@ -21,6 +22,7 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, is_compared, parallelize_vae
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
+from safetensors.torch import save_file
 
 from .fake_pools import cpus, fake_setup
 from .models import run
@@ -81,6 +83,20 @@ def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed(client, r
     with pytest.raises(Refused, match=r"has changed this VAE's numbers .* free the node cache"):
         ours.decode(noise(1, 128, 2, 7, 4))
     assert not requests["Forward"]
+
+
+def test_a_vae_whose_file_is_another_by_now_stays_what_was_loaded(client, tmp_path):
+    def written(name, weights):
+        save_file(weights, tmp_path / name)
+        return tmp_path / name
+
+    file = written("vae.safetensors", video_weights())
+    vae, latent = loaded(comfy.utils.load_torch_file(str(file))), noise(1, 16, 2, 6, 4)
+    truth = vae.decode(latent)
+    os.replace(written("other", {key: 2 * one for key, one in video_weights().items()}), file)
+    assert relative_error(parallel(vae, client).decode(latent), truth) <= BOUND
+    again = loaded(comfy.utils.load_torch_file(str(file)))
+    assert relative_error(parallel(again, client).decode(latent), truth) > BOUND
 
 
 def test_a_vae_whose_code_cannot_be_cut_as_it_was_is_refused_before_a_picture_is_made_of_it(stock, broken):

@@ -1,12 +1,15 @@
 """Upscale Image (using Model): each rank computes whole tiles, and the picture is ComfyUI's own."""
 
 import json
+import math
 
 import comfy.model_management as mm
 import comfy_extras.nodes_upscale_model as host
 import pytest
 import torch
 from comfy.model_patcher import CoreModelPatcher
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.auto import decoding
 from pipemesh.nodes.auto.decoding import TRIES, VAETimes
@@ -15,8 +18,9 @@ from pipemesh.nodes.auto.replaced import HostChanged
 from pipemesh.nodes.auto.seam import OF_UPSCALERS, UPSCALER, UpscalerSeam
 from pipemesh.nodes.auto.switch import SETTING, Switch
 from pipemesh.nodes.notices import Notices
+from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.remote_upscaler import UpscalerInPool
+from pipemesh.parallel_runtime.client.remote_upscaler import UpscalerInPool, largest_share
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from spandrel import ImageModelDescriptor, ModelLoader
 from spandrel.architectures.Compact import Compact, CompactArch
@@ -113,6 +117,17 @@ def test_weights_that_spandrel_does_not_know_again_are_refused(client):
         in_pool(made, client, picture(1, 40, 48))
 
 
+def test_a_cancel_amid_tiles_is_the_hosts_interrupt_and_the_next_is_right(client):
+    model, image = upscaler(32, 8), picture(1, 40, 560)
+    truth = in_pool(model, client, image)
+    pool = client.session.pool
+    once = Once(lambda: in_forward(pool, 1, 2), mm.interrupt_current_processing)
+    with pytest.raises(mm.InterruptProcessingException):
+        in_pool(model, client, picture(1, 2000, 2000))
+    once.join()
+    assert torch.equal(in_pool(model, client, image), truth) and client.session.pool is pool
+
+
 def test_a_rank_killed_amid_tiles_is_named_and_the_next_is_right(setup):
     handle = PoolHandle(cpus(2), setup)
     try:
@@ -142,8 +157,10 @@ def switched(client, tmp_path, monkeypatch):
     def on(value):
         file.write_text(json.dumps({SETTING: value}))
 
-    auto = Auto(lambda: SharedRuntime(client), Switch({}, lambda: file), notices)
+    times = StepTimes()
+    auto = Auto(lambda: SharedRuntime(client), Switch({}, lambda: file), notices, times)
     on.said = lambda: [one.text for one in notices.latest()]
+    on.noted = lambda: times.prompts._vae[""]
     on(True)
     auto.install()
     yield on
@@ -163,8 +180,50 @@ def test_the_third_picture_of_a_kind_is_upscaled_in_the_pool_and_is_the_same(swi
     assert not switched.said()
 
 
+def test_a_picture_of_one_tile_is_left_to_comfyui_and_two_of_them_are_shared_out(switched, requests):
+    model = upscaler()
+    for _ in range(TRIES + 2):
+        by_stock(model, picture(1, 40, 512))
+    assert not requests["Forward"]
+    by_stock(model, picture(2, 40, 512))
+    assert requests["Forward"]
+
+
+def test_a_models_time_says_nothing_of_one_of_another_size(switched, requests):
+    for _ in range(TRIES):
+        by_stock(upscaler(), picture(1, 40, 560))
+    by_stock(upscaler(features=12), picture(1, 40, 560))
+    assert not requests["Forward"]
+
+
+def test_what_a_prompt_waited_for_an_upscale_model_is_noted_with_who_computed_it(switched):
+    for _ in range(TRIES + 1):
+        by_stock(upscaler(), picture(1, 40, 560))
+    assert [(one.work, one.in_pool) for one in switched.noted()] == [
+        *[("upscale", False)] * TRIES,
+        ("upscale", True),
+    ]
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 3), st.integers(1, 1600), st.integers(1, 1600), st.integers(2, 8))
+def test_a_ranks_share_is_of_the_tiles_that_the_node_asks_for(batch, height, width, ranks):
+    asked = []
+
+    class Counting:
+        patcher, scale = upscaler().patcher, 0
+
+        def __call__(self, tile):
+            asked.append(tile)
+            return tile.new_zeros(1, 1, 1, 1)
+
+    by_stock(Counting(), torch.zeros(batch, height, width, 3))
+    share = largest_share(torch.empty(batch, height, width, 3, device="meta"), ranks)
+    assert share == math.ceil(len(asked) / ranks) / len(asked)
+
+
 def test_what_the_pool_refuses_is_upscaled_by_stock_with_one_notice(switched, requests):
-    model, image = upscaler(), picture(1, 40, 48)
+    model, image = upscaler(), picture(1, 40, 560)
     model.model.forward = model.model.forward
     truth, *others = (by_stock(model, image) for _ in range(5))
     assert all(torch.equal(one, truth) for one in others) and not requests["Forward"]

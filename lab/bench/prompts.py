@@ -4,14 +4,19 @@ in auto mode, on one server, in turns.
 ``run_speedup`` is the time of a prompt by ComfyUI over its time in auto mode, ``sampling_speedup``
 that of its sampler's node alone, ``pixels`` how far the pictures are apart, of 255. Prompts of the
 first rounds are not timed: there VAEs and upscalers are tried out (``nodes/auto/decoding.py``).
+``predicted_stock`` and ``predicted_auto`` of three graphs are what ``prompt_plan`` predicts over
+what a prompt took; what one takes beside steps and decoding is that of a prompt of half the side.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...launcher.errors import LaunchError
@@ -19,10 +24,16 @@ from ...parallel_runtime.families.sample import Size
 from ..comfyui.api import Graph, RunResult, node
 from ..comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
+from .prompt_plan import Asked, known
 
 STAND_INS = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
 UNTIMED = 5  # rounds: two by ComfyUI's VAE, the pool's first two, and one that counts
 SETTING = "/settings/PipeMesh.Auto"
+STEPS = 4
+FLUX = Size(heads=2, head_dim=128, blocks=(2, 6))
+WAN = Size(heads=2, head_dim=128, blocks=(6,), text_dim=4096)
+TEXT, FRAMES = 77, 9
+OFF = 0.15  # of a prediction
 QWEN = "qwen_image_edit_2509_bf16.safetensors"  # stood in for
 IMAGE, VIDEO, UPSCALER = "image_vae.safetensors", "video_vae.safetensors", "upscaler.safetensors"
 
@@ -34,7 +45,7 @@ def loaders(model: str, vae: str) -> Graph:
     }
 
 
-def sampled(seed: int, denoise: float, steps: int = 4) -> Graph:
+def sampled(seed: int, denoise: float, steps: int = STEPS) -> Graph:
     """``denoise``: another one, next to 1, has ComfyUI sample again what it has kept."""
     links = {"model": ["model", 0], "positive": ["text", 0], "negative": ["text", 0]}
     how = {"steps": steps, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": denoise}
@@ -47,15 +58,15 @@ def decoded(images: str = "decode", **tiles: int) -> Graph:
     return {images: node(name, samples=["sampler", 0], vae=["vae", 0], **tiles)}
 
 
-def flux(side: int, **tiles: int) -> Graph:
-    text = node("PipeMeshDemoConditioning", seed=1, tokens=77, context_dim=64, vec_dim=32)
-    empty = node("EmptySD3LatentImage", width=side, height=side, batch_size=1)
+def flux(side: int, batch: int = 1, **tiles: int) -> Graph:
+    text = node("PipeMeshDemoConditioning", seed=1, tokens=TEXT, context_dim=64, vec_dim=32)
+    empty = node("EmptySD3LatentImage", width=side, height=side, batch_size=batch)
     return {**loaders("flux.safetensors", IMAGE), "text": text, "empty": empty, **decoded(**tiles)}
 
 
 def wan(side: int) -> Graph:
-    text = node("PipeMeshDemoConditioning", seed=1, tokens=77, context_dim=4096, vec_dim=32)
-    empty = node("EmptyHunyuanLatentVideo", width=side, height=side, length=9, batch_size=1)
+    text = node("PipeMeshDemoConditioning", seed=1, tokens=TEXT, context_dim=4096, vec_dim=32)
+    empty = node("EmptyHunyuanLatentVideo", width=side, height=side, length=FRAMES, batch_size=1)
     return {**loaders("wan.safetensors", VIDEO), "text": text, "empty": empty, **decoded()}
 
 
@@ -82,6 +93,7 @@ def upscaled(side: int) -> Graph:
 
 CASES: Mapping[str, Callable[[int], Graph]] = {
     "flux": flux,
+    "pair": lambda side: flux(side // 4 * 3, batch=2),
     "wan": lambda side: wan(side // 2),
     "qwen edit": lambda side: qwen_edit(side // 2),
     "tiled": lambda side: flux(side, tile_size=256, overlap=64, temporal_size=64, temporal_overlap=8),
@@ -101,8 +113,8 @@ def write_models(models: Path, width: int) -> None:
         (models / folder).mkdir(parents=True, exist_ok=True)
     flux, wan = (SAMPLES[name].form for name in ("flux", "wan2.1-t2v"))
     unets = models / "diffusion_models"
-    write_model(unets / "flux.safetensors", flux, Size(heads=2, head_dim=128, blocks=(2, 6)))
-    write_model(unets / "wan.safetensors", wan, Size(heads=2, head_dim=128, blocks=(6,), text_dim=4096))
+    write_model(unets / "flux.safetensors", flux, FLUX)
+    write_model(unets / "wan.safetensors", wan, WAN)
     for name, module in (("vae/" + IMAGE, image_vae(width)), ("vae/" + VIDEO, video_vae(width))):
         save_file(random_weights(module).state_dict(), models / name)
     save_file(random_weights(upscaler()).state_dict(), models / "upscale_models" / UPSCALER)
@@ -128,6 +140,16 @@ def upscaler() -> Any:
     from spandrel.architectures.ESRGAN import ESRGAN
 
     return ESRGAN(num_blocks=1, num_filters=32, scale=2)
+
+
+def asked(case: str, side: int, width: int) -> Asked | None:
+    """Return what is predicted of a case; None where nothing is."""
+    flux = Asked("flux", FLUX, TEXT, 1, "Flux", width, side)
+    return {
+        "flux": flux,
+        "pair": replace(flux, side=side // 4 * 3, batch=2),
+        "wan": Asked("wan2.1-t2v", WAN, TEXT, FRAMES, "Wan21", width, side // 2),
+    }.get(case)
 
 
 class Prompts:
@@ -157,7 +179,11 @@ class Prompts:
         results = {name: self.run(seed, is_auto=name == "auto") for name in ("stock", "auto")}
         stock, auto = map(self.pictures, results.values())
         seconds = {name: one.duration_s for name, one in results.items()}
-        seconds |= {f"{name} sampling": seconds_of(one, "sampler") for name, one in results.items()}
+        for name, one in results.items():
+            seconds[f"{name} sampling"] = seconds_of(one, "sampler")
+            steps = [tick.at_s for tick in one.ticks if tick.node == "sampler"]
+            later = median(after - before for before, after in pairwise(steps))
+            seconds[f"{name} beside"] = seconds[name] - STEPS * later - seconds_of(one, "decode")
         return seconds, int(abs(stock - auto).max())
 
 
@@ -169,6 +195,10 @@ def seconds_of(result: RunResult, name: str) -> float:
 
 def ratio(phase: str) -> Callable[[Sequence[Round]], float]:
     return lambda rounds: typical(rounds, f"stock{phase}") / typical(rounds, f"auto{phase}")
+
+
+def over(predicted: float, name: str, rounds: Sequence[Round]) -> float:
+    return predicted / typical(rounds, name)
 
 
 def server_in(folder: Path, options: Options) -> ComfyServer:
@@ -193,3 +223,12 @@ def bench(options: Options, side: int = 512, width: int = 64) -> Iterator[Figure
                 timed = [seconds for seconds, _ in found[UNTIMED:]]
                 for name, phase in (("run_speedup", ""), ("sampling_speedup", " sampling")):
                     yield Figure("prompts", case, name, estimate(timed, ratio(phase)), "x")
+                if (prompt := asked(case, side, width)) is None:
+                    continue
+                smaller = Prompts(server, graph(side // 2))
+                small = [smaller.round(seed)[0] for seed in range(UNTIMED + options.rounds)][UNTIMED:]
+                predicted = known(options.host, prompt).predicted(STEPS, prompt.batch)
+                for name, seconds in predicted.items():
+                    whole = seconds + typical(small, f"{name} beside")
+                    off = estimate(timed, partial(over, whole, name))
+                    yield Figure("prompts", case, f"predicted_{name}", off, "ratio", Goal.within(OFF, 1.0))

@@ -76,7 +76,6 @@ def on_late(monkeypatch, whole):
     monkeypatch.setattr(one_rank, "whole_of", lambda released: whole)
     sent = SimpleNamespace(wait=lambda: None)  # by a rank alone, to nobody
     monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *args, **kwargs: sent)
-    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", lambda operations: [sent])
 
     def ranks(place, number, share_one, of_rank, limit_s):
         with pytest.MonkeyPatch.context() as patch, late_device() as box:

@@ -112,8 +112,10 @@ def tried(kind: str, keeper: PoolKeeper, tell: Callable[[TrialStep], None] = lam
 
 def samples_of(kind: str) -> list[Sample]:
     """Returns the samples whose transformer is of this class; where there is none, those of classes
-    that this one derives from, with the same plan.
+    that this one derives from, with the same plan. Forms that this ComfyUI has not are left out.
     """
+    import comfy.supported_models
+
     module, _, name = kind.partition(":")
     asked = getattr(import_module(module), name)
     of_classes: dict[type, list[Sample]] = {}
@@ -121,6 +123,8 @@ def samples_of(kind: str) -> list[Sample]:
         if not any(kind in plan.models for plan in family.plans):
             continue
         for sample in family.samples:
+            if not hasattr(comfy.supported_models, sample.form.config_class):
+                continue
             model = sample.form.base_model(sample.form.config(tiny(sample)), torch.float32)
             of_classes.setdefault(type(model.diffusion_model), []).append(sample)
     bases = [sample for made, found in of_classes.items() if issubclass(asked, made) for sample in found]

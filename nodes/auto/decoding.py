@@ -16,6 +16,7 @@ import torch
 
 from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.interrupt import interrupting
+from ...parallel_runtime.client.remote_upscaler import largest_share
 from ...parallel_runtime.client.remote_vae import FirstStage, ranks_of
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, RunCancelled
 from ..notices import OF_A_VAE, OF_AN_UPSCALER, Notices
@@ -27,7 +28,7 @@ from .sampling import reason_of
 WORTH_S = 0.5  # what several devices have to save
 TRIES = 2  # before a device, or a pool, is judged: the first loads the VAE there
 MOST = 200  # kinds that are remembered
-Kind = tuple[type, torch.dtype, str]  # class of the module, dtype, method
+Kind = tuple[type, int, torch.dtype, str]  # class of the module, its weights' number, dtype, method
 log = logging.getLogger("pipemesh")
 
 
@@ -45,13 +46,14 @@ class VAETimes:
         if len(self._least) > MOST:
             del self._least[next(iter(self._least))]
 
-    def is_worth(self, kind: Kind, ranks: int, numbers: int) -> bool:
-        """Return whether so many ranks may save enough, as far as is known. Before one device was
-        timed ``TRIES`` times they may not.
+    def is_worth(self, kind: Kind, ranks: int, numbers: int, share: float) -> bool:
+        """Return whether so many ranks, of which one computes ``share`` of the picture and none
+        more, may save enough, as far as is known. Before one device was timed ``TRIES`` times they
+        may not.
         """
         alone, timed = self._least.get((kind, 1), (0.0, 0))
-        saved_s = alone * numbers * (1 - 1 / ranks)
-        return timed >= TRIES and saved_s >= WORTH_S and not self.is_slower(kind, ranks)
+        saved_s = alone * numbers * (1 - share)
+        return timed >= TRIES and share < 1 and saved_s >= WORTH_S and not self.is_slower(kind, ranks)
 
     def is_slower(self, kind: Kind, ranks: int) -> bool:
         alone, _ = self._least.get((kind, 1), (0.0, 0))
@@ -63,14 +65,17 @@ class VAETimes:
 class Lending:
     """How a pool does the work of VAEs, or of upscale models. ``told``: what a notice begins with.
     ``lend`` makes what stands for one there, and calls ComfyUI's own function ``through`` that.
-    Raises Refused where it cannot.
+    Raises Refused where it cannot. ``share``: which share of what is given the fullest of so many
+    ranks computes.
     """
 
     told: str
     lend: Callable[[Runtime, Any, Choice, Placement], Any]
+    share: Callable[[torch.Tensor, int], float]
 
 
-VAES, UPSCALERS = Lending(OF_A_VAE, lent), Lending(OF_AN_UPSCALER, lent_upscaler)
+VAES = Lending(OF_A_VAE, lent, lambda given, ranks: 1 / ranks)
+UPSCALERS = Lending(OF_AN_UPSCALER, lent_upscaler, largest_share)
 
 
 class PoolDecoding:
@@ -104,7 +109,10 @@ class PoolDecoding:
             return call(vae)
         if torch.is_grad_enabled():  # gradients do not come back from ranks
             return call(vae)
-        kind = type(model), getattr(vae, "vae_dtype", given.dtype), work
+        size = (
+            sum(weight.numel() for weight in model.parameters()) if isinstance(model, torch.nn.Module) else 0
+        )
+        kind = type(model), size, getattr(vae, "vae_dtype", given.dtype), work
         if vae not in self._left:
             try:
                 if (made := self._worth_having(vae, kind, given)) is not None:
@@ -127,7 +135,10 @@ class PoolDecoding:
         except LayoutError:
             return None
         placement = self._runtime.live_placement(choice)
-        if placement is None or not self.times.is_worth(kind, ranks_of(placement.layout), given.numel()):
+        if placement is None:
+            return None
+        ranks = ranks_of(placement.layout)
+        if not self.times.is_worth(kind, ranks, given.numel(), self._lending.share(given, ranks)):
             return None
         if self._runtime.pool_for(choice).runs.models():  # ranks keep their memory for the sampler
             return None

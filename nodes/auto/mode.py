@@ -43,10 +43,10 @@ class Auto:
         self._has_been_on = False
         self._in_pool = Once(self._sampling)
         self._seam = GuiderSeam(self.sample, self.unseen, self._times)
-        use_vae = partial(self._use, Once(self._of_vaes))
+        use_vae, note = partial(self._use, Once(self._of_vaes)), self._times.prompts.note_vae
         self._others = {
-            "VAEs": VAESeam(use_vae, self._times.prompts.note_vae),
-            "Upscale models": UpscalerSeam(partial(self._use, Once(self._of_upscalers))),
+            "VAEs": VAESeam(use_vae, note),
+            "Upscale models": UpscalerSeam(partial(self._use, Once(self._of_upscalers)), note),
         }
 
     def is_on(self) -> bool:

@@ -35,8 +35,12 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
     ("sample", ("CFGGuider", "sample")),
 )
 
+Use = Callable[[Any, str, Any, Callable[[Any], Any]], Any]
+Note = Callable[[str, float, bool], None]
+
 USED = {"patcher", "scale", "load_models_gpu", "tiled_scale", "raise_non_oom"}  # by the node
 UPSCALER, OF_UPSCALERS = "ImageUpscaleWithModel", ("execute", "upscale")
+UPSCALE = "upscale"  # the name of the work, whichever of them is called
 OF_VAES = ("decode", "decode_tiled", "encode", "encode_tiled")
 # Of CFGGuider.sample, the first ones
 ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
@@ -146,11 +150,7 @@ class VAESeam:
     method, of any VAE; ``note`` with that name, its seconds, and whether ranks computed it.
     """
 
-    def __init__(
-        self,
-        use: Callable[[Any, str, Any, Callable[[Any], Any]], Any],
-        note: Callable[[str, float, bool], None] = lambda work, seconds, in_pool: None,
-    ):
+    def __init__(self, use: Use, note: Note = lambda work, seconds, in_pool: None):
         self._use = use
         self._note = note
         self._methods = Replaced(comfy.sd.VAE, {name: self._around for name in OF_VAES})
@@ -183,10 +183,13 @@ class VAESeam:
 
 
 class UpscalerSeam:
-    """``use`` is called as by ``VAESeam``. Other packs call the node's ``upscale``."""
+    """``use`` and ``note`` are called as by ``VAESeam``. Other packs call the node's
+    ``upscale``.
+    """
 
-    def __init__(self, use: Callable[[Any, str, Any, Callable[[Any], Any]], Any]):
+    def __init__(self, use: Use, note: Note = lambda work, seconds, in_pool: None):
         self._use = use
+        self._note = note
         self._methods: Replaced | None = None
 
     def install(self) -> None:
@@ -211,10 +214,14 @@ class UpscalerSeam:
         @functools.wraps(stock.__func__)
         def execute(node: Any, upscale_model: Any, image: Any) -> Any:
             def call(model: Any) -> Any:
-                return stock.__func__(node, model, image)
+                began = time.perf_counter()
+                output = stock.__func__(node, model, image)
+                if model.scale:  # else ranks are being given its tiles
+                    self._note(UPSCALE, time.perf_counter() - began, model is not upscale_model)
+                return output
 
             if self._methods is None:
                 return call(upscale_model)
-            return self._use(upscale_model, "upscale", image, call)
+            return self._use(upscale_model, UPSCALE, image, call)
 
         return classmethod(execute)

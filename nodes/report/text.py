@@ -26,6 +26,7 @@ from ..timing import Speed
 LONG = 20  # a value, such as a list
 SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
 NO_QUEUE = Images()
+WORKS = {"decode": "VAE, decode", "encode": "VAE, encode", "upscale": "upscale model"}
 NO_POOL = (
     "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or"
     " put PipeMesh Parallelize before the sampler; connect the sampler's LATENT to this node and run."
@@ -99,7 +100,7 @@ def prompt_text(prompt: PromptFigures) -> str:
         ("sampling after it", prompt.sampling_s),
     ]
     seconds += [
-        (f"VAE, {one.work}, by {'workers' if one.in_pool else 'one device'}", one.seconds)
+        (f"{WORKS[one.work]}, by {'workers' if one.in_pool else 'one device'}", one.seconds)
         for one in prompt.vae
     ]
     seconds += [("left if workers took no time", prompt.left_s)]

@@ -4,11 +4,13 @@ cuts and puts together. Read: comfy_extras/nodes_upscale_model.py @ ComfyUI 0.30
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import comfy.model_management
+import comfy.utils
 import torch
 
 from ..crossing.upscalers import upscaler_source
@@ -19,6 +21,7 @@ from .tiles import OnTile, side_by_side
 
 PIXELS = 32  # rows and columns with which a model is tried
 WORK = "upscale"
+TILE, OVERLAP = 512, 32  # pixels, of the node's tiles
 T = TypeVar("T")
 
 
@@ -59,6 +62,13 @@ def why_not_upscaled(upscaler: Any) -> str:
         for module in upscaler.model.modules()
     )
     return "a node has put code of its own into it" if changed else ""
+
+
+def largest_share(image: torch.Tensor, ranks: int) -> float:
+    """Return which share of ``image`` (B, H, W, C) the rank computes that has most of its tiles."""
+    batch, height, width, _ = image.shape
+    tiles = batch * comfy.utils.get_tiled_scale_steps(width, height, TILE, TILE, OVERLAP)
+    return math.ceil(tiles / ranks) / tiles
 
 
 class NoRoom(BaseException):

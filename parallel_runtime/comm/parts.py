@@ -49,6 +49,15 @@ def to_all(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return [tensor.expand(ranks, *tensor.shape)]
 
 
+def are_joined(runs: Runs) -> bool:
+    """Return whether one kernel moves several parts of each rank: CUDA's ``cat`` does where they
+    have four dimensions at most, so of one image (aten/src/ATen/native/cuda/Shape.cu, cat_out_cuda
+    @ torch 2.11); gaps between ranks' places are no matter.
+    """
+    shape = runs[0].shape
+    return len(runs) > 1 and shape[1] == 1 and shape.numel() > 0 and all(run.shape == shape for run in runs)
+
+
 def counts_of(tensors: Sequence[Runs]) -> tuple[int, ...]:
     """Return the elements of each rank's part of all ``tensors``, which have like runs."""
     counts: list[int] = []
@@ -73,12 +82,20 @@ class Parts(NamedTuple):
         """Copy each rank's part of all ``tensors``, one after another, to its place."""
         first = 0
         for runs in zip(*tensors, strict=True):
-            offset = 0
-            for run in runs:
-                if run.numel():
-                    self._places(first, run.shape, offset).copy_(run)
-                offset += run.numel() // run.shape[0]
-            first += runs[0].shape[0]
+            ranks, *shape = runs[0].shape
+            if are_joined(runs):
+                whole = torch.Size((ranks, len(runs) * shape[1], *shape[2:]))
+                torch.cat([run.squeeze(1) for run in runs], 1, out=self._places(first, whole, 0))
+            else:
+                self._put_each(first, runs)
+            first += ranks
+
+    def _put_each(self, first: int, runs: Runs) -> None:
+        offset = 0
+        for run in runs:
+            if run.numel():
+                self._places(first, run.shape, offset).copy_(run)
+            offset += run.numel() // run.shape[0]
 
     def take(self, into: Runs) -> None:
         """Copy what came from each rank to its place ``into`` a tensor."""

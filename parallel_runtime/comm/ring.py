@@ -64,8 +64,8 @@ class Ring(Mover):
         super().__init__("ring", len(ranks), via_cpu=via_cpu)
         self.index = index
         self._group = group
-        self._next = ranks[(index + 1) % self.size]
-        self._previous = ranks[(index - 1) % self.size]
+        self._ranks = ranks
+        self._next, self._previous = (index + 1) % self.size, (index - 1) % self.size
 
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: Flag) -> Iterator[Block]:
         """Yield every rank's block, the own one first. Walk it to its end: others wait for what is
@@ -122,12 +122,22 @@ class Ring(Mover):
             self.traffic.waited_s[self.axis] += time.perf_counter() - began
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
-        """Start a send and a receive; return them to be waited for."""
-        operations = [
-            dist.P2POp(dist.isend, current, self._next, self._group),
-            dist.P2POp(dist.irecv, arriving, self._previous, self._group),
-        ]
-        return dist.batch_isend_irecv(operations)
+        """Start a send to the next rank and a receive from the previous one; return what to wait
+        for.
+
+        NCCL starts one kernel for both, by one call of torch: it passes over ranks to which, and
+        from which, nothing goes.
+        """
+        if dist.get_backend(self._group) == "gloo":
+            works = [
+                dist.isend(current, self._ranks[self._next], self._group),
+                dist.irecv(arriving, self._ranks[self._previous], self._group),
+            ]
+        else:
+            sent, received = [0] * self.size, [0] * self.size
+            sent[self._next], received[self._previous] = current.numel(), arriving.numel()
+            works = [dist.all_to_all_single(arriving, current, received, sent, self._group, async_op=True)]
+        return works  # pyright: ignore[reportReturnType] none is missing: this rank is in the group
 
     def _places(self, message: RingMessage) -> Places:
         """Return three places, used in turn: one is sent, one (the same, or the own block) is

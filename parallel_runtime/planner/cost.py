@@ -42,7 +42,7 @@ UNFUSED_MERGE_BYTES = 8 + 6 + 8 + 12
 # Kernels that a rank starts beside those of one GPU, a message as one, as its dry run counts them:
 # for both exchanges of an attention, more where ranks have unlike parts, for its ring and each step
 # of that, and for what a patch keeps of it, more where ranks exchange it.
-OF_EXCHANGES, OF_UNLIKE, OF_RING, OF_RING_STEP, OF_PATCH, OF_SHARED_PATCH = 8, 10, 5, 4, 3, 6
+OF_EXCHANGES, OF_UNLIKE, OF_RING, OF_RING_STEP, OF_PATCH, OF_SHARED_PATCH = 7, 7, 5, 3, 3, 6
 # Of a wave: half of one of qkv, out and up, and of down, 4 times as deep, where a block is
 # 3 + 1 + 4 + 4 as wide as hidden.
 IDLE = 0.5 * 7 / 12

@@ -4,8 +4,9 @@ and what it computes takes one device, or several by bands of rows, as long as t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,28 +43,37 @@ class Decoding:
     picture_bytes: int
 
 
-def vae_of(latent_format: str) -> torch.nn.Module | None:
-    """Make the VAE of latents of a format of ComfyUI's; None where it is not known."""
+def vae_of(latent_format: str, width: int = 0) -> torch.nn.Module | None:
+    """Make the VAE of latents of a format of ComfyUI's; None where it is not known. ``width``:
+    channels of its widest rows, 0 for as many as released ones have.
+    """
     from comfy.ldm.models.autoencoder import AutoencoderKL
     from comfy.ldm.wan import vae, vae2_2
 
     if latent_format in KLS:
-        form = {**KL, **KLS[latent_format]}
+        form = {**KL, **KLS[latent_format], **({"ch": width} if width else {})}
         return AutoencoderKL(ddconfig=form, embed_dim=form["z_channels"])
     if latent_format == "Wan21":
-        return vae.WanVAE(dim=96, z_dim=16, **WAN)
-    return vae2_2.WanVAE(dim=160, z_dim=48, **WAN) if latent_format == "Wan22" else None
+        return vae.WanVAE(dim=width or 96, z_dim=16, **WAN)
+    return vae2_2.WanVAE(dim=width or 160, z_dim=48, **WAN) if latent_format == "Wan22" else None
 
 
 def counted(latent_format: str, shape: Sequence[int]) -> Decoding | None:
     """Count the decoding of a latent (B, C, ...) in bf16; None where its VAE is not known."""
+    return counted_of(partial(vae_of, latent_format), shape, torch.bfloat16)
+
+
+def counted_of(
+    make: Callable[[], torch.nn.Module | None], shape: Sequence[int], dtype: torch.dtype
+) -> Decoding | None:
+    """Likewise, of the VAE that ``make`` makes."""
     from comfy.ldm.modules.diffusionmodules.model import pytorch_attention
 
     mode, calls, before = QuickFakeMode(), list[int](), torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with computing_dry(mode, DeviceCounts()), DEVICE:
-            model, samples = vae_of(latent_format), torch.empty(tuple(shape))
+            model, samples = make(), torch.empty(tuple(shape))
     finally:
         torch.set_default_dtype(before)
     if model is None:
