@@ -140,8 +140,9 @@ def draw_rows(
     run. The first picture of each row loads and warms up.
     """
     devices = {"devices": "cpu" if on_cpu else "auto", "layout": "by hand"}
-    ulysses = math.gcd(ranks, MODEL.heads)
-    exact = {**devices, "ulysses": ulysses, "ring": ranks // ulysses}
+    cfg = 2 if ranks % 2 == 0 else 1  # each group computes one of the two prompts
+    ulysses = math.gcd(ranks // cfg, MODEL.heads)
+    exact = {**devices, "ulysses": ulysses, "ring": ranks // cfg // ulysses, "cfg": cfg}
     stages = min(ranks, MODEL.double_blocks + MODEL.single_blocks)
     stock, ours = [], []
     for number, caption in enumerate(showcase.CAPTIONS, 1):
