@@ -8,7 +8,7 @@ import json
 import aiohttp
 import pytest
 from PIL import Image, ImageChops
-from pipemesh.lab.commands.demo import node
+from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from safetensors.torch import load_file
 

@@ -160,6 +160,9 @@ def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -
             watched = {
                 "waits": {str(wait): count for wait, count in figures.watched.waits.items()},
                 "later_waits": {str(wait): count for wait, count in figures.watched.later_waits.items()},
+                "own_later_waits": sum(
+                    count for wait, count in figures.watched.later_waits.items() if wait.is_ours
+                ),
                 "launches": figures.watched.launches,
                 "merged_in_one": figures.watched.launches - figures.watched.spared,
                 "stock_launches": whole.launches,

@@ -64,7 +64,7 @@ def test_a_rank_launches_at_most_so_many_kernels_and_each_message_is_aligned(rec
         if one["merged_in_one"] > AT_MOST[name] * one["stock_launches"]
     } == set()
     assert {one["unaligned"] for one in records if "unaligned" in one} == {0}
-    assert {name for ranked in of.values() for one in ranked for name in one["later_waits"]} == set()
+    assert {one["own_later_waits"] for ranked in of.values() for one in ranked} == {0}
 
 
 def test_of_models_in_the_documents_a_rank_launches_little_more_than_one_gpu(records):
