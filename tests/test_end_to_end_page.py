@@ -40,7 +40,7 @@ OVERRULED = """(() => {
 BADGED = """[app.rootGraph ?? app.graph, ...(app.rootGraph?.subgraphs?.values() ?? [])].flatMap(graph => graph.nodes)
   .filter(node => node.badges?.some(badge => (typeof badge == 'function' ? badge() : badge).text == 'no pool')).map(node => node.type)"""
 FOLDED = [["devices", "auto"], ["layout", "auto"], ["quality", "exact"], ["weights", "auto"]]
-FOLDED += [["queue", "all soonest"]]
+FOLDED += [["queue", "first image soonest"]]
 MISTAKE = f"""(() => {{
   {CLEAR}
   const [pool, report] = ['PipeMeshPool', 'PipeMeshReport'].map(name => LiteGraph.createNode(name))

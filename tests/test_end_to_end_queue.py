@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from .served import custom, graph
 from .test_end_to_end_auto import queued
 
-IN_GROUPS = {"ulysses": 1, "data": 2}
+IN_GROUPS = {"ulysses": 1, "data": 2, "queue": "all soonest"}
 
 
 def ksampler(name, seed, parallel, **options):
@@ -200,12 +200,12 @@ def test_in_auto_mode_a_queue_is_sampled_at_once_where_that_is_chosen_until_the_
         return server.get("/pipemesh/status")["queue"]["used"] - before, [one["latent"] for one in found]
 
     server.post("/settings/PipeMesh.Auto", True)
+    server.post("/settings/PipeMesh.Queue", "all soonest")
     try:
         used, ours = queued_seeds(300)
         server.post("/settings/PipeMesh.Queue", "first image soonest")
         assert queued_seeds(310)[0] == 0
     finally:
-        server.post("/settings/PipeMesh.Queue", "all soonest")
         server.post("/settings/PipeMesh.Auto", False)
     assert used == 2
     for one, other in zip(ours, queued_seeds(300)[1], strict=True):

@@ -96,7 +96,7 @@ def made_names():
         "axis": COLOURS,
         "why": [axis.name for axis in AXES],
         "slowed": ["sharded", "offloaded"],
-        "prompt": ["before", "loading", "first", "sampling", "decode", "encode", "total", "left"],
+        "prompt": ["before", "loading", "first", "sampling", "decode", "encode", "upscale", "total", "left"],
         "lost": ["compute", "imbalance", "ulysses", "ring", "weights", "launches", "pipeline", "hop"],
     }
     return {f"{kind}_{word}" for kind, some in words.items() for word in some}

@@ -143,7 +143,7 @@ OTHERS = {  # of each input a value that is not its default
     "warm_up": 3,
     "cfg": 2,
     "data": 2,
-    "queue": "first image soonest",
+    "queue": "all soonest",
 }
 
 

@@ -49,15 +49,6 @@ def to_all(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return [tensor.expand(ranks, *tensor.shape)]
 
 
-def are_joined(runs: Runs) -> bool:
-    """Return whether one kernel moves several parts of each rank: CUDA's ``cat`` does where they
-    have four dimensions at most, so of one image (aten/src/ATen/native/cuda/Shape.cu, cat_out_cuda
-    @ torch 2.11); gaps between ranks' places are no matter.
-    """
-    shape = runs[0].shape
-    return len(runs) > 1 and shape[1] == 1 and shape.numel() > 0 and all(run.shape == shape for run in runs)
-
-
 def counts_of(tensors: Sequence[Runs]) -> tuple[int, ...]:
     """Return the elements of each rank's part of all ``tensors``, which have like runs."""
     counts: list[int] = []
@@ -79,23 +70,25 @@ class Parts(NamedTuple):
     views: dict[tuple[int, torch.Size, int], torch.Tensor]
 
     def put(self, tensors: Sequence[Runs]) -> None:
-        """Copy each rank's part of all ``tensors``, one after another, to its place."""
+        """Copy each rank's part of all ``tensors``, one after another, to its place.
+
+        One kernel moves several parts of a rank where CUDA's ``cat`` does: of four dimensions at
+        most, so of one image (aten/src/ATen/native/cuda/Shape.cu, cat_out_cuda @ torch 2.11). Gaps
+        between ranks' places are no matter to it.
+        """
         first = 0
         for runs in zip(*tensors, strict=True):
-            ranks, *shape = runs[0].shape
-            if are_joined(runs):
+            offset, (ranks, *shape) = 0, runs[0].shape
+            if len(runs) > 1 and shape[0] == 1 and runs[0].numel() and len({run.shape for run in runs}) == 1:
                 whole = torch.Size((ranks, len(runs) * shape[1], *shape[2:]))
                 torch.cat([run.squeeze(1) for run in runs], 1, out=self._places(first, whole, 0))
-            else:
-                self._put_each(first, runs)
+                first += ranks
+                continue
+            for run in runs:
+                if run.numel():
+                    self._places(first, run.shape, offset).copy_(run)
+                offset += run.numel() // run.shape[0]
             first += ranks
-
-    def _put_each(self, first: int, runs: Runs) -> None:
-        offset = 0
-        for run in runs:
-            if run.numel():
-                self._places(first, run.shape, offset).copy_(run)
-            offset += run.numel() // run.shape[0]
 
     def take(self, into: Runs) -> None:
         """Copy what came from each rank to its place ``into`` a tensor."""
