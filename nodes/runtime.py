@@ -242,7 +242,8 @@ class Runtime:
         ran = [
             (handle, pool, run)
             for handle, pool in self.pools(only)
-            if pool.session is not None and (run := pool.last_run) is not None and run.evaluations
+            for run in list(pool.runs.recent)
+            if pool.session is not None and run.evaluations
         ]
         return max(ran, key=lambda one: one[2].began_s, default=None)
 

@@ -1,8 +1,10 @@
 """Prompts that differ in their seeds are sampled at once, and each one's image is stock's own."""
 
 import copy
+import functools
 import gc
 import inspect
+from dataclasses import replace
 
 import comfy.controlnet
 import comfy.model_base
@@ -13,7 +15,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client import ahead as ahead_module
-from pipemesh.parallel_runtime.client import separable
+from pipemesh.parallel_runtime.client import asked, separable
 from pipemesh.parallel_runtime.client.ahead import LookAhead
 from pipemesh.parallel_runtime.client.asked import takes_seed
 from pipemesh.parallel_runtime.client.described import held_bytes
@@ -317,6 +319,57 @@ def test_what_may_keep_a_state_is_sampled_one_after_the_other(name):
     assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
 
 
+def around(function):
+    """As a pack wraps what it finds: what it keeps is not to be seen."""
+    return functools.wraps(function)(lambda *args, **options: function(*args, **options))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (comfy.samplers, "cfg_function"),
+        (comfy.samplers.CFGGuider, "predict_noise"),
+        (comfy.samplers.k_diffusion_sampling, "sample_euler"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_code_that_a_pack_has_put_into_a_step_is_run_for_one_prompt_after_the_other(owner, name, monkeypatch):
+    monkeypatch.setattr(owner, name, around(getattr(owner, name)))
+    ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
+    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
+    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+
+
+def test_one_seed_that_waits_twice_is_sampled_ahead_once():
+    ours = Ahead(Layout(data=3))
+    ours.line.put(*seeds_of(Workflow(), 11, 12, 12))
+    ours.line.run(ours.model)
+    assert ours.ahead.images.at_once == 2 and len(ours.ahead._kept) == 1
+
+
+def test_what_waits_is_forgotten_when_a_run_of_another_layout_is_planned_behind_its_queue():
+    ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
+    ours.line.put(*prompts)
+    ours.line.run(ours.model)
+    assert ours.ahead._kept
+    with ours.line._at("another", Workflow().graph(13), "1"):
+        ours.line.now = replace(ours.line.now, others=())
+        assert ours.ahead.at_once(1) == (1, 1)
+    assert not ours.ahead._kept and ours.images == (0, 1)
+
+
+@pytest.mark.parametrize(("alike", "expected"), [(3, (4, 3)), (1, (2, 1))])
+def test_a_queue_counts_as_far_as_its_prompts_are_alike(alike, expected):
+    other = Workflow()
+    other.steps = 2
+    ours = Ahead()
+    ours.line.put(
+        *seeds_of(Workflow(), *range(12, 12 + alike)), *seeds_of(other, *range(20, 20 + 11 - alike))
+    )
+    with ours.line._at("0", Workflow().graph(11), "1"):
+        assert ours.ahead.at_once(4) == expected
+
+
 def test_noise_that_stock_makes_otherwise_is_left_and_so_are_the_random_numbers_after_it():
     workflow = Workflow()
     workflow.latent["batch_index"] = [3]
@@ -426,6 +479,7 @@ def writing_sampler(monkeypatch):
     monkeypatch.setattr(comfy.samplers.k_diffusion_sampling, "sample_writing", writing, raising=False)
     known = separable.SAMPLER_FUNCTIONS | {f"{writing.__module__}.writing"}
     monkeypatch.setattr(separable, "SAMPLER_FUNCTIONS", known)
+    monkeypatch.setattr(asked, "LIBRARIES", asked.LIBRARIES | {writing.__module__.partition(".")[0]})
     monkeypatch.setattr(comfy.samplers.KSampler, "SAMPLERS", [*comfy.samplers.KSampler.SAMPLERS, "writing"])
     return Workflow("writing", content=True, mask=True)
 
@@ -486,7 +540,9 @@ class Failing(GroupsHere):
 
 
 @pytest.mark.parametrize(
-    "error", [OutOfMemory("No room."), ModelError("No.")], ids=lambda one: type(one).__name__
+    "error",
+    [OutOfMemory("No room."), ModelError("No."), torch.OutOfMemoryError("No room here.")],
+    ids=lambda one: type(one).__name__,
 )
 @pytest.mark.parametrize("at", [0, 1, 6])
 def test_where_images_at_once_fail_the_first_goes_on_alone_and_the_rest_is_sampled_as_ever(error, at):

@@ -54,6 +54,7 @@ class Queue(RuleBasedStateMachine):
         super().__init__()
         self.ours = Ahead(Layout(data=3), made=Failing)
         self.count = 0
+        self.is_loaded = False  # the MODEL, in ComfyUI's list
 
     @property
     def waiting(self):
@@ -95,7 +96,7 @@ class Queue(RuleBasedStateMachine):
     @rule()
     def run(self):
         _, seed, workflow = self.waiting[0]
-        got = tensors_of(self.ours.line.run(self.ours.model))
+        got, self.is_loaded = tensors_of(self.ours.line.run(self.ours.model)), True
         for one, other in zip(got, stocks_own(seed, workflow.text, workflow.size), strict=True):
             assert relative_error(one, other) <= BOUND
 
@@ -117,13 +118,15 @@ class Queue(RuleBasedStateMachine):
 
     @rule()
     def free(self):
+        """ComfyUI frees what it has loaded; what waits for another MODEL goes at the next run."""
         comfy.model_management.unload_all_models()
-        assert not self.ours.ahead._kept
+        assert not self.is_loaded or not self.ours.ahead._kept
+        self.is_loaded = False
 
     @rule()
     def load_anew(self):
         """Another MODEL of the same weights, as after a restart of the graph's cache."""
-        fresh = Ahead(Layout(data=3), made=Failing)
+        fresh, self.is_loaded = Ahead(Layout(data=3), made=Failing), False
         fresh.line.waiting[:] = self.waiting
         self.ours.model, self.ours.pool, self.ours.line = fresh.model, fresh.pool, fresh.line
         self.ours.ahead._moment = fresh.line

@@ -131,13 +131,15 @@ class LookAhead:
         tell, and how many times so many the queue has: as many as were, where the sampler that
         comes is to get what was sampled ahead.
         """
-        moment = self._moment() if most > 1 else None
-        if moment is None or moment.node in self._useless:
+        if (moment := self._moment()) is not None:
+            self._forget(moment)
+        if moment is None or most < 2:
             return 1, 1
         if (moment.prompt, moment.node, moment.index) in self._kept:
             return min(most, self.images.at_once), 1
-        images = 1 + len(self._alike(moment, most - 1))
-        return images, -(-(1 + len(moment.others)) // images) if images > 1 else 1
+        images = 1 if moment.node in self._useless else 1 + len(self._alike(moment, most - 1))
+        # Those behind are taken to be as those before
+        return images, -(-(1 + len(moment.others)) // images) if images == most else 1
 
     def sample(
         self,
@@ -166,12 +168,17 @@ class LookAhead:
         starts = [Start(partial(one.asked.run, executor, one.told, True), one.asked.random) for one in beside]
         own, *others = sample_together([Start(run, asked.random), *starts], *computing[1:], device)
         assert own is not None
-        for one, sampled in zip(beside, others, strict=True):
-            if sampled is None:
-                self._useless.add(moment.node)
-            else:
-                self._kept[one.key] = one.kept(shared, sampled)
-        self._done[key] = Done(asked.output_of(own.samples), own.random)
+        try:
+            for one, sampled in zip(beside, others, strict=True):
+                if sampled is None:
+                    self._useless.add(moment.node)
+                else:
+                    self._kept[one.key] = one.kept(shared, sampled)
+            self._done[key] = Done(asked.output_of(own.samples), own.random)
+        except Exception as error:  # noqa: BLE001 - of what waits: this prompt's image is there
+            self._useless.add(moment.node)
+            log.warning("[PipeMesh] What was sampled ahead was not kept:", exc_info=error)
+            own.random.restore()
         return own.samples
 
     def _forget(self, moment: Moment) -> None:
@@ -252,11 +259,14 @@ class LookAhead:
         ):
             return []
         found: list[Alike] = []
+        seeds = {tuple(seed_at(graph, one) for one in places)}
         for prompt, other in moment.others[:most]:
             differing = differences(graph, other, node)
             key, earlier = (prompt, node, moment.index), self._kept.get((prompt, before, moment.index))
-            if not differing or not differing <= places or key in self._kept:
+            own_seeds = tuple(seed_at(other, one) for one in places)
+            if not differing or not differing <= places or key in self._kept or own_seeds in seeds:
                 continue
+            seeds.add(own_seeds)
             if before_place not in differing:
                 found.append((key, other, None))
             elif earlier is not None:

@@ -9,8 +9,10 @@ from typing import Any
 import comfy.model_management
 import comfy.model_patcher
 import comfy.sample
+import comfy.samplers
 import torch
 
+from ..watch.python_file import LIBRARIES, attribute_of, compiled_elsewhere, is_code
 from .described import described, on_cpu
 from .queued import LATENT
 from .separable import WRAPPER_KEY, is_hosts_own, why_single_timeline
@@ -18,6 +20,10 @@ from .timelines import Callback, RandomState
 
 IMPURE = "comfy.extra_samplers.uni_pc"  # it writes into the sigmas that the caller goes on using
 NOISE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of latents
+OF_A_STEP = (
+    *("sampling_function", "calc_cond_batch", "cfg_function"),
+    *("CFGGuider.__call__", "CFGGuider.predict_noise", "KSAMPLER.sample", "KSamplerX0Inpaint.__call__"),
+)  # of comfy.samplers
 WORKING = 16  # times its latent's size that a sampler takes on its device, at most
 # Of a guider, what is described by itself
 APART = {"model_patcher", "inner_model", "loaded_models", "conds", "original_conds", "model_options"}
@@ -116,7 +122,17 @@ class Asked:
             return "the sampler, which writes into its sigmas"
         if not is_hosts_own(model):
             return "code of other packs in the model"
+        if any(compiled_elsewhere(one, LIBRARIES) for one in self._of_a_step() if is_code(one)):
+            return "code of other packs in the sampler or the guider"
         return "conditioning that takes the seed" if takes_seed(type(model)) else ""
+
+    def _of_a_step(self) -> Iterator[Any]:
+        """Yields what runs at every step, where one seed's could keep something that another's
+        finds.
+        """
+        yield from vars(self.guider).values()
+        yield from vars(self.sampler).values()
+        yield from (attribute_of(comfy.samplers, name) for name in OF_A_STEP)
 
     def noises(self, seeds: list[int]) -> Iterator[tuple[torch.Tensor, RandomState]]:
         """Yields the noise of each seed as stock makes it, with the random state that this leaves;

@@ -66,6 +66,8 @@ def why_not_upscaled(upscaler: Any) -> str:
 
 def largest_share(image: torch.Tensor, ranks: int) -> float:
     """Return which share of ``image`` (B, H, W, C) the rank computes that has most of its tiles."""
+    if image.dim() != 4 or not image.numel():
+        return 1.0
     batch, height, width, _ = image.shape
     tiles = batch * comfy.utils.get_tiled_scale_steps(width, height, TILE, TILE, OVERLAP)
     return math.ceil(tiles / ranks) / tiles

@@ -82,7 +82,7 @@ def sample_together(
                 outputs = iter((together if len(going) > 1 else alone)(calls))
             except PoolFailed:
                 raise
-            except PipeMeshError as error:
+            except (PipeMeshError, torch.OutOfMemoryError) as error:
                 if len(going) == 1:
                     raise
                 log.warning("[PipeMesh] One image goes on alone, and what waits is sampled later: %s", error)

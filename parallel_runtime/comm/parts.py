@@ -72,9 +72,8 @@ class Parts(NamedTuple):
     def put(self, tensors: Sequence[Runs]) -> None:
         """Copy each rank's part of all ``tensors``, one after another, to its place.
 
-        One kernel moves several parts of a rank where CUDA's ``cat`` does: of four dimensions at
-        most, so of one image (aten/src/ATen/native/cuda/Shape.cu, cat_out_cuda @ torch 2.11). Gaps
-        between ranks' places are no matter to it.
+        CUDA's ``cat`` moves several by one kernel, gaps or not, where they have four dimensions at
+        most, so of one image (cuda/Shape.cu, cat_out_cuda @ torch 2.11).
         """
         first = 0
         for runs in zip(*tensors, strict=True):
