@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,14 +76,8 @@ def beyond_evaluations(result: RunResult) -> float:
     """Returns the seconds of the sampler's node beyond its steps, each as long as the median of
     those behind the first.
     """
-    began, ended = (
-        event.at_s
-        for event in result.events
-        if event.type == "executing" and event.data["node"] in ("sampler", "save")
-    )
-    steps = [tick.at_s for tick in result.ticks if tick.node == "sampler"]
-    later = median(after - before for before, after in pairwise(steps))
-    return ended - began - len(steps) * later
+    later = result.steps_s("sampler")
+    return result.node_s("sampler") - (1 + len(later)) * median(later)
 
 
 CASES = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -306,23 +306,30 @@ def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, pha
     """Return this machine's speeds for a model, of forwards ``alone``, ``both`` at once, or one
     ``on all cores``.
     """
-    matmul, attention, beside_s = speeds_of(
-        [Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED]
-    )
-    few, many = ((nbytes, typical(rounds, f"message {nbytes}")) for nbytes in MESSAGES)
-    latency_s, link = link_of(few, many)
-    of_memory = MOVED / typical(rounds, "memory")
+    timed = [Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED]
+    found = measured(timed, rounds)
     one, more_s = (
         wholes[IN_PARTS].attended[0],
         typical(rounds, f"{model} attention in parts") - typical(rounds, f"{model} attention"),
     )
-    merge = min(of_memory, MERGE_BYTES * (one.tokens // 2) * one.heads * one.head_dim / max(1e-9, more_s))
+    merge = MERGE_BYTES * (one.tokens // 2) * one.heads * one.head_dim / max(1e-9, more_s)
+    return replace(found, merge=min(found.memory, merge))
+
+
+def measured(timed: Sequence[Timed], rounds: Sequence[Round]) -> Speeds:
+    """Return the speeds of forwards, and of the link and the memory as rounds have them; merges
+    move what the memory does.
+    """
+    matmul, attention, beside_s = speeds_of(timed)
+    few, many = ((nbytes, typical(rounds, f"message {nbytes}")) for nbytes in MESSAGES)
+    latency_s, link = link_of(few, many)
+    memory = MOVED / typical(rounds, "memory")
     return Speeds(
         matmul=matmul,
         attention=attention,
         beside_s=beside_s,
-        memory=of_memory,
-        merge=merge,
+        memory=memory,
+        merge=memory,
         latency_s=latency_s,
         link=link,
     )

@@ -18,11 +18,10 @@ from ...parallel_runtime.planner.box import Box
 from ...parallel_runtime.planner.choose import plan
 from ...parallel_runtime.planner.decoding import Decoding
 from ...parallel_runtime.planner.job import Job
-from ...parallel_runtime.planner.measured import Speeds
 from ...parallel_runtime.planner.whole import Whole
 from .figures import Round, typical
 from .lockstep import Phase, Ranks, merge, run, timed
-from .plan import ITEM_BYTES, MESSAGES, MOVED, Forwards, Timed, link_of, message, speeds_of
+from .plan import ITEM_BYTES, MESSAGES, Forwards, Timed, measured, message
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
@@ -77,20 +76,7 @@ class Known:
         timed = [
             Timed.of(self.counted[share].whole, typical(self.rounds, f"{share} {phase}")) for share in SMALLER
         ]
-        matmul, attention, beside_s = speeds_of(timed)
-        few, many = ((nbytes, typical(self.rounds, f"message {nbytes}")) for nbytes in MESSAGES)
-        latency_s, link = link_of(few, many)
-        memory = MOVED / typical(self.rounds, "memory")
-        measured = Speeds(
-            matmul=matmul,
-            attention=attention,
-            beside_s=beside_s,
-            memory=memory,
-            merge=memory,
-            latency_s=latency_s,
-            link=link,
-        )
-        return measured.box(ranks, ITEM_BYTES)
+        return measured(timed, self.rounds).box(ranks, ITEM_BYTES)
 
     def decoding_box(self, phase: str, ranks: int) -> Box:
         """Likewise, of devices that decode."""

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -180,17 +179,10 @@ class Prompts:
         stock, auto = map(self.pictures, results.values())
         seconds = {name: one.duration_s for name, one in results.items()}
         for name, one in results.items():
-            seconds[f"{name} sampling"] = seconds_of(one, "sampler")
-            steps = [tick.at_s for tick in one.ticks if tick.node == "sampler"]
-            later = median(after - before for before, after in pairwise(steps))
-            seconds[f"{name} beside"] = seconds[name] - STEPS * later - seconds_of(one, "decode")
+            seconds[f"{name} sampling"] = one.node_s("sampler")
+            computed = STEPS * median(one.steps_s("sampler")) + one.node_s("decode")
+            seconds[f"{name} beside"] = seconds[name] - computed
         return seconds, int(abs(stock - auto).max())
-
-
-def seconds_of(result: RunResult, name: str) -> float:
-    """How long a node was executed."""
-    began = [(event.at_s, event.data.get("node")) for event in result.events if event.type == "executing"]
-    return next(after - at for (at, shown), (after, _) in pairwise(began) if shown == name)
 
 
 def ratio(phase: str) -> Callable[[Sequence[Round]], float]:

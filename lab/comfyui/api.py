@@ -15,6 +15,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -88,6 +89,19 @@ class RunResult:
     error: RunError | None
     duration_s: float
     events: Sequence[Event] = field(repr=False, default=())
+
+    def node_s(self, node: str) -> float:
+        """Return how long a node was executed."""
+        began = [(one.at_s, one.data.get("node")) for one in self.events if one.type == "executing"]
+        return next(after - at for (at, shown), (after, _) in pairwise(began) if shown == node)
+
+    def steps_s(self, node: str) -> list[float]:
+        """Return the times between a node's ticks. The first step, which may wait for a model, is
+        not among them.
+        """
+        return [
+            after - before for before, after in pairwise(one.at_s for one in self.ticks if one.node == node)
+        ]
 
 
 class PromptRefused(Exception):

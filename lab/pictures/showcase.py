@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from shutil import copyfile
 from statistics import fmean, median
@@ -96,11 +95,8 @@ def draw(
             f" {server.log}:\n{server.log_tail()}"
         )
     (image,) = result.outputs["save"]["images"]
-    steps_s = [
-        after.at_s - before.at_s
-        for before, after in pairwise(tick for tick in result.ticks if tick.node == "sampler")
-    ]
-    return Drawn(Image.open(server.output / image["subfolder"] / image["filename"]).convert("RGB"), steps_s)
+    picture = Image.open(server.output / image["subfolder"] / image["filename"]).convert("RGB")
+    return Drawn(picture, result.steps_s("sampler"))
 
 
 def in_bytes(drawn: Sequence[Drawn]) -> torch.Tensor:

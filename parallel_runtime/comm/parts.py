@@ -81,12 +81,11 @@ class Parts(NamedTuple):
             if len(runs) > 1 and shape[0] == 1 and runs[0].numel() and len({run.shape for run in runs}) == 1:
                 whole = torch.Size((ranks, len(runs) * shape[1], *shape[2:]))
                 torch.cat([run.squeeze(1) for run in runs], 1, out=self._places(first, whole, 0))
-                first += ranks
-                continue
-            for run in runs:
-                if run.numel():
-                    self._places(first, run.shape, offset).copy_(run)
-                offset += run.numel() // run.shape[0]
+            else:
+                for run in runs:
+                    if run.numel():
+                        self._places(first, run.shape, offset).copy_(run)
+                    offset += run.numel() // ranks
             first += ranks
 
     def take(self, into: Runs) -> None:
