@@ -43,9 +43,7 @@ def all_devices(gpus: tuple[Device, ...]) -> Choice:
     LayoutError where it computes on anything else.
     """
     return Choice(
-        place(in_one_sequence(how_many("auto", gpus)), "auto", "auto", gpus, own_device()),
-        is_open=True,
-        looks_ahead=True,
+        place(in_one_sequence(how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True
     )
 
 

@@ -147,6 +147,15 @@ OTHERS = {  # of each input a value that is not its default
 }
 
 
+def test_a_queue_is_sampled_at_once_only_where_that_is_asked_for():
+    from pipemesh.nodes.runtime import Runtime
+
+    runtime, cpu = Runtime(fake_setup()), {"layout": "auto", "devices": "cpu"}
+    assert not runtime.default_choice().looks_ahead, "PipeMesh Parallelize without a pool"
+    assert not runtime.choose(**cpu).looks_ahead
+    assert runtime.choose(**cpu, queue="all soonest").looks_ahead
+
+
 def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():
     from pipemesh.nodes.runtime import Runtime
 
