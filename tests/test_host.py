@@ -238,13 +238,14 @@ def test_an_install_whose_launcher_was_killed_still_counts_as_under_way_until_it
         with (tmp_path / "host.lock").open("w") as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.append(False)
             except BlockingIOError:
                 held.append(True)
-                return
-        held.append(False)
+        seen.open("w").close()
 
-    code = "print('under way', flush=True)"
-    waits = f"{code}; import os; os.read(0, 1)"  # its stdin is at its end at once
+    seen = tmp_path / "seen"
+    os.mkfifo(seen)
+    waits = f"print('under way', flush=True); open({str(seen)!r}).read()"  # until look has looked
     assert run_logged([sys.executable, "-c", waits], tmp_path / "log", look, os.environ, lock.fileno()) == 0
     assert held[0]
 
