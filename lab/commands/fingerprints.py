@@ -24,7 +24,7 @@ def classes() -> list[str]:
 def with_host(known: KnownHosts, version: str, root: Path) -> KnownHosts:
     """Returns what is known, and this ComfyUI."""
     files, digests = HostFiles(root), {kind: [*found] for kind, found in known.classes.items()}
-    functions = {module: dict(names) for module, names in known.functions.items()}
+    functions = {module: {*found.split()} for module, found in known.functions.items()}
     for kind in classes():
         found = files.fingerprint(kind)
         if not found.functions:
@@ -32,12 +32,14 @@ def with_host(known: KnownHosts, version: str, root: Path) -> KnownHosts:
         if found.digest not in digests.setdefault(kind, []):
             digests[kind].append(found.digest)
         for place, digest in found.functions.items():
-            module, _, name = place.partition(":")
-            of_module = functions.setdefault(module, {})
-            if digest not in of_module.get(name, ""):
-                of_module[name] = f"{of_module.get(name, '')} {digest}".strip()
+            functions.setdefault(place.partition(":")[0], set()).add(digest)
     types = {name for module in OF_TYPES for name in files.classes_in(module)}
-    return KnownHosts(sorted({*known.versions, version}), digests, functions, sorted({*known.types, *types}))
+    return KnownHosts(
+        sorted({*known.versions, version}),
+        digests,
+        {module: " ".join(sorted(found)) for module, found in functions.items()},
+        sorted({*known.types, *types}),
+    )
 
 
 def main(argv: Sequence[str], host: ComfyInstall) -> int:

@@ -22,13 +22,13 @@ OF_TYPES = ("comfy.model_base", "comfy.supported_models")
 @dataclass(frozen=True)
 class KnownHosts:
     """``versions`` of ComfyUI. ``classes``: ``module:Class`` -> its digests in them. ``functions``:
-    module -> qualified name -> digests, with spaces between them. ``types``: the names of all types
-    of models.
+    module -> the digests of its functions, which their names are part of, with spaces between them.
+    ``types``: the names of all types of models.
     """
 
     versions: Sequence[str]
     classes: Mapping[str, Sequence[str]]
-    functions: Mapping[str, Mapping[str, str]]
+    functions: Mapping[str, str]
     types: Sequence[str] = ()
 
     def has(self, found: Fingerprint) -> bool:
@@ -36,11 +36,10 @@ class KnownHosts:
 
     def unknown_in(self, found: Fingerprint) -> list[str]:
         """Returns the functions of a class that no tested ComfyUI has, as ``module:name``."""
-        places = ((name, *name.split(":"), digest) for name, digest in found.functions.items())
         return sorted(
             name
-            for name, module, inner, digest in places
-            if digest not in self.functions.get(module, {}).get(inner, "")
+            for name, digest in found.functions.items()
+            if digest not in self.functions.get(name.partition(":")[0], "")
         )
 
     def new_among(self, types: Sequence[type]) -> str:
@@ -50,7 +49,9 @@ class KnownHosts:
 
     def to_json(self) -> str:
         text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
-        return text.replace('},"', '},\n"').replace('],"comfy', '],\n"comfy') + "\n"
+        for end in ("}", "]", '"'):
+            text = text.replace(f'{end},"comfy', f'{end},\n"comfy')
+        return text.replace('},"', '},\n"') + "\n"
 
 
 @cache
