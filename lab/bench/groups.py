@@ -1,10 +1,12 @@
 """Measure a pool of two groups of one rank: the same runs as stock's in turn, the cores' capacity
-taken out. ``cfg``, ``data``, ``windows`` and ``queue`` are benches of it.
+taken out. ``cfg``, ``data`` and ``windows`` are benches of it, and ``queue`` goes further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .capacity import capacity
@@ -13,6 +15,7 @@ from .lockstep import Phase, Ranks, merge, run, timed
 
 if TYPE_CHECKING:
     from ...parallel_runtime.client.queued import Moment
+    from ...parallel_runtime.layout import Layout
 
 EFFICIENCY = 0.97  # goal
 TOKENS, STEPS = 1024, 3
@@ -33,10 +36,12 @@ def speedup(rounds: Sequence[Round]) -> float:
 
 class GroupRuns:
     """One process of the bench: the sampler over the stock model, and, in the first process, over
-    a pool with two groups for ``what`` there are two of.
+    a pool with two groups for ``what`` there are two of; ``beside`` those by a pool of this layout.
     """
 
-    def __init__(self, ranks: Ranks, what: str, comfyui: str):
+    def __init__(
+        self, ranks: Ranks, what: str, comfyui: str, tokens: int = TOKENS, beside: Layout | None = None
+    ):
         from ...launcher.pool.devices import place
         from ...launcher.pool.handle import PoolHandle
         from ...launcher.pool.rank_setup import RankSetup
@@ -46,20 +51,23 @@ class GroupRuns:
         from ...parallel_runtime.layout import Layout
         from .forwards import SAMPLE, SIZE
 
-        self.what, axis = what, "data" if what in ("data", "queue") else "cfg"
+        self.what, self.tokens, axis = what, tokens, "data" if what in ("data", "queue") else "cfg"
+        self.ranks, self.handles, self.parallel = ranks, list[PoolHandle](), dict[str, Any]()
         self.prompts = Prompts(QUEUED)
         self.stock = SAMPLE.form.random_model(SIZE)
         self.all_cores = ranks.all_cores
-        self.handle = None
-        if ranks.rank == 0:
-            setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
-            self.handle = PoolHandle(place(Layout(**{axis: 2}), "cpu", "gloo", ()), setup)
-            self.parallel = parallelize(
-                SAMPLE.form.random_model(SIZE),
-                RemotePool(self.handle, shares_weights=True),
-                0.0,
-                ahead=LookAhead(lambda: self.prompts.now),
-            )
+        layouts = {"parallel": Layout(**{axis: 2}), **({"beside": beside} if beside else {})}
+        for name, layout in layouts.items():
+            self.parallel[name] = None
+            if ranks.rank == 0:
+                setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
+                self.handles.append(PoolHandle(place(layout, "cpu", "gloo", ()), setup))
+                self.parallel[name] = parallelize(
+                    SAMPLE.form.random_model(SIZE),
+                    RemotePool(self.handles[-1], shares_weights=True),
+                    0.0,
+                    ahead=LookAhead(lambda: self.prompts.now),
+                )
 
     def sample(self, model: Any) -> Any:
         from .forwards import TEXT_TOKENS, sampled
@@ -69,16 +77,29 @@ class GroupRuns:
             model = in_windows(model)
         tokens = TEXT_TOKENS, TEXT_TOKENS - SHORTER
         seeds = self.prompts.each() if self.what == "queue" else (1,)
-        return [sampled(model, TOKENS, STEPS, prompts=tokens, seed=seed, **how) for seed in seeds]
+        return [sampled(model, self.tokens, STEPS, prompts=tokens, seed=seed, **how) for seed in seeds]
 
-    def through(self) -> float:
-        """Seconds of a run through the pool; 0 in the processes that have none."""
+    def through(self, name: str) -> float:
+        """Seconds of a run through the pool of that name; 0 in the processes that have none."""
         from .forwards import on_cores
 
-        if self.handle is None:
+        if self.parallel[name] is None:
             return 0.0
         with on_cores(self.all_cores):
-            return timed(lambda: self.sample(self.parallel))
+            return timed(lambda: self.sample(self.parallel[name]))
+
+    def measure(self, rounds: int, more: Mapping[str, Phase] = MappingProxyType({})) -> list[Round]:
+        phases = {
+            "alone": Phase(lambda: timed(lambda: self.sample(self.stock)), alone=True),
+            **{name: Phase(partial(self.through, name)) for name in self.parallel},
+            "both": Phase(lambda: timed(lambda: self.sample(self.stock))),
+            **more,
+        }
+        return self.ranks.measure(phases, rounds)
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.close()
 
 
 class Prompts:
@@ -120,15 +141,9 @@ def in_windows(model: Any) -> Any:
 def measure(ranks: Ranks, what: str, rounds: int, comfyui: str) -> list[Round]:
     runs = GroupRuns(ranks, what, comfyui)
     try:
-        phases = {
-            "alone": Phase(lambda: timed(lambda: runs.sample(runs.stock)), alone=True),
-            "parallel": Phase(runs.through),
-            "both": Phase(lambda: timed(lambda: runs.sample(runs.stock))),
-        }
-        return ranks.measure(phases, rounds)
+        return runs.measure(rounds)
     finally:
-        if runs.handle is not None:
-            runs.handle.close()
+        runs.close()
 
 
 def bench_of(what: str, options: Options, goal: float = EFFICIENCY) -> Iterator[Figure]:

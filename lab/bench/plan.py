@@ -24,7 +24,7 @@ from ...parallel_runtime.comm.mesh import Mesh
 from ...parallel_runtime.comm.parts import to_all
 from ...parallel_runtime.families import plan_for
 from ...parallel_runtime.families.every import SAMPLES
-from ...parallel_runtime.families.sample import Released, Sample, Size
+from ...parallel_runtime.families.sample import Extent, Released, Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.cost import MERGE_BYTES
@@ -83,16 +83,16 @@ def tried() -> list[tuple[Sample, Released]]:
 class Forwards:
     """One process's forwards of a model at one size: whole, and under a method."""
 
-    def __init__(self, model: Any, sample: Sample, small: Released, side: int):
+    def __init__(self, model: Any, sample: Sample, small: Released, extent: Extent):
         from ...parallel_runtime.forward import forward_name
         from ...parallel_runtime.planner.released_model import DryModel, arguments_of, latent_shapes
         from ..dry_run.ranks import parts_of
 
-        dry = DryModel(sample, small, (side, side, small.extent[2]))
+        dry = DryModel(sample, small, extent)
         self.whole = dry.whole()
         self.parts = parts_of(dry, self.whole, STAGES, patches=0)
         self._transformer = model.diffusion_model
-        shapes = latent_shapes(model, small, (side, side, small.extent[2]))
+        shapes = latent_shapes(model, small, extent)
         self._arguments = arguments_of(model, sample, small, shapes, torch.device("cpu"))
         self._forward = getattr(self._transformer, forward_name(self._transformer))
 
@@ -187,7 +187,10 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     counted: dict[str, dict[int, Forwards]] = {}
     for sample, small in tried():
         model = sample.form.random_model(small.size).model
-        counted[sample.name] = {side: Forwards(model, sample, small, side) for side in (*SIDES, *CALIBRATED)}
+        frames = small.extent[2]
+        counted[sample.name] = {
+            side: Forwards(model, sample, small, (side, side, frames)) for side in (*SIDES, *CALIBRATED)
+        }
         whole = counted[sample.name][SIDES[0]].whole
         attention = Attention(counted[sample.name][IN_PARTS].whole.attended[0])
         phases[f"{sample.name} attention"] = Phase(attention.whole)
@@ -231,7 +234,9 @@ def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
     for sample, small in tried():
         model = sample.form.random_model(small.size).model
         for side in CALIBRATED:
-            phases[f"{sample.name} {side} on all cores"] = Phase(Forwards(model, sample, small, side).alone)
+            phases[f"{sample.name} {side} on all cores"] = Phase(
+                Forwards(model, sample, small, (side, side, small.extent[2])).alone
+            )
     return ranks.measure(phases, rounds)
 
 

@@ -26,9 +26,9 @@ from .plan import ITEM_BYTES, MESSAGES, Forwards, Timed, measured, message
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
 
-RANKS, ROUNDS = 2, 9
+RANKS, ROUNDS = 2, 5
 SMALLER = (0.25, 0.5, 0.75)  # sides, in parts of the prompt's
-DECODED = 0.5
+DECODED = 0.75  # below, all of a decoder's tensors come from memory that the process keeps
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class Known:
         return measured(timed, self.rounds).box(ranks, ITEM_BYTES)
 
     def decoding_box(self, phase: str, ranks: int) -> Box:
-        """Likewise, of devices that decode."""
-        speed = self.counted[DECODED].decoding.flops / typical(self.rounds, f"decoding {phase}")
+        """Likewise, of devices that decode: the whole picture, or each a band of it."""
+        seconds = typical(self.rounds, f"decoding {phase}")
+        speed = self.counted[DECODED].decoding.flops / ranks / seconds
         box = self.box(phase, ranks)
         return replace(box, devices=tuple(replace(one, matmul_flops_per_s=speed) for one in box.devices))
 
@@ -106,14 +107,12 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
     from ...parallel_runtime.layout import Layout
     from ...parallel_runtime.planner.decoding import counted_of, vae_of
     from ...parallel_runtime.planner.released_model import latent_shapes
-    from .vae import random_weights
+    from .vae import by_bands, random_weights
 
     torch.set_num_threads(1)
     comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
     with giving_way():
-        exchange = connect(
-            Layout(ulysses=RANKS), ranks.rank, via_cpu=False, wants_stop=lambda: False
-        ).sequence.ulysses
+        comm = connect(Layout(ulysses=RANKS), ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence
     prompt = msgspec.convert(asked, Asked)
     sample = SAMPLES[prompt.sample]
     model = sample.form.random_model(prompt.size).model
@@ -121,7 +120,7 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
     vae, counts, phases = random_weights(make()), {}, dict[str, Phase]()
     for share in (*SMALLER, 1.0):
         smaller = prompt.at(share)
-        forwards = Forwards(model, sample, smaller.released, smaller.side)
+        forwards = Forwards(model, sample, smaller.released, smaller.released.extent)
         shape = tuple(latent_shapes(model, smaller.released, smaller.released.extent)[0])
         decoding = counted_of(make, shape, torch.float32)
         assert decoding is not None
@@ -136,11 +135,12 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
                 with torch.inference_mode():
                     return timed(lambda: vae.decode(latent))
 
-            phases["decoding alone"], phases["decoding both"] = Phase(decode, alone=True), Phase(decode)
+            phases["decoding alone"] = Phase(decode, alone=True)
+            phases["decoding both"] = Phase(partial(by_bands, vae, latent, comm))
     some = torch.ones(1 << 20)
     phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
     for nbytes in MESSAGES:
-        phases[f"message {nbytes}"] = Phase(message(exchange, torch.ones(nbytes // 4)))
+        phases[f"message {nbytes}"] = Phase(message(comm.ulysses, torch.ones(nbytes // 4)))
     return {"rounds": ranks.measure(phases, rounds), "counted": counts}
 
 
@@ -150,3 +150,8 @@ def known(host: ComfyInstall, asked: Asked) -> Known:
         float(share): msgspec.convert(found, Counted) for share, found in by_rank[0]["counted"].items()
     }
     return Known(counted, merge([rank["rounds"] for rank in by_rank]))
+
+
+def together(before: Known, after: Known) -> Known:
+    """Return what was measured before and after prompts: a machine's speed wavers meanwhile."""
+    return replace(before, rounds=[*before.rounds, *after.rounds])

@@ -23,7 +23,7 @@ from ...parallel_runtime.families.sample import Size
 from ..comfyui.api import Graph, RunResult, node
 from ..comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
 from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
-from .prompt_plan import Asked, known
+from .prompt_plan import Asked, known, together
 
 STAND_INS = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
 UNTIMED = 5  # rounds: two by ComfyUI's VAE, the pool's first two, and one that counts
@@ -208,18 +208,20 @@ def bench(options: Options, side: int = 512, width: int = 64) -> Iterator[Figure
             for case, graph in CASES.items():
                 if options.only and case not in options.only:
                     continue
-                prompts = Prompts(server, graph(side))
+                prompts, prompt = Prompts(server, graph(side)), asked(case, side, width)
+                before = known(options.host, prompt) if prompt is not None else None
                 found = [prompts.round(seed) for seed in range(UNTIMED + options.rounds)]
                 apart = max(pixels for _, pixels in found)
                 yield Figure("prompts", case, "pixels", exactly(apart), "of 255", Goal(at_most=1))
                 timed = [seconds for seconds, _ in found[UNTIMED:]]
                 for name, phase in (("run_speedup", ""), ("sampling_speedup", " sampling")):
                     yield Figure("prompts", case, name, estimate(timed, ratio(phase)), "x")
-                if (prompt := asked(case, side, width)) is None:
+                if prompt is None or before is None:
                     continue
                 smaller = Prompts(server, graph(side // 2))
                 small = [smaller.round(seed)[0] for seed in range(UNTIMED + options.rounds)][UNTIMED:]
-                predicted = known(options.host, prompt).predicted(STEPS, prompt.batch)
+                speeds = together(before, known(options.host, prompt))
+                predicted = speeds.predicted(STEPS, prompt.batch)
                 for name, seconds in predicted.items():
                     whole = seconds + typical(small, f"{name} beside")
                     off = estimate(timed, partial(over, whole, name))

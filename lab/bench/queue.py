@@ -1,16 +1,137 @@
-"""Measure a queue of four seeds: two at once, in two groups of one rank each, beside stock's one
-after the other.
+"""Measure a queue of seeds: two at once, in two groups of one rank each, beside stock's one after
+the other, and beside all of them on ``ulysses 2``; how near both come to what is predicted of them,
+by speeds that the same rounds measured of the same model at smaller sizes; and how long a queue is
+looked at whose prompts share nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from .figures import Figure, Options
-from .groups import bench_of
+import msgspec
 
-GOAL = 0.95  # beside sampling, each result is copied, kept and compared
+from ...parallel_runtime.families.sample import Released
+from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.planner.job import Job
+from ...parallel_runtime.planner.prediction import predict
+from ...parallel_runtime.planner.whole import Whole
+from .capacity import capacity
+from .figures import Figure, Goal, Options, Round, estimate, typical
+from .groups import QUEUED, STEPS, GroupRuns, efficiency, speedup
+from .lockstep import Phase, Ranks, merge, run, timed
+from .plan import ITEM_BYTES, MESSAGES, Forwards, Timed, measured, message
+
+EFFICIENCY, OFF = 0.95, 0.1  # goals; beside sampling, each result is copied, kept and compared
+TOKENS = (256, 1024)
+CALIBRATED = (128, 320, 512, 768)  # tokens, at which speeds are measured
+PIXELS, ROW = 1024, 16  # of a latent's width; of the height of a row of 64 tokens
+SEQUENCE = Layout(ulysses=2)
+BOTH = {"parallel": (Layout(data=2), 2), "beside": (SEQUENCE, 1)}  # phase -> layout, images at once
+PROMPTS, NODES = 200, 40  # of a queue that shares nothing
+
+
+def released(tokens: int) -> Released:
+    """Return the bench's model and a picture of so many tokens, text included."""
+    from .forwards import ROW_TOKENS, SAMPLE, SIZE, TEXT_TOKENS
+
+    rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
+    return Released(name=SAMPLE.name, size=SIZE, text=TEXT_TOKENS, extent=(PIXELS, ROW * rows, 1))
+
+
+def unrelated() -> float:
+    """Seconds of looking at a queue of prompts that differ in their text."""
+    from ...parallel_runtime.client.ahead import LookAhead
+    from ...parallel_runtime.client.queued import Moment
+
+    def graph(text: int) -> dict[str, Any]:
+        made = {
+            str(number): {"class_type": "Node", "inputs": {"before": [str(number - 1), 0], "value": number}}
+            for number in range(1, NODES)
+        }
+        made["0"] = {"class_type": "Text", "inputs": {"text": text}}
+        made["sampler"] = {"class_type": "KSampler", "inputs": {"seed": 1, "model": [str(NODES - 1), 0]}}
+        return made
+
+    others = tuple((str(text), graph(text)) for text in range(1, PROMPTS))
+    ahead = LookAhead(lambda: Moment("0", "sampler", None, graph(0), others))
+
+    def nobody() -> Any:
+        raise AssertionError("nothing is alike")
+
+    return timed(lambda: ahead.at_once(8, nobody))
+
+
+def measure(ranks: Ranks, tokens: int, rounds: int, comfyui: str) -> dict[str, Any]:
+    import comfy.cli_args
+    import torch
+
+    from ...parallel_runtime.comm.cores import giving_way
+    from ...parallel_runtime.comm.mesh import connect
+    from .forwards import SAMPLE, SIZE
+
+    comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
+    with giving_way():
+        exchange = connect(SEQUENCE, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence.ulysses
+    runs = GroupRuns(ranks, "queue", comfyui, tokens, SEQUENCE)
+    model, counted, phases = SAMPLE.form.random_model(SIZE).model, {}, dict[str, Phase]()
+    for count in (*CALIBRATED, tokens):
+        small = released(count)
+        forwards = Forwards(model, SAMPLE, small, small.extent)
+        counted[count] = asdict(forwards.whole)
+        if count in CALIBRATED:
+            phases[f"{count} both"] = Phase(forwards.alone)
+    for nbytes in MESSAGES:
+        phases[f"message {nbytes}"] = Phase(message(exchange, torch.ones(nbytes // 4)))
+    some = torch.ones(1 << 20)
+    phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
+    phases["unrelated"] = Phase(unrelated, alone=True)
+    try:
+        return {"rounds": runs.measure(rounds, phases), "counted": counted}
+    finally:
+        runs.close()
+
+
+def predicted(rounds: Sequence[Round], counted: Mapping[int, Whole], tokens: int, phase: str) -> float:
+    """Return the seconds of the queue in a layout."""
+    layout, images = BOTH[phase]
+    found = [Timed.of(counted[count], typical(rounds, f"{count} both")) for count in CALIBRATED]
+    job = Job(whole=counted[tokens], evaluations=STEPS, batch=images)
+    box = measured(found, rounds).box(layout.world_size, ITEM_BYTES)
+    return QUEUED // images * STEPS * min(one.seconds for one in predict(job, layout, box))
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    yield from bench_of("queue", options, GOAL)
+    for tokens in TOKENS:
+        by_rank = run(
+            options.host,
+            2,
+            "queue:measure",
+            tokens=tokens,
+            rounds=options.rounds,
+            comfyui=options.host.comfyui,
+        )
+        rounds = merge([rank["rounds"] for rank in by_rank])
+        counted = {int(count): msgspec.convert(one, Whole) for count, one in by_rank[0]["counted"].items()}
+        yield from figures(tokens, rounds, counted)
+
+
+def figures(tokens: int, rounds: Sequence[Round], counted: Mapping[int, Whole]) -> Iterator[Figure]:
+    case = f"queue2_{tokens}"
+    yield Figure(
+        "queue", case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=EFFICIENCY)
+    )
+    yield Figure("queue", case, "speedup", estimate(rounds, speedup), "x")
+    yield Figure("queue", case, "capacity", estimate(rounds, capacity), "x")
+    over_ulysses = estimate(rounds, lambda some: typical(some, "beside") / typical(some, "parallel"))
+    yield Figure("queue", case, "over_ulysses", over_ulysses, "x")
+    for phase, (layout, _) in BOTH.items():
+        near = estimate(
+            rounds,
+            lambda some, phase=phase: typical(some, phase) / predicted(some, counted, tokens, phase),
+        )
+        name = f"over_predicted_{layout.product()}".replace(" ", "")
+        yield Figure("queue", case, name, near, "ratio", Goal.within(OFF, 1.0))
+    unrelated_ms = estimate(rounds, lambda some: 1e3 * typical(some, "unrelated"))
+    yield Figure("queue", case, "unrelated", unrelated_ms, "ms")

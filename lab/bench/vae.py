@@ -51,31 +51,38 @@ def random_weights(model: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def by_bands(model: Any, latent: Any, comm: Any) -> float:
+    """Seconds of this rank's part of a decoding by bands."""
+    import torch
+
+    from ...parallel_runtime.methods.vae_bands import BandsOfRows
+    from ...parallel_runtime.patches import Part
+
+    method, arguments = (
+        BandsOfRows(model, comm, torch.device("cpu")),
+        {"samples": latent, "unit": 1, "options": {}},
+    )
+    method.attach()
+    try:
+        method.begin(Part(1, 0))
+        with torch.inference_mode():
+            return timed(lambda: method.forward(model.decode, arguments, 1))
+    finally:
+        method.detach()
+
+
 def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
     import torch
 
     from ...parallel_runtime.comm.cores import giving_way
     from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.layout import Layout
-    from ...parallel_runtime.methods.vae_bands import BandsOfRows
-    from ...parallel_runtime.patches import Part
     from .forwards import standin
 
-    layout, cpu = Layout(ulysses=ranks.size), torch.device("cpu")
+    layout = Layout(ulysses=ranks.size)
     with giving_way():
         mesh = connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False)
     model, latent = model_of(case), torch.randn(CASES[case], generator=torch.Generator().manual_seed(5))
-    arguments = {"samples": latent, "unit": 1, "options": {}}
-
-    def through(comm: Any) -> float:
-        method = BandsOfRows(model, comm, cpu)
-        method.attach()
-        try:
-            method.begin(Part(1, 0))
-            with torch.inference_mode():
-                return timed(lambda: method.forward(model.decode, arguments, 1))
-        finally:
-            method.detach()
 
     def whole() -> float:
         with torch.inference_mode():
@@ -85,9 +92,9 @@ def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
     return ranks.measure(
         {
             "alone": Phase(whole, alone=True),
-            "parallel": Phase(lambda: through(mesh.sequence)),
+            "parallel": Phase(lambda: by_bands(model, latent, mesh.sequence)),
             "both": Phase(whole),
-            "shards": Phase(lambda: sum(map(through, standins)), alone=True),
+            "shards": Phase(lambda: sum(by_bands(model, latent, one) for one in standins), alone=True),
         },
         rounds,
     )
