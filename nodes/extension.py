@@ -102,6 +102,7 @@ class PipeMeshExtension(ComfyExtension):
         screen = NodeScreen()
         waiting = Waiting(screen)
         notices = Notices(partial(show_after, waiting))
+        switch = Switch(os.environ, settings_file)
         prompts = PromptTimes(lambda: (screen.node_now() or ("", ""))[1], span_of)
         times = StepTimes(
             lambda run: self._runtime().predicted(run), first_step=waiting.came, prompts=prompts
@@ -111,10 +112,12 @@ class PipeMeshExtension(ComfyExtension):
             from .queued import moment_now
             from .runtime import Runtime
 
-            return Runtime(self._setup, show_on_node, fault, notices, waiting, times, moment_now)
+            return Runtime(
+                self._setup, show_on_node, fault, notices, waiting, times, moment_now, switch.looks_ahead
+            )
 
         self._runtime = Once(runtime)
-        self._auto = Auto(self._runtime, Switch(os.environ, settings_file), notices, times)
+        self._auto = Auto(self._runtime, switch, notices, times)
 
     async def on_load(self) -> None:
         server = PromptServer.instance

@@ -25,6 +25,7 @@ from ..launcher.cache import cache_folder
 from ..launcher.pool.devices import Device, Placement, on_devices
 from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.ahead import LookAhead
+from ..parallel_runtime.client.asked import Asked
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
 from ..parallel_runtime.client.run import Run
@@ -113,7 +114,8 @@ class Sampling:
 class PlannedLayout:
     """A choice of a layout. ``plan`` is None where nothing could be predicted, and ``why`` says why
     not; else ``why`` says by which speeds, as do ``known``, in a word, and the name of the ``box``.
-    ``awaits``: it is being counted, and no pool that suits it is up.
+    ``awaits``: it is being counted, and no pool that suits it is up. ``first_s``: predicted for one
+    evaluation of the running prompt alone, in the layout that is best for that.
     """
 
     layout: Layout
@@ -124,6 +126,7 @@ class PlannedLayout:
     known: Known | Literal[""] = ""
     box: str = ""
     awaits: bool = False
+    first_s: float | None = None
 
     @property
     def best(self) -> Prediction | None:
@@ -186,7 +189,7 @@ class Planning:
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
         self._made: deque[PastChoice] = deque(maxlen=AGAIN)  # the last choices
         # By what was asked: all layouts of 8 GPUs take a third of a second to predict
-        self._plans: deque[tuple[tuple, Plan]] = deque(maxlen=AGAIN)
+        self._plans: deque[tuple[tuple, Plan]] = deque(maxlen=2 * AGAIN)
         # Once: another speed would be another pool
         self._devices = read_devices(self._speeds.with_name(DEVICES))
 
@@ -237,18 +240,21 @@ class Planning:
         running: Iterable[Layout],
         room: Mapping[str, int] = MappingProxyType({}),
         merges: bool = True,
+        to_come: Callable[[], Asked] | None = None,
     ) -> PlannedLayout:
         """Choose the layout of ``choice`` for a model; that of its placement where nothing can be
         predicted, and one that is ``running`` where that cannot be said yet. ``asked`` raises
         NotCounted. ``running``: layouts of the live pools on its devices. ``room``: bytes that
         ranks may take on each, where that is known. ``merges``: whether a ring can compute the
-        model's attention. Raises RunCancelled.
+        model's attention. ``to_come``: the sampler, which tells what may be sampled beside
+        it; None: nothing. Raises RunCancelled.
         """
         own, running = choice.placement, tuple(running)
         try:
-            most = len(own.devices) if choice.looks_ahead else 1
-            images, rounds = self.ahead.at_once(most)
-            sampling = replace(asked(), images=images, rounds=rounds)
+            sampling = asked()
+            if choice.looks_ahead and to_come is not None:
+                images, rounds = self.ahead.at_once(len(own.devices), to_come)
+                sampling = replace(sampling, images=images, rounds=rounds)
             return self._chosen(model, choice, sampling, running, room, merges)
         except NotYet as error:
             up = self._fitting(model, choice, running)
@@ -330,12 +336,21 @@ class Planning:
             )
         if best is None or made.best is None:
             return PlannedLayout(placement.layout, "no layout has room", asked.text, made)
-        parts = made.best.layout.parts_of_batches
+        kept = made.best.prediction and made.best.prediction.kept
+        parts = 1 if kept == "sharded" else made.best.layout.parts_of_batches
         if parts < asked.images:  # no more of them are sampled at once
             return self._chosen(model, choice, replace(asked, images=parts), running, room, merges)
         self._made.append(PastChoice(placement.devices, kind, best.layout, made.best.layout))
+        first = self._predicted(replace(job, batch=asked.shape[0]), here, approximate).best
         return PlannedLayout(
-            made.best.layout, here.said, asked.text, made, warm_up, here.known, here.box.name
+            made.best.layout,
+            here.said,
+            asked.text,
+            made,
+            warm_up,
+            here.known,
+            here.box.name,
+            first_s=first.prediction.seconds if first is not None and first.prediction is not None else None,
         )
 
     def _predicted(self, job: Job, here: MachineBox, approximate: bool) -> Plan:

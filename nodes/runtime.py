@@ -23,6 +23,7 @@ from ..launcher.pool.rank_setup import RankSetup
 from ..launcher.pool.rendezvous import check_rendezvous
 from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alone import Admission
+from ..parallel_runtime.client.asked import Asked
 from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.queued import Moment
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
@@ -78,7 +79,8 @@ class Runtime:
     text on the node that samples, where ``waiting`` does not; ``notices`` are kept for those who
     ask.
 
-    ``moment`` tells what ComfyUI executes, and what waits in its queue.
+    ``moment`` tells what ComfyUI executes, and what waits in its queue; ``looks_ahead`` whether
+    prompts of it may be sampled at once where no pool says so.
 
     ``fault``: why no pool can be started. It is raised when a model is parallelized, so that
     ComfyUI has the nodes all the same.
@@ -93,7 +95,9 @@ class Runtime:
         waiting: Waiting | None = None,
         times: StepTimes | None = None,
         moment: Callable[[], Moment | None] = lambda: None,
+        looks_ahead: Callable[[], bool] = lambda: True,
     ):
+        self._looks_ahead = looks_ahead
         self.notices = notices or Notices()
         self.wait: Wait = waiting or NoWait()
         self._teller = Teller(self.wait, show)
@@ -129,7 +133,8 @@ class Runtime:
 
     def default_choice(self) -> Choice:
         """Raises LayoutError."""
-        return all_devices(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
+        devices = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
+        return replace(all_devices(devices), looks_ahead=self._looks_ahead())
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
@@ -209,9 +214,16 @@ class Runtime:
         """Return that pool, for what samples decodes too; else the one of the choice."""
         return self._pool(self.live_placement(choice) or choice.placement)
 
-    def plan(self, model: ModelPatcher, choice: Choice, asked: Callable[[], Sampling]) -> PlannedLayout:
-        """Choose the layout of an open choice for what is about to be sampled. The wait for its
-        first step begins, as a model that is counted for the first time takes a moment.
+    def plan(
+        self,
+        model: ModelPatcher,
+        choice: Choice,
+        asked: Callable[[], Sampling],
+        to_come: Callable[[], Asked] | None = None,
+    ) -> PlannedLayout:
+        """Choose the layout of an open choice for what is about to be sampled, by the sampler
+        ``to_come``. The wait for its first step begins, as a model that is counted for the first
+        time takes a moment.
         """
         self.wait.begin()
         choice = provisional(choice, model)
@@ -227,6 +239,7 @@ class Runtime:
             [one.layout for one in same if one in live],
             room,
             merges=not why_no_parts(model),
+            to_come=to_come,
         )
 
     def predicted(self, run: Run) -> float | None:

@@ -108,7 +108,7 @@ class PoolSettings:
     warm_up: int = number(1, 1, 10000, advanced=True)
     stages: str = text("", advanced=True)
     backend: str = one_of(("auto", "nccl", "gloo"), advanced=True)
-    queue: str = one_of((FIRST_SOONEST, ALL_SOONEST))
+    queue: str = one_of((ALL_SOONEST, FIRST_SOONEST))
 
     @property
     def allows_approximate(self) -> bool:

@@ -90,15 +90,16 @@ class StepTimes:
 
     def note(self, steps: Steps) -> None:
         """Takes the steps of a sampling that is over. The first step is left out: it waits for what
-        is loaded. Of images at once each takes its part of the time.
+        is loaded. Of images at once each takes its part of the time; where some were given up, none
+        is known.
         """
         timed = steps.timed
         if steps.run is not None:
             self.prompts.note_run(steps.run, steps.began, self._clock())
-        if timed is None or (steps.run is not None and steps.run.was_ahead):
+        if timed is None or (steps.run is not None and not (steps.run.queued[0] and steps.run.images)):
             return
-        timed = timed.of_one(steps.run.images) if steps.run is not None else timed
         if steps.run is not None:
+            timed = timed.of_one(steps.run.images)
             self._runs[steps.run] = steps.key, timed.step_s
             if steps.layout is not None:
                 longer = self._predict(steps.run)

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
 
+import comfy.sample
 import comfy.samplers
 import comfy.utils
 import pytest
 import torch
-from pipemesh.lab.commands.parity import conditioning
+from pipemesh.lab.commands.parity import conditioning, stock_model
+from pipemesh.parallel_runtime.client.asked import Asked
 from pipemesh.parallel_runtime.client.queued import Moment
 
 import nodes
@@ -113,6 +115,23 @@ class Advanced(Custom):
         with at("1"):
             noise = custom("RandomNoise", seed)
             return custom("SamplerCustomAdvanced", noise, guider, *self.solver(model), self.latent)
+
+
+def to_come(seed, sampler="euler", drawn=0):
+    """The sampler of a Workflow with this seed, as it is known before it begins; ``drawn``: images
+    of a batch whose noise was drawn before.
+    """
+    guider = comfy.samplers.CFGGuider(stock_model(5))
+    guider.set_conds(*PROMPTS)
+    latent = torch.zeros(1, 16, *SIZE)
+    given = {
+        "noise": comfy.sample.prepare_noise(latent, seed, [drawn]),
+        "latent_image": latent,
+        "sampler": comfy.samplers.sampler_object(sampler),
+        "sigmas": torch.linspace(1, 0, 4),
+        "seed": seed,
+    }
+    return lambda: Asked.to_come(guider, given)
 
 
 class Line:

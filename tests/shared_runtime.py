@@ -43,7 +43,7 @@ class SharedRuntime:
         self.trials = no_trials()
         self.planning = Planning(StepTimes(first_step=self.wait.came), Counts(nobody))
 
-    def plan(self, model, choice, asked):
+    def plan(self, model, choice, asked, to_come=None):
         self.wait.begin()
         return PlannedLayout(choice.placement.layout, "there is one pool")
 

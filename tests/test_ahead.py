@@ -7,6 +7,7 @@ import inspect
 from dataclasses import replace
 
 import comfy.controlnet
+import comfy.hooks
 import comfy.model_base
 import comfy.model_management
 import comfy.samplers
@@ -18,7 +19,7 @@ from pipemesh.parallel_runtime.client import ahead as ahead_module
 from pipemesh.parallel_runtime.client import asked, separable
 from pipemesh.parallel_runtime.client.ahead import LookAhead
 from pipemesh.parallel_runtime.client.asked import takes_seed
-from pipemesh.parallel_runtime.client.described import held_bytes
+from pipemesh.parallel_runtime.client.described import tensors_of as tensors_in
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.seeds import Seed
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
@@ -27,8 +28,20 @@ from pipemesh.parallel_runtime.layout import Layout
 import nodes
 
 from .in_groups import GroupsHere, in_groups
-from .patched import execute, in_windows, pass_through
-from .queues import Advanced, Custom, InTwo, Line, Workflow, at_each_step, in_line, seeds_of, tensors_of
+from .patched import custom, execute, in_windows, pass_through
+from .queues import (
+    PROMPTS,
+    Advanced,
+    Custom,
+    InTwo,
+    Line,
+    Workflow,
+    at_each_step,
+    in_line,
+    seeds_of,
+    tensors_of,
+    to_come,
+)
 
 TWO = Layout(data=2)
 SEEDS = (11, 12, 13, 14, 15)
@@ -87,6 +100,11 @@ def assert_alike(ours, stock):
         assert relative_error(one, other) <= BOUND
 
 
+def at_once(ours):
+    """Images of the last run."""
+    return ours.model.remote.pool.last_run.queued[0]
+
+
 def suspended():
     return [thing for thing in gc.get_objects() if isinstance(thing, Seed) and thing]
 
@@ -131,7 +149,7 @@ def test_prompts_and_images_share_out_all_groups_where_there_are_both():
 def test_groups_for_prompts_alone_look_not_ahead():
     ours = Ahead(Layout(cfg=2))
     in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
-    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+    assert ours.images == (0, 0) and at_once(ours) == 1
 
 
 def test_every_prompt_is_told_each_of_its_own_steps():
@@ -295,6 +313,10 @@ def with_cfg_function(model):
     return clone
 
 
+class TwoModels(Advanced):
+    guider = staticmethod(lambda model: custom("DualModelGuider", model, PROMPTS[0], 2.0, model, PROMPTS[1]))
+
+
 REFUSED = {
     "a foreign wrapper": (wrapped, Workflow()),
     "a function after cfg": (with_cfg_function, Workflow()),
@@ -304,6 +326,7 @@ REFUSED = {
         Workflow(),
     ),
     "APG": (lambda model: execute("nodes_apg", "APG", model, 0.0, 15.0, 0.5), Workflow()),
+    "two models in one guider": (lambda model: model, TwoModels()),
     "uni_pc": (lambda model: model, Workflow("uni_pc")),
     "dpm_adaptive": (lambda model: model, Workflow("dpm_adaptive")),
 }
@@ -316,7 +339,7 @@ def test_what_may_keep_a_state_is_sampled_one_after_the_other(name):
     assert_alike(
         in_line(change(ours.model), ours.line, *prompts), in_line(change(stock_model(5)), Line(), *prompts)
     )
-    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+    assert ours.images == (0, 0) and at_once(ours) == 1
 
 
 def around(function):
@@ -337,14 +360,14 @@ def test_code_that_a_pack_has_put_into_a_step_is_run_for_one_prompt_after_the_ot
     monkeypatch.setattr(owner, name, around(getattr(owner, name)))
     ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
     assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
-    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+    assert ours.images == (0, 0) and at_once(ours) == 1
 
 
 def test_one_seed_that_waits_twice_is_sampled_ahead_once():
     ours = Ahead(Layout(data=3))
     ours.line.put(*seeds_of(Workflow(), 11, 12, 12))
     ours.line.run(ours.model)
-    assert ours.ahead.images.at_once == 2 and len(ours.ahead._kept) == 1
+    assert at_once(ours) == 2 and len(ours.ahead._kept) == 1
 
 
 def test_what_waits_is_forgotten_when_a_run_of_another_layout_is_planned_behind_its_queue():
@@ -354,7 +377,7 @@ def test_what_waits_is_forgotten_when_a_run_of_another_layout_is_planned_behind_
     assert ours.ahead._kept
     with ours.line._at("another", Workflow().graph(13), "1"):
         ours.line.now = replace(ours.line.now, others=())
-        assert ours.ahead.at_once(1) == (1, 1)
+        assert ours.ahead.at_once(1, to_come(13)) == (1, 1)
     assert not ours.ahead._kept and ours.images == (0, 1)
 
 
@@ -367,7 +390,7 @@ def test_a_queue_counts_as_far_as_its_prompts_are_alike(alike, expected):
         *seeds_of(Workflow(), *range(12, 12 + alike)), *seeds_of(other, *range(20, 20 + 11 - alike))
     )
     with ours.line._at("0", Workflow().graph(11), "1"):
-        assert ours.ahead.at_once(4) == expected
+        assert ours.ahead.at_once(4, to_come(11)) == expected
 
 
 def test_noise_that_stock_makes_otherwise_is_left_and_so_are_the_random_numbers_after_it():
@@ -409,13 +432,14 @@ class WithText(Workflow):
         lambda: {"control": Control(), "control_apply_to_uncond": False},
         lambda: {"area": (4, 4, 2, 2)},
         lambda: {"mask": torch.ones(1, 64, 80) / 2},
+        lambda: {"hooks": comfy.hooks.create_hook_model_as_lora({}, {}, 1.0, 1.0)},
     ],
-    ids=["a ControlNet", "an area", "a mask of the text"],
+    ids=["a ControlNet", "an area", "a mask of the text", "hooks of weights"],
 )
 def test_text_with_more_than_its_tokens_is_sampled_one_after_the_other(make):
     ours, prompts = Ahead(), seeds_of(WithText(make), 11, 12)
     assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
-    assert ours.images == (0, 0) and ours.ahead.images.at_once == 0
+    assert ours.images == (0, 0) and at_once(ours) == 1
 
 
 def test_models_that_make_conditioning_of_the_seed_are_known():
@@ -498,13 +522,13 @@ def test_no_more_is_sampled_ahead_than_has_room():
     ample = Ahead(three)
     ample.line.put(*prompts)
     ample.line.run(ample.model)
-    shared = held_bytes(next(iter(ample.ahead._kept.values())).asked)
+    shared = sum(one.nbytes for one in tensors_in(next(iter(ample.ahead._kept.values())).asked))
     for results, used in (
         (0.9, 0),
         (1.9, 1),
         (2, 2),
-    ):  # each: two of every sigma, of which there are four, and three
-        ours = Ahead(three, most_bytes=int(shared + results * 11 * latent))
+    ):  # each: two of every sigma, of which there are four, and four
+        ours = Ahead(three, most_bytes=int(shared + results * 12 * latent))
         in_line(ours.model, ours.line, *prompts)
         assert ours.images == (used, 0), results
 
@@ -553,6 +577,16 @@ def test_where_images_at_once_fail_the_first_goes_on_alone_and_the_rest_is_sampl
     ours.evaluations()
     in_line(ours.model, ours.line, *prompts[:2])
     assert ours.images == (1, 0), "another queue"
+
+
+def test_no_other_model_makes_room_for_what_can_wait(monkeypatch):
+    ours, asked_for = Ahead(made=Failing), []
+    monkeypatch.setattr(
+        ours.model.remote.pool.residency, "make_room", lambda *args, **_: asked_for.append(args)
+    )
+    ours.pool.error = OutOfMemory("No room.")
+    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
+    assert not asked_for
 
 
 def test_a_rank_that_dies_ends_the_prompt_that_runs_and_the_next_one_is_stocks_own():

@@ -2,6 +2,7 @@
 sampled ahead.
 """
 
+import gc
 from functools import cache
 
 import comfy.model_management
@@ -15,6 +16,7 @@ from pipemesh.parallel_runtime.layout import Layout
 
 import nodes
 
+from .in_groups import in_groups
 from .queues import Line, Workflow, node, tensors_of
 from .test_ahead import Ahead, Failing, cancelled, suspended
 
@@ -23,55 +25,63 @@ ERRORS = {"out of memory": OutOfMemory("No room."), "a rank dies": PoolFailed("A
 
 
 class Varied(Workflow):
-    """``text`` and ``size`` are literals of nodes before the sampler; ``loads``: how often its
-    loader is to make another MODEL of the same file.
-    """
+    """``text``, ``size`` and the strength of a ``lora`` are literals before the sampler."""
 
-    def __init__(self, text, size):
+    def __init__(self, text, size, lora):
         super().__init__("euler_ancestral", steps=2, cfg=1.0)
-        self.text, self.size = text, size
+        self.text, self.size, self.lora = text, size, lora
 
     def graph(self, seed):
         changed = {"text": node("Text", number=self.text), "latent": node("Empty", size=self.size)}
-        return super().graph(seed) | changed
+        return super().graph(seed) | changed | {"model": node("Lora", strength=self.lora)}
 
-    def run(self, model, seed, at):
+    def run(self, models, seed, at):
+        model = models[self.lora]
         latent = {"samples": torch.zeros(1, 16, self.size, 6)}
         given = conditioning(self.text, 13), conditioning(2, 7), latent
         with at("1"):
             return nodes.KSampler().sample(model, seed, 2, 1.0, self.sampler, "simple", *given)
 
 
+def with_lora(model):
+    """By the strength: what a graph's cache keeps of the MODEL."""
+    patched, weights = model.clone(), model.model.state_dict()
+    key = next(key for key in weights if key.endswith("img_in.weight"))
+    patched.add_patches({key: (torch.full_like(weights[key], 0.01),)}, 1.0, 1.0)
+    return [model, patched]
+
+
 @cache
-def stocks_own(seed, text, size):
+def stocks_own(seed, *varied):
     line = Line()
-    line.put(("", seed, Varied(text, size)))
-    return tensors_of(line.run(stock_model(5)))
+    line.put(("", seed, Varied(*varied)))
+    return tensors_of(line.run(with_lora(stock_model(5))))
 
 
 class Queue(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.ours = Ahead(Layout(data=3), made=Failing)
+        self.models = with_lora(self.ours.model)
         self.count = 0
-        self.is_loaded = False  # the MODEL, in ComfyUI's list
 
     @property
     def waiting(self):
         return self.ours.line.waiting
 
-    def made(self, seed, text, size):
+    def made(self, seed, *varied):
         self.count += 1
-        return f"prompt {self.count}", seed, Varied(text, size)
+        return f"prompt {self.count}", seed, Varied(*varied)
 
     @rule(
         seeds=st.lists(st.integers(1, 4), min_size=1, max_size=4),
         text=st.integers(1, 2),
         size=st.sampled_from(SIZES),
+        lora=st.integers(0, 1),
         at_front=st.booleans(),
     )
-    def queue(self, seeds, text, size, at_front):
-        prompts = [self.made(seed, text, size) for seed in seeds]
+    def queue(self, seeds, text, size, lora, at_front):
+        prompts = [self.made(seed, text, size, lora) for seed in seeds]
         self.waiting[:] = prompts + self.waiting if at_front else self.waiting + prompts
 
     @precondition(lambda self: self.waiting)
@@ -85,25 +95,26 @@ class Queue(RuleBasedStateMachine):
         self.waiting.clear()
 
     @precondition(lambda self: self.waiting)
-    @rule(text=st.integers(1, 2), data=st.data())
-    def change(self, text, data):
-        """Deletes a prompt and queues it with another text in its place."""
+    @rule(text=st.integers(1, 2), lora=st.integers(0, 1), data=st.data())
+    def change(self, text, lora, data):
+        """Deletes a prompt and queues it with another text or LoRA in its place."""
         at = data.draw(st.integers(0, len(self.waiting) - 1))
         _, seed, workflow = self.waiting[at]
-        self.waiting[at] = self.made(seed, text, workflow.size)
+        self.waiting[at] = self.made(seed, text, workflow.size, lora)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def run(self):
         _, seed, workflow = self.waiting[0]
-        got, self.is_loaded = tensors_of(self.ours.line.run(self.ours.model)), True
-        for one, other in zip(got, stocks_own(seed, workflow.text, workflow.size), strict=True):
+        got = tensors_of(self.ours.line.run(self.models))
+        expected = stocks_own(seed, workflow.text, workflow.size, workflow.lora)
+        for one, other in zip(got, expected, strict=True):
             assert relative_error(one, other) <= BOUND
 
     @precondition(lambda self: self.waiting)
     @rule(step=st.integers(1, 2))
     def cancel(self, step):
-        cancelled(self.ours.line, self.ours.model, step)
+        cancelled(self.ours.line, self.models, step)
 
     @precondition(lambda self: self.waiting)
     @rule(what=st.sampled_from(sorted(ERRORS)), after=st.integers(0, 5))
@@ -118,19 +129,20 @@ class Queue(RuleBasedStateMachine):
 
     @rule()
     def free(self):
-        """ComfyUI frees what it has loaded; what waits for another MODEL goes at the next run."""
+        """ComfyUI's Unload Models and Execution Cache."""
         comfy.model_management.unload_all_models()
-        assert not self.is_loaded or not self.ours.ahead._kept
-        self.is_loaded = False
+        self.load_anew()
+        gc.collect()
+        assert not self.ours.ahead._kept
 
     @rule()
     def load_anew(self):
-        """Another MODEL of the same weights, as after a restart of the graph's cache."""
-        fresh, self.is_loaded = Ahead(Layout(data=3), made=Failing), False
-        fresh.line.waiting[:] = self.waiting
-        self.ours.model, self.ours.pool, self.ours.line = fresh.model, fresh.pool, fresh.line
-        self.ours.ahead._moment = fresh.line
-        self.ours.ahead, fresh.ahead._kept = fresh.ahead, self.ours.ahead._kept
+        """Another MODEL of the same weights, in place of the first."""
+        self.ours.stock = stock_model(5)
+        self.ours.model, self.ours.pool = in_groups(
+            Layout(data=3), self.ours.stock, made=Failing, ahead=self.ours.ahead
+        )
+        self.models = with_lora(self.ours.model)
 
     @invariant()
     def no_more_is_kept_than_there_are_other_groups(self):
@@ -140,7 +152,7 @@ class Queue(RuleBasedStateMachine):
         assert not suspended()
         while self.waiting:
             self.run()
-        self.queue([1], 1, SIZES[0], False)
+        self.queue([1], 1, SIZES[0], 0, False)
         self.run()
         assert not self.ours.ahead._kept
         self.free()

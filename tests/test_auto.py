@@ -352,13 +352,12 @@ def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, fi
     monkeypatch.setattr(mm, "processing_interrupted", lambda: True)
     monkeypatch.setattr(type(client.sessions), "settle", cancelled_where_stopped)
     with pytest.raises(mm.InterruptProcessingException):
-        auto.sample(
-            guider_of(model), None, torch.ones(2), stock_run(model, lambda: pytest.fail("it went on"))
-        )
+        auto.sample(guider_of(model), stock_run(model, lambda: pytest.fail("it went on")))
 
 
 def stock_run(model, call=lambda: None):
-    return Run(call, StepTimes().watch(guider_of(model), None, None, None))
+    given = {"noise": None, "sigmas": torch.ones(2)}
+    return Run(call, StepTimes().watch(guider_of(model), None, None, None), given)
 
 
 def cancelled_where_stopped(_self, interrupted):
@@ -376,7 +375,7 @@ def test_a_model_that_a_node_has_put_on_another_device_stays_there(
     own = mm.get_torch_device()
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     with torch.inference_mode():
-        auto.sample(guider_of(model), None, torch.ones(2), stock_run(model))
+        auto.sample(guider_of(model), stock_run(model))
     assert said(notices) == [
         f"On one GPU: A node has put this MODEL on {own}, where ComfyUI computes on meta."
     ]

@@ -77,7 +77,7 @@ def test_what_cannot_be_made_in_this_comfyui_is_missed_only_where_auto_mode_is_o
         raise ImportError("comfy has no samplers")
 
     auto = Auto(runtime, Switch({"PIPEMESH_AUTO": str(int(on))}, lambda: None), notices)
-    assert auto.sample(SimpleNamespace(model_patcher=None), None, None, lambda: "stock") == "stock"
+    assert auto.sample(SimpleNamespace(model_patcher=None), lambda: "stock") == "stock"
     assert bool(asked) == on
     told = ["On one GPU: ImportError: comfy has no samplers"] if on else []
     assert [notice.text for notice in notices.latest()] == told

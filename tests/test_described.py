@@ -1,13 +1,14 @@
 """A description is equal to another where all that it tells of is, and stays as it was made."""
 
 import functools
+import weakref
 
 import pytest
 import torch
 from comfy.conds import CONDConstant, CONDRegular
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.client.described import described, held_bytes, is_same, on_cpu
+from pipemesh.parallel_runtime.client.described import described, is_same, on_cpu, tensors_of
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([0.5, 1.0, "a", "b"]))
 TREES = st.recursive(
@@ -41,7 +42,7 @@ def test_a_tensor_is_the_same_by_its_content_and_is_kept_as_it_was(values, at):
     tensor = torch.tensor(values)
     kept = described({"deep": [(tensor,)]}, on_cpu)
     assert is_same(kept, described({"deep": [(tensor.clone(),)]}))
-    assert held_bytes(kept) == tensor.nbytes
+    assert [one.nbytes for one in tensors_of(kept)] == [tensor.nbytes]
     tensor[at % len(values)] += 1
     assert not is_same(kept, described({"deep": [(tensor,)]}))
 
@@ -97,3 +98,13 @@ def test_an_object_of_unknown_kind_is_itself_alone():
     one, other = object(), object()
     assert is_same(described({"a": one}), described({"a": one}))
     assert not is_same(described({"a": one}), described({"a": other}))
+
+
+def test_a_description_keeps_nothing_in_memory_but_tensors():
+    model = torch.nn.Linear(2, 2)
+    kept = described({"model": model, "method": model.forward})
+    assert is_same(kept, described({"model": model, "method": model.forward}))
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+    assert not is_same(kept, kept), "nobody can tell any more"

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageStat
+from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.page import ComfyPage
 from pipemesh.lab.templates.files import installed
 
 from .served import graph
+from .test_end_to_end_queue import IN_GROUPS
 
 pytestmark = pytest.mark.browser
 
@@ -40,7 +42,7 @@ OVERRULED = """(() => {
 BADGED = """[app.rootGraph ?? app.graph, ...(app.rootGraph?.subgraphs?.values() ?? [])].flatMap(graph => graph.nodes)
   .filter(node => node.badges?.some(badge => (typeof badge == 'function' ? badge() : badge).text == 'no pool')).map(node => node.type)"""
 FOLDED = [["devices", "auto"], ["layout", "auto"], ["quality", "exact"], ["weights", "auto"]]
-FOLDED += [["queue", "first image soonest"]]
+FOLDED += [["queue", "all soonest"]]
 MISTAKE = f"""(() => {{
   {CLEAR}
   const [pool, report] = ['PipeMeshPool', 'PipeMeshReport'].map(name => LiteGraph.createNode(name))
@@ -367,12 +369,45 @@ def test_an_example_opens_with_every_node_and_link_and_is_queued_as_it_says(page
     saved = json.loads((EXAMPLES / f"{name}.json").read_text(encoding="utf-8"))
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
     assert page.evaluate("app.graph.nodes.map(node => node.type).sort()") == sorted(
-        node["type"] for node in saved["nodes"]
+        one["type"] for one in saved["nodes"]
     )
     assert page.evaluate("[...app.graph.links.values()].length") == len(saved["links"])
     queued = page.evaluate("(async () => (await app.graphToPrompt()).output)()")
-    linked = sum(isinstance(value, list) for node in queued.values() for value in node["inputs"].values())
+    linked = sum(isinstance(value, list) for one in queued.values() for value in one["inputs"].values())
     assert linked == len(saved["links"])
-    for node in saved["nodes"]:
-        if node["type"] == "PipeMeshPool":
-            assert list(queued[str(node["id"])]["inputs"].values()) == node["widgets_values"]
+    for one in saved["nodes"]:
+        if one["type"] == "PipeMeshPool":
+            assert list(queued[str(one["id"])]["inputs"].values()) == one["widgets_values"]
+
+
+BATCH = """(async () => {
+  const seed = app.graph.nodes.find(node => node.type == 'KSampler').widgets.find(one => one.name == 'seed')
+  seed.linkedWidgets[0].value = 'increment'
+  await app.queuePrompt(0, 4)
+  return true
+})()"""
+
+
+def test_the_pages_batch_count_is_sampled_at_once_and_each_picture_has_a_workflow_with_its_own_seed(
+    server, page
+):
+    nodes = graph("page", seed=300)
+    nodes["pool"]["inputs"] |= IN_GROUPS
+    nodes["picture"] = node("TestPicture", samples=["sampler", 0])
+    nodes["png"] = node("SaveImage", images=["picture", 0], filename_prefix="of the page")
+    page.load(numbered(nodes), "batch")
+    used = server.get("/pipemesh/status")["queue"]["used"]
+    held = graph("held by", seed=9, pixels=512)
+    held["pool"]["inputs"] |= IN_GROUPS
+    server.queue(held)
+    assert page.evaluate(BATCH)
+    server.run(graph("behind the page", seed=10))
+    assert server.get("/pipemesh/status")["queue"]["used"] - used == 2
+    seeds = []
+    for file in sorted(server.output.glob("of the page*.png")):
+        text = Image.open(file).text
+        shown = next(one for one in json.loads(text["workflow"])["nodes"] if one["type"] == "KSampler")
+        (asked,) = [one for one in json.loads(text["prompt"]).values() if one["class_type"] == "KSampler"]
+        assert asked["inputs"]["seed"] in shown["widgets_values"]
+        seeds.append(asked["inputs"]["seed"])
+    assert seeds == [300, 301, 302, 303]

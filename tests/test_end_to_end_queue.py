@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-def queued_together(server, graphs):
+def queued_together(server, graphs, first_begins=lambda: None):
     """Queues all while another prompt runs; returns their ids, and all events until the last has
     ended.
     """
@@ -88,6 +88,8 @@ def queued_together(server, graphs):
                 True,
             ):
                 events.append(await server._receive(socket))
+                if (events[-1].type, events[-1].data.get("prompt_id")) == ("execution_start", ids[0]):
+                    first_begins()
             return ids, events
 
     return asyncio.run(asyncio.wait_for(follow(), 120))
@@ -137,11 +139,17 @@ def test_a_queue_of_seeds_is_sampled_two_at_once_and_everything_of_it_is_comfyui
     before = server.get("/pipemesh/status")["queue"]
     ours, stock = graphs(True), graphs(False)
     ids, events = queued_together(server, ours)
-    after = server.get("/pipemesh/status")["queue"]
+    status = server.get("/pipemesh/status")
+    after = status["queue"]
     assert after["used"] - before["used"] == ahead and after["dropped"] == before["dropped"]
-    assert (after["at_once"], after["queued"]) == (2, 2)
     stock_ids, stock_events = queued_together(server, stock)
     assert server.get("/pipemesh/status")["queue"] == after
+    runs = status["last_runs"][:ahead]  # what was handed over is none
+    assert [run["queue"]["at_once"] for run in runs] == [2] * ahead
+    steps = sum(
+        len(told_of(stock_events, prompt, nodes)[1]) for prompt, nodes in zip(stock_ids, stock, strict=True)
+    )
+    assert 2 * sum(run["figures"]["evaluations"] for run in runs) == steps
     for number, (prompt, other) in enumerate(zip(ids, stock_ids, strict=True)):
         mine, theirs = (
             load_file(server.output / f"{one[number]['save']['inputs']['name']}.safetensors")
@@ -176,6 +184,23 @@ def test_prompts_of_a_queue_that_share_nothing_are_sampled_as_ever(server):
         graphs.append(nodes)
     queued_together(server, graphs)
     assert server.get("/pipemesh/status")["queue"] == before
+
+
+def test_what_waits_is_freed_with_the_models_and_node_cache(server):
+    before = server.get("/pipemesh/status")["queue"]
+    graphs = [graph(f"free_{seed}", seed=seed) for seed in (220, 221)]
+    for nodes in graphs:
+        nodes["pool"]["inputs"] |= IN_GROUPS
+    free = {"unload_models": True, "free_memory": True}
+    queued_together(server, graphs, lambda: server.post("/free", free))
+    after = server.get("/pipemesh/status")["queue"]
+    assert after["dropped"] - before["dropped"] == 1 and after["used"] == before["used"]
+    stock = graph("free_stock", seed=221, parallel=False)
+    queued_together(server, [stock])
+    mine, theirs = (
+        load_file(server.output / f"{name}.safetensors")["latent"] for name in ("free_221", "free_stock")
+    )
+    assert relative_error(mine, theirs) <= BOUND
 
 
 def test_first_image_soonest_samples_a_queue_one_after_the_other(server):

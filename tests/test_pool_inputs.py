@@ -143,17 +143,18 @@ OTHERS = {  # of each input a value that is not its default
     "warm_up": 3,
     "cfg": 2,
     "data": 2,
-    "queue": "all soonest",
+    "queue": "first image soonest",
 }
 
 
-def test_a_queue_is_sampled_at_once_only_where_that_is_asked_for():
+def test_a_queue_is_sampled_at_once_unless_the_pool_or_without_one_the_setting_says_no():
     from pipemesh.nodes.runtime import Runtime
 
     runtime, cpu = Runtime(fake_setup()), {"layout": "auto", "devices": "cpu"}
-    assert not runtime.default_choice().looks_ahead, "PipeMesh Parallelize without a pool"
-    assert not runtime.choose(**cpu).looks_ahead
-    assert runtime.choose(**cpu, queue="all soonest").looks_ahead
+    assert runtime.choose(**cpu).looks_ahead
+    assert not runtime.choose(**cpu, queue="first image soonest").looks_ahead
+    assert runtime.default_choice().looks_ahead, "PipeMesh Parallelize without a pool"
+    assert not Runtime(fake_setup(), looks_ahead=lambda: False).default_choice().looks_ahead
 
 
 def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():

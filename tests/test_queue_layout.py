@@ -3,11 +3,13 @@ image alone would get.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.planning import Planning
-from pipemesh.parallel_runtime.client.ahead import Images, LookAhead
+from pipemesh.parallel_runtime.client.ahead import LookAhead
 from pipemesh.parallel_runtime.client.queued import Moment
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choose import START_S, plan
@@ -15,7 +17,7 @@ from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.machine import MachineBox
 
 from .planned import box
-from .queues import Workflow
+from .queues import Workflow, to_come
 from .test_planning import FLUX, OPEN, asked, planning
 
 AHEAD = replace(OPEN, looks_ahead=True)
@@ -30,10 +32,11 @@ def waiting(seeds, text=0):
     return Moment("0", "1", None, graphs[0], others)
 
 
-def planned(moment, choice=AHEAD, running=(), **options):
+def planned(moment, choice=AHEAD, running=(), comes=None, **options):
     made = planning()
     made.ahead = LookAhead(lambda: moment)
-    return made.choose(stock_model(5).model, choice, asked(**options), running)
+    comes = comes or (to_come(moment.graph["1"]["inputs"]["seed"]) if moment is not None else None)
+    return made.choose(stock_model(5).model, choice, asked(**options), running, to_come=comes)
 
 
 def test_prompts_that_wait_and_differ_in_the_seed_get_groups_and_one_alone_all_ranks():
@@ -77,15 +80,47 @@ def test_a_prompt_whose_image_is_there_starts_no_other_layout():
     made = planning()
     moment = waiting([2])
     made.ahead = LookAhead(lambda: moment)
-    made.ahead._kept["0", "1", None] = None
-    made.ahead.images = Images(at_once=2, queued=2)
-    assert made.choose(stock_model(5).model, AHEAD, asked(), [Layout(data=2)]).layout == Layout(data=2)
-    assert made.ahead.at_once(2) == (2, 1)
+    made.ahead._kept["0", "1", None] = SimpleNamespace(at_once=2)
+    chosen = made.choose(stock_model(5).model, AHEAD, asked(), [Layout(data=2)], to_come=to_come(2))
+    assert chosen.layout == Layout(data=2)
+    assert made.ahead.at_once(2, to_come(2)) == (2, 1)
 
 
 def test_after_a_result_of_no_use_a_queue_is_planned_as_single_images():
     ahead = LookAhead(lambda: waiting([1, 2, 3]))
-    assert ahead.at_once(2) == (2, 2)
+    assert ahead.at_once(2, to_come(1)) == (2, 2)
+    assert ahead.at_once(1, to_come(1)) == (1, 1)
     ahead._useless.add("1")
-    assert ahead.at_once(2) == (1, 1)
-    assert ahead.at_once(1) == (1, 1)
+    assert ahead.at_once(2, to_come(1)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "comes",
+    [to_come(1, "uni_pc"), to_come(1, drawn=3), to_come(5)],
+    ids=["a sampler that keeps a state", "noise that is no seed's", "another seed"],
+)
+def test_what_cannot_be_sampled_at_once_is_planned_as_one_image_before_it_is_known_in_its_sampler(comes):
+    found = planned(waiting([1, 2, 3]), comes=comes)
+    assert found.layout == Layout(ulysses=2) and "at once" not in found.asked
+
+
+def test_what_has_no_room_to_wait_is_planned_as_one_image():
+    latent = 16 * 8 * 10 * 4
+    for results, images in ((0.9, 1), (1, 2)):
+        ahead = LookAhead(lambda: waiting([1, 2, 3]), most_bytes=int(results * 12 * latent))
+        assert ahead.at_once(2, to_come(1))[0] == images
+
+
+def test_a_plan_leaves_the_random_numbers_as_they_were():
+    comes = to_come(1)
+    left = torch.get_rng_state()
+    planned(waiting([1, 2, 3]), comes=comes)
+    assert torch.equal(torch.get_rng_state(), left)
+
+
+def test_the_running_prompts_own_evaluation_is_predicted_beside_that_of_all(monkeypatch):
+    monkeypatch.setattr(
+        Planning, "_here", lambda *_: MachineBox(box(2, port=3e10, flops=1e14), "published", "by numbers")
+    )
+    several, alone = planned(waiting([1, 2, 3])), planned(None)
+    assert several.first_s == alone.seconds == alone.first_s < several.seconds

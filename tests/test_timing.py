@@ -99,7 +99,10 @@ def test_each_of_several_images_at_once_took_its_part_of_a_step_and_one_that_was
     ours.evaluations.append(Evaluation(1.0, 0.0, 0.0, 0, images=2))
     sampled(times, clock, 1.0, pool_run=ours)
     assert times.speed_of(ours) == Speed(0.5, 0.95, measured=False)
-    handed.was_ahead = True
+    gave_up = Run(evaluations=[Evaluation(1.0, 0.0, 0.0, 0, images=images) for images in (2, 2, 1)])
+    sampled(times, clock, 1.0, pool_run=gave_up)
+    assert times.speed_of(gave_up) is None
+    handed.queued = 0, 1
     sampled(times, clock, 0.001, pool_run=handed)
     assert times.speed_of(handed) is None
 
@@ -182,7 +185,7 @@ def test_the_callback_is_handed_over_as_the_other_was():
 
 def test_stock_samplings_and_those_of_a_pool_are_timed_where_auto_mode_takes_hold(pair, client):
     times = StepTimes()
-    seam = GuiderSeam(lambda guider, noise, sigmas, sample: sample(), lambda guider: None, times)
+    seam = GuiderSeam(lambda guider, run: run(), lambda guider: None, times)
     seam.install()
     try:
         for model in pair:

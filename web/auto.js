@@ -105,8 +105,8 @@ const extension = {
         "all soonest: they are sampled at once, each on GPUs of its own, where that is faster in all. Every image is the same. " +
         "first image soonest: one after the other, each on all GPUs.",
       type: "combo",
-      options: ["first image soonest", "all soonest"],
-      defaultValue: "first image soonest",
+      options: ["all soonest", "first image soonest"],
+      defaultValue: "all soonest",
     },
   ],
   setup() {

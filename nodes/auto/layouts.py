@@ -9,6 +9,7 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 
+from ...parallel_runtime.client.asked import Asked
 from ...parallel_runtime.client.remote_patcher import RemotePatcher
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.refusals import require_whole_groups
@@ -18,13 +19,19 @@ from ..settings import Choice
 
 
 def in_chosen_layout(
-    runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], choice: Choice, noise: Any, sigmas: Any
+    runtime: Runtime,
+    guider: Any,
+    models: Mapping[str, ModelPatcher],
+    choice: Choice,
+    given: Mapping[str, Any],
 ) -> tuple[dict[str, RemotePatcher], PlannedLayout]:
     """Returns parallelized clones of a guider's MODELs, all on one pool, and why it is laid out so:
-    for the first MODEL, as several in one guider are sampled alike.
+    for the first MODEL, as several in one guider are sampled alike. ``given``: the arguments of
+    ``CFGGuider.sample``.
     """
     first = next(iter(models.values()))
-    planned = runtime.plan(first, choice, partial(Sampling.of, guider, noise, sigmas))
+    asked = partial(Sampling.of, guider, given.get("noise"), given.get("sigmas"))
+    planned = runtime.plan(first, choice, asked, partial(Asked.to_come, guider, given))
     own = placed(choice, planned)
     return {name: runtime.parallelize(model, own, choice) for name, model in models.items()}, planned
 
@@ -42,7 +49,7 @@ def require_several(planned: PlannedLayout, model: ModelPatcher, choice: Choice)
 
 @contextmanager
 def laid_out_anew(
-    runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any
+    runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], given: Mapping[str, Any]
 ) -> Iterator[None]:
     """Puts those of a guider's MODELs whose pool's layout was left open into the layout that is
     chosen for this sampling, and takes them out again.
@@ -53,8 +60,7 @@ def laid_out_anew(
         if choice is not None:
             by_choice.setdefault(choice, {})[name] = model
     made = [
-        in_chosen_layout(runtime, guider, several, choice, noise, sigmas)
-        for choice, several in by_choice.items()
+        in_chosen_layout(runtime, guider, several, choice, given) for choice, several in by_choice.items()
     ]
     with in_place_of(guider, {name: patcher for parallel, _ in made for name, patcher in parallel.items()}):
         yield

@@ -81,7 +81,7 @@ class Auto:
         for seam in self._others.values():
             seam.remove()
 
-    def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run) -> Any:
+    def sample(self, guider: Any, run: Run) -> Any:
         """Hands a guider's sampling to the pool, unless it is stock ComfyUI's own affair: the
         switch has been off from the start, and no node of PipeMesh has parallelized a MODEL of it.
         """
@@ -96,7 +96,7 @@ class Auto:
             log.warning("[PipeMesh] The pool cannot be used in this ComfyUI:", exc_info=error)
             self._notices.tell(f"On one GPU: {type(error).__name__}: {error}")
             return run()
-        return in_pool.sample(guider, noise, sigmas, run, is_on=is_on)
+        return in_pool.sample(guider, run, is_on=is_on)
 
     def _use(
         self, made: Once[PoolDecoding], used: Any, work: str, given: Any, call: Callable[[Any], Any]
@@ -126,7 +126,7 @@ class Auto:
     def _sampling(self) -> PoolSampling:
         from .sampling import PoolSampling
 
-        return PoolSampling(self._runtime(), self._notices, self._times, self.switch.looks_ahead)
+        return PoolSampling(self._runtime(), self._notices, self._times)
 
     def _of_vaes(self) -> PoolDecoding:
         from .decoding import PoolDecoding

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
@@ -21,6 +20,7 @@ from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
+from ...parallel_runtime.client.timelines import RandomState
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..here import why_one_gpu
 from ..notices import Notices
@@ -37,16 +37,7 @@ log = logging.getLogger("pipemesh")
 
 
 class PoolSampling:
-    """``looks_ahead`` tells whether prompts of a queue may be sampled at once."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        notices: Notices,
-        times: StepTimes,
-        looks_ahead: Callable[[], bool] = lambda: False,
-    ):
-        self._looks_ahead = looks_ahead
+    def __init__(self, runtime: Runtime, notices: Notices, times: StepTimes):
         self._runtime = runtime
         self._notices = notices
         self._times = times
@@ -57,7 +48,7 @@ class PoolSampling:
         self._late = LateFailures()
 
     @interrupting
-    def sample(self, guider: Any, noise: Any, sigmas: Any, run: Run, *, is_on: bool) -> Any:
+    def sample(self, guider: Any, run: Run, *, is_on: bool) -> Any:
         """Runs a guider's sampling in the pool where the switch ``is_on``. MODELs that a node of
         PipeMesh has parallelized keep their pool, in the layout that is chosen for this sampling
         where the node left it open.
@@ -70,15 +61,13 @@ class PoolSampling:
             return run()
         try:
             if is_parallel:
-                with laid_out_anew(self._runtime, guider, models, noise, sigmas):
+                with laid_out_anew(self._runtime, guider, models, run.given):
                     return run()
-            return self._tried_in_pool(guider, models, noise, sigmas, run)
+            return self._tried_in_pool(guider, models, run)
         finally:
             self._runtime.wait.end()
 
-    def _tried_in_pool(
-        self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run
-    ) -> Any:
+    def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: Run) -> Any:
         """What fails in the pool before its first step is done begins anew, from the same random
         numbers: where a worker died in a fresh pool, once, and else on one GPU, where ComfyUI's own
         errors come back. What fails later is raised as it is: to sample again would take as long
@@ -87,10 +76,10 @@ class PoolSampling:
         if why_not := self._why_not_tried(run):
             self._notices.tell(why_not)
             return self._on_one_gpu(models, run)
-        random = random_state()
+        random = RandomState()
         for again in (True, False):
             try:
-                return self._in_pool(guider, models, noise, sigmas, run)
+                return self._in_pool(guider, models, run)
             except RunCancelled:
                 raise
             except Exception as error:  # a graph that works without PipeMesh works with it
@@ -102,7 +91,7 @@ class PoolSampling:
                 self._tell(error, again)
                 if isinstance(error, PoolFailed) and not again:
                     self._given_up = prompt_now()
-            set_random_state(random)
+            random.restore()
             if not again:
                 break
         return self._on_one_gpu(models, run)
@@ -120,9 +109,7 @@ class PoolSampling:
         self._give_back([model.model for model in models.values()])
         return run()
 
-    def _in_pool(
-        self, guider: Any, models: Mapping[str, ModelPatcher], noise: Any, sigmas: Any, run: Run
-    ) -> Any:
+    def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: Run) -> Any:
         """Raises whatever goes wrong in the pool."""
         if not models:
             raise Refused(f"{type(guider).__name__} samples a model that is not of ComfyUI's kind.")
@@ -130,11 +117,11 @@ class PoolSampling:
             raise Refused(GRADIENTS)
         for model in models.values():
             check_own_device(model)
-        choice = replace(self._runtime.default_choice(), looks_ahead=self._looks_ahead())
+        choice = self._runtime.default_choice()
         check_devices(choice.placement)
         for model in models.values():
             self._runtime.trials.require(type(model.model.diffusion_model), model.model)
-        parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, noise, sigmas)
+        parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, run.given)
         require_several(planned, next(iter(models.values())), choice)
         if slower := self._times.why_slower(run.steps.key, planned.layout):
             raise Refused(slower)
@@ -144,7 +131,7 @@ class PoolSampling:
         with in_place_of(guider, parallel), self._sampling([model.model for model in models.values()]):
             output = run()
         note(self._runtime, parallel, planned)
-        if sigmas is not None and sigmas.shape[-1] and last_runs(parallel) == before:
+        if len(run.given.get("sigmas", ())) and last_runs(parallel) == before:
             self._notices.tell(
                 f"On one GPU: {type(guider).__name__} has sampled without the MODEL that it was given."
             )
@@ -230,14 +217,3 @@ def reason_of(error: Exception) -> str:
         if isinstance(error, (Refused, LayoutError)) and colon and move[:1].islower()
         else sentence
     )
-
-
-def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns the state of torch's random numbers, on every device that has some."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])

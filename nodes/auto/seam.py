@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -43,17 +43,21 @@ UPSCALER, OF_UPSCALERS = "ImageUpscaleWithModel", ("execute", "upscale")
 UPSCALE = "upscale"  # the name of the work, whichever of them is called
 OF_VAES = ("decode", "decode_tiled", "encode", "encode_tiled")
 # Of CFGGuider.sample, the first ones
-ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
+ARGUMENTS = (
+    *("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback"),
+    *("disable_pbar", "seed"),
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The stock method with its arguments, and the steps that it has done since it was called
-    last.
+    """The stock method, the arguments that it is ``given``, by name, and the steps that it has done
+    since it was called last.
     """
 
     stock: Callable[[], Any]
     steps: Steps
+    given: Mapping[str, Any]
 
     def __call__(self) -> Any:
         self.steps.begin()
@@ -63,14 +67,12 @@ class Run:
 class GuiderSeam:
     """Installs and removes both methods together.
 
-    ``sample`` is called with the guider, its noise, its sigmas and the stock method; ``unseen``
-    with a guider that comes to ``outer_sample`` without having come to ``sample``. ``times`` gets
-    the steps of every sampling.
+    ``sample`` is called with the guider and the stock method; ``unseen`` with a guider that comes
+    to ``outer_sample`` without having come to ``sample``. ``times`` gets the steps of every
+    sampling.
     """
 
-    def __init__(
-        self, sample: Callable[[Any, Any, Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes
-    ):
+    def __init__(self, sample: Callable[[Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
         self._times = times
         self._sample = sample
         self._unseen = unseen
@@ -99,8 +101,8 @@ class GuiderSeam:
             args, kwargs = with_callback(args, kwargs, steps)
             self._inside.append(guider)
             try:
-                run = Run(functools.partial(stock, guider, *args, **kwargs), steps)
-                output = self._sample(guider, given.get("noise"), given.get("sigmas"), run)
+                run = Run(functools.partial(stock, guider, *args, **kwargs), steps, given)
+                output = self._sample(guider, run)
                 steps.finish()
                 return output
             finally:

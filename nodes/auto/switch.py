@@ -48,7 +48,7 @@ class Switch:
 
     def looks_ahead(self) -> bool:
         """Tells whether prompts of a queue may be sampled at once."""
-        return self._read().get(QUEUE) == ALL_SOONEST
+        return self._read().get(QUEUE) != FIRST_SOONEST
 
     def _read(self) -> dict[str, Any]:
         """Reads the settings. While ComfyUI writes the file, they are what they were."""

@@ -15,6 +15,7 @@ from ..status.figures import (
     Loser,
     PlanFigures,
     PoolStatus,
+    QueueFigures,
     RankFigures,
     RingKernels,
     RunFigures,
@@ -23,9 +24,9 @@ from ..status.figures import (
 from ..status.reasons import WAITED_FOR
 from ..timing import Speed
 
+NOTHING = Images()
 LONG = 20  # a value, such as a list
 SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
-NO_QUEUE = Images()
 WORKS = {"decode": "VAE, decode", "encode": "VAE, encode", "upscale": "upscale model"}
 NO_POOL = (
     "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or"
@@ -38,11 +39,11 @@ def report_text(
     run: RunStatus | None,
     notices: Sequence[Notice] = (),
     asked: Placement | None = None,
-    queue: Images = NO_QUEUE,
+    ahead: Images = NOTHING,
 ) -> str:
     """Describe the ``run`` that began last, of one of these pools. Without one, say how to get a
-    report of the pool ``asked`` for. ``notices``: the newest first. ``queue``: what was sampled
-    ahead.
+    report of the pool ``asked`` for. ``notices``: the newest first. ``ahead``: what was
+    sampled ahead so far.
     """
     alone = [
         one
@@ -60,7 +61,7 @@ def report_text(
     parts = [
         *said,
         speed_text(run.speed) if run.speed is not None else "",
-        queue_text(queue) if queue.at_once else "",
+        queue_text(run.queue, ahead) if run.queue is not None else "",
         prompt_text(run.steps.prompt) if run.steps.prompt is not None else "",
         plan_text(run.plan) if run.plan is not None else "",
         "\n".join([*head, *(f"  {share.english}" for share in pool.shares)]),
@@ -87,9 +88,14 @@ def speed_text(speed: Speed) -> str:
     )
 
 
-def queue_text(queue: Images) -> str:
-    counts = queue.at_once, queue.queued, queue.used, queue.dropped
-    return Text("queue", tuple(map(str, counts))).english
+def queue_text(queue: QueueFigures, ahead: Images) -> str:
+    """Say how many images were sampled at once, and what the first one paid for it."""
+    counts = queue.at_once, queue.queued, ahead.used, ahead.dropped
+    parts = [Text("queue", tuple(map(str, counts))).english]
+    if queue.step_s is not None and queue.first_s is not None:
+        seconds = tuple(f"{one:.2f}" for one in (queue.step_s, queue.first_s, queue.step_s / queue.at_once))
+        parts.append(Text("queue_first", seconds).english)
+    return "\n".join(parts)
 
 
 def prompt_text(prompt: PromptFigures) -> str:

@@ -19,6 +19,7 @@ from ...launcher.trial.known_hosts import known_hosts
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ..auto.mode import Auto
+from ..planning import PlannedLayout
 from ..runtime import Runtime
 from .figures import (
     AutoStatus,
@@ -27,6 +28,7 @@ from .figures import (
     MemoryFigures,
     ModelStatus,
     PoolStatus,
+    QueueFigures,
     RankFigures,
     RingKernels,
     RunStatus,
@@ -42,7 +44,7 @@ MOST = 10  # runs that are told of
 def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
     known = runtime.pools()
     recent = [
-        (run, handle, pool) for handle, pool in known for run in list(pool.runs.recent) if not run.was_ahead
+        (run, handle, pool) for handle, pool in known for run in list(pool.runs.recent) if run.queued[0]
     ]
     newest = sorted(recent, key=lambda one: -one[0].began_s)[:MOST]
     runs = [run_status(runtime, handle, pool, run) for run, handle, pool in newest]
@@ -149,7 +151,16 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
         slowed=slowed(devices, model_statuses(pool), figures) if figures else (),
         plan=pool.runs.once(run, "plan", lambda: plan_figures(planned, run)) if planned else None,
         steps=step_status(runtime, pool, run, speed.ratio if speed is not None else None),
+        queue=queue_figures(run, planned),
     )
+
+
+def queue_figures(run: Run, planned: PlannedLayout | None) -> QueueFigures | None:
+    if run.queued[0] < 2:
+        return None
+    if planned is None or planned.known in ("", "plain"):
+        return QueueFigures(*run.queued)
+    return QueueFigures(*run.queued, planned.seconds, planned.first_s)
 
 
 def step_status(runtime: Runtime, pool: RemotePool, run: Run, ratio: float | None) -> StepStatus:

@@ -181,6 +181,18 @@ class PlanFigures:
 
 
 @dataclass(frozen=True)
+class QueueFigures:
+    """Images ``at_once`` of so many ``queued``. ``step_s``: predicted for an evaluation of all
+    these; ``first_s`` of the first alone, in the layout that is best for one.
+    """
+
+    at_once: int
+    queued: int
+    step_s: float | None = None
+    first_s: float | None = None
+
+
+@dataclass(frozen=True)
 class StepStatus:
     """How far a run is, or came, in steps of its sampler; 0 of 0 before the first. ``left_s``:
     seconds until its end, None before the second step and of a run that has ended. ``fault``: why
@@ -199,7 +211,7 @@ class RunStatus:
     """``began`` and ``ended``: seconds since 1970; ``ended`` is None while it goes on. ``figures``
     are None before its first evaluation, ``speed`` before its second step. ``slowed``: what kept
     it from being faster. ``plan``: why its layout was chosen; None while it goes on, and where the
-    layout was chosen by hand.
+    layout was chosen by hand. ``queue``: None where it was sampled alone.
     """
 
     pool: str
@@ -212,12 +224,14 @@ class RunStatus:
     slowed: tuple[Text, ...] = ()
     plan: PlanFigures | None = None
     steps: StepStatus = StepStatus()
+    queue: QueueFigures | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """``last_runs`` and ``notices``: the newest first. ``busy``: no pool can be acted on now.
-    ``pools``: those that are up or have failed, and that of each run that is told of.
+    ``pools``: those that are up or have failed, and that of each run that is told of. ``queue``:
+    what was sampled ahead so far.
     """
 
     busy: bool

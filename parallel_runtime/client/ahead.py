@@ -9,7 +9,8 @@ those. Else it is thrown away, and the prompt is sampled as ever.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .asked import Asked
-from .described import as_it_is, held_bytes, is_same, on_cpu
+from .described import as_it_is, is_same, on_cpu, tensors_of
 from .queued import LATENT, Graph, Moment, Place, differences, linked_to, readers, seed_at, seed_place
 from .seeds import Compute, Sampled, Start, sample_together
 from .timelines import Callback, RandomState
@@ -53,18 +54,21 @@ Alike = tuple[Key, Graph, Done | None]
 @dataclass(frozen=True, eq=False)
 class Kept:
     """What was sampled ahead for a sampler that is ``asked`` for this, described. ``steps``: what
-    its callback is told.
+    its callback is told. ``at_once``: images that were sampled together.
     """
 
     asked: dict[str, Any]
     samples: torch.Tensor
     steps: list[Step]
     done: Done
+    at_once: int
+    model: weakref.ref  # drops this as the MODEL goes, as by ComfyUI's Unload Models and Execution Cache
 
     @property
-    def nbytes(self) -> int:
-        tensors = [one for _, *both, _ in self.steps for one in both]
-        return sum(one.nbytes for one in (*tensors, self.samples, self.done.output))
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from tensors_of(self.asked)
+        yield from (one for _, *both, _ in self.steps for one in both)
+        yield from (self.samples, self.done.output)
 
     def hand_over(self, callback: Callback | None, device: torch.device) -> torch.Tensor:
         if callback is not None:
@@ -86,21 +90,30 @@ class Waiting:
     def told(self, step: int, denoised: torch.Tensor, noisy: torch.Tensor, total: int) -> None:
         self.steps.append((step, on_cpu(denoised), on_cpu(noisy), total))
 
-    def kept(self, shared: dict[str, Any], sampled: Sampled) -> Kept:
+    def kept(
+        self, shared: dict[str, Any], sampled: Sampled, at_once: int, drop: Callable[[Key], None]
+    ) -> Kept:
         done = Done(self.asked.output_of(sampled.samples), sampled.random)
-        return Kept({**shared, **self.own}, on_cpu(sampled.samples), self.steps, done)
+        model = weakref.ref(self.asked.guider.model_patcher.model, lambda _: drop(self.key))
+        return Kept({**shared, **self.own}, on_cpu(sampled.samples), self.steps, done, at_once, model)
 
 
 @dataclass(frozen=True)
 class Images:
-    """Counts images that were handed over, and that were sampled and thrown away. ``at_once`` of
-    ``queued``: in the last sampling that had some beside it.
-    """
+    """Counts images that were handed over, and that were sampled and thrown away."""
 
     used: int = 0
     dropped: int = 0
-    at_once: int = 0
-    queued: int = 0
+
+
+class Outcome(NamedTuple):
+    """The ``samples`` of a prompt. ``at_once``: images that were sampled with it, itself included,
+    of so many in the queue; 0 where it had been sampled before.
+    """
+
+    samples: torch.Tensor
+    at_once: int = 1
+    queued: int = 1
 
 
 def same_tensors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
@@ -123,21 +136,22 @@ class LookAhead:
     def free(self) -> None:
         """Throws away all that waits, unless it is a prompt that wants the memory."""
         if self._moment() is None:
-            self._drop(list(self._kept))
+            for key in list(self._kept):
+                self._drop(key)
             self._done.clear()
 
-    def at_once(self, most: int) -> tuple[int, int]:
-        """Returns how many prompts can be sampled at once, at most so many, as far as their graphs
-        tell, and how many times so many the queue has: as many as were, where the sampler that
-        comes is to get what was sampled ahead.
+    def at_once(self, most: int, to_come: Callable[[], Asked]) -> tuple[int, int]:
+        """Returns how many prompts can be sampled at once, at most so many, and how many times so
+        many the queue has: as many as were, where the sampler ``to_come`` is to get what was
+        sampled ahead.
         """
         if (moment := self._moment()) is not None:
             self._forget(moment)
         if moment is None or most < 2:
             return 1, 1
-        if (moment.prompt, moment.node, moment.index) in self._kept:
-            return min(most, self.images.at_once), 1
-        images = 1 if moment.node in self._useless else 1 + len(self._alike(moment, most - 1))
+        if kept := self._kept.get((moment.prompt, moment.node, moment.index)):
+            return min(most, kept.at_once), 1
+        images = 1 + len(self._beside(moment, to_come, most - 1, lambda asked: {})[0])
         # Those behind are taken to be as those before
         return images, -(-(1 + len(moment.others)) // images) if images == most else 1
 
@@ -148,23 +162,25 @@ class LookAhead:
         callback: Callback | None,
         quiet: bool,
         computing: Computing,
-    ) -> torch.Tensor:
+    ) -> Outcome:
         """Samples what is asked for, beside as many of the prompts that wait as have a group, by
         ``sample_together``.
         """
         run, device = partial(asked.run, executor, callback, quiet), asked.noise.device
         moment = self._moment()
         if moment is None:
-            return run()
+            return Outcome(run())
         self._forget(moment)
         key = moment.prompt, moment.node, moment.index
         if (kept := self._kept.pop(key, None)) is not None and self._is_right(kept, asked, key):
             self._done[key] = kept.done
-            return kept.hand_over(callback, device)
-        beside, shared = self._beside(moment, asked, computing.images - 1)
+            return Outcome(kept.hand_over(callback, device), at_once=0)
+        beside, shared = self._beside(
+            moment, lambda: asked, computing.images - 1, lambda asked: asked.described(on_cpu)
+        )
         if not beside:
-            return run()
-        self.images = replace(self.images, at_once=1 + len(beside), queued=1 + len(moment.others))
+            return Outcome(run())
+        at_once = 1 + len(beside)
         starts = [Start(partial(one.asked.run, executor, one.told, True), one.asked.random) for one in beside]
         own, *others = sample_together([Start(run, asked.random), *starts], *computing[1:], device)
         assert own is not None
@@ -173,25 +189,25 @@ class LookAhead:
                 if sampled is None:
                     self._useless.add(moment.node)
                 else:
-                    self._kept[one.key] = one.kept(shared, sampled)
+                    self._kept[one.key] = one.kept(shared, sampled, at_once, self._drop)
             self._done[key] = Done(asked.output_of(own.samples), own.random)
         except Exception as error:  # noqa: BLE001 - of what waits: this prompt's image is there
             self._useless.add(moment.node)
             log.warning("[PipeMesh] What was sampled ahead was not kept:", exc_info=error)
             own.random.restore()
-        return own.samples
+        return Outcome(own.samples, at_once, 1 + len(moment.others))
 
     def _forget(self, moment: Moment) -> None:
         """Throws away what is of no use any more."""
         queue = {moment.prompt, *(prompt for prompt, _ in moment.others)}
-        self._drop([key for key in self._kept if key[0] not in queue])
+        for key in [key for key in self._kept if key[0] not in queue]:
+            self._drop(key)
         self._done = {key: done for key, done in self._done.items() if key[0] == moment.prompt}
         if not moment.others:
             self._useless.clear()
 
-    def _drop(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            del self._kept[key]
+    def _drop(self, key: Key) -> None:
+        if self._kept.pop(key, None) is not None:
             self.images = replace(self.images, dropped=self.images.dropped + 1)
 
     def _is_right(self, kept: Kept, asked: Asked, key: Key) -> bool:
@@ -208,33 +224,40 @@ class LookAhead:
             log.info("[PipeMesh] What was sampled ahead is thrown away: other %s.", ", ".join(changed))
         return is_right
 
-    def _beside(self, moment: Moment, asked: Asked, most: int) -> tuple[list[Waiting], dict[str, Any]]:
+    def _beside(
+        self,
+        moment: Moment,
+        to_come: Callable[[], Asked],
+        most: int,
+        describe: Callable[[Asked], dict[str, Any]],
+    ) -> tuple[list[Waiting], dict[str, Any]]:
         """Returns samplers of the next prompts, at most so many, and what the arguments of all have
         in common, described.
         """
-        if moment.node in self._useless:
+        place = seed_place(moment.graph, moment.node)
+        if place is None or moment.node in self._useless:
             return [], {}
+        before = RandomState()
         try:
-            found = self._waiting(moment, asked, most)
-            shared = asked.described(on_cpu) if found else {}
+            if not (alike := self._alike(moment, most)):
+                return [], {}
+            asked = to_come()
+            if seed_at(moment.graph, place) != asked.seed:
+                return [], {}
+            if why := asked.why_alone():
+                self._useless.add(moment.node)
+                log.info("[PipeMesh] Prompts are sampled one after the other, because of %s.", why)
+                return [], {}
+            found = [*self._started(asked, place, self._done_before(moment), alike)]
+            shared = describe(asked) if found else {}
+            held = {id(one): one.nbytes for kept in list(self._kept.values()) for one in kept.tensors}
+            held_bytes = sum(held.values()) + sum(one.nbytes for one in tensors_of(shared))
+            room = min((self._most_bytes - held_bytes) // asked.keeps_bytes(), asked.have_room())
         except Exception as error:  # noqa: BLE001 - then nothing is sampled ahead
             log.warning("[PipeMesh] The queue could not be looked at:", exc_info=error)
-            asked.random.restore()
+            before.restore()
             return [], {}
-        held = held_bytes(shared) + sum(kept.nbytes for kept in self._kept.values())
-        room = (self._most_bytes - held) // asked.keeps_bytes()
-        return found[: max(0, min(room, asked.have_room()))], shared
-
-    def _waiting(self, moment: Moment, asked: Asked, most: int) -> list[Waiting]:
-        place = seed_place(moment.graph, moment.node)
-        if place is None or seed_at(moment.graph, place) != asked.seed:
-            return []
-        found = self._alike(moment, most)
-        if found and (why := asked.why_alone()):
-            self._useless.add(moment.node)
-            log.info("[PipeMesh] Prompts are sampled one after the other, because of %s.", why)
-            return []
-        return [*self._started(asked, place, self._done_before(moment), found)]
+        return found[: max(0, room)], shared
 
     def _done_before(self, moment: Moment) -> Done | None:
         """Returns what the sampler that the latent comes from has done, beside other prompts."""

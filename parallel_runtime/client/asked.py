@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from ..watch.python_file import LIBRARIES, attribute_of, compiled_elsewhere, is_code
 from .described import described, on_cpu
 from .queued import LATENT
-from .separable import WRAPPER_KEY, is_hosts_own, why_single_timeline
+from .separable import WRAPPER_KEY, conds_of, is_hosts_own, why_single_timeline
 from .timelines import Callback, RandomState
 
 IMPURE = "comfy.extra_samplers.uni_pc"  # it writes into the sigmas that the caller goes on using
@@ -42,6 +42,25 @@ class Asked:
     mask: torch.Tensor | None
     random: RandomState
 
+    @classmethod
+    def to_come(cls, guider: Any, given: Mapping[str, Any]) -> Asked:
+        """Returns what the sampler will be asked for, of what ``CFGGuider.sample`` is given, as far
+        as that is known before ComfyUI has loaded the model.
+        """
+        noise, latent = (given[name].to(torch.float32) for name in ("noise", LATENT))
+        if latent.any():
+            latent = guider.model_patcher.model.process_latent_in(latent)
+        return cls(
+            given["sampler"],
+            guider,
+            given["sigmas"],
+            {"model_options": guider.model_options, "seed": given.get("seed")},
+            noise,
+            latent,
+            given.get("denoise_mask"),
+            RandomState(guider.model_patcher.load_device),
+        )
+
     @property
     def seed(self) -> Any:
         return self.extra_args.get("seed")
@@ -55,7 +74,7 @@ class Asked:
                 type(self.guider),
                 {name: value for name, value in vars(self.guider).items() if name not in APART},
             ],
-            "conds": self.guider.conds,
+            "conds": conds_of(self.guider),
             "model": [patcher.model, patcher.patches_uuid.hex, patcher.patches_id, patcher.objects[0]],
             "object patches": patcher.object_patches,
             "options": {name: without_ours(value) for name, value in options.items()},
@@ -95,15 +114,15 @@ class Asked:
 
     def output_of(self, samples: torch.Tensor) -> torch.Tensor:
         """Returns what a sampler node makes of the samples."""
-        return on_cpu(self.guider.inner_model.process_latent_out(samples.to(torch.float32)))
+        return on_cpu(self.guider.model_patcher.model.process_latent_out(samples.to(torch.float32)))
 
     def latent_of(self, output: torch.Tensor) -> torch.Tensor:
         """Returns the latent that this sampler starts from where a node gives it that output."""
-        return self.guider.inner_model.process_latent_in(output.to(self.noise.device))
+        return self.guider.model_patcher.model.process_latent_in(output.to(self.noise.device))
 
     def keeps_bytes(self) -> int:
         """Returns the bytes that one result takes until it is handed over."""
-        return self.noise.nbytes * (2 * len(self.sigmas) + 3)
+        return self.noise.nbytes * (2 * len(self.sigmas) + 4)
 
     def have_room(self) -> int:
         """Returns how many more samplers have room on the device that this one is on."""
@@ -137,8 +156,9 @@ class Asked:
     def noises(self, seeds: list[int]) -> Iterator[tuple[torch.Tensor, RandomState]]:
         """Yields the noise of each seed as stock makes it, with the random state that this leaves;
         nothing where the noise at hand is none that stock makes of its own seed. The random state
-        stays.
+        stays, which a seed changes on every GPU.
         """
+        before = RandomState()
         try:
             for dtype in NOISE_DTYPES:
                 like = torch.zeros(self.noise.shape, dtype=dtype)
@@ -147,7 +167,7 @@ class Asked:
                     yield from (self._made(like, seed) for seed in seeds)
                     return
         finally:
-            self.random.restore()
+            before.restore()
 
     def _made(self, like: torch.Tensor, seed: int) -> tuple[torch.Tensor, RandomState]:
         noise = comfy.sample.prepare_noise(like, seed).to(self.noise)

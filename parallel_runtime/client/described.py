@@ -4,7 +4,8 @@ another run by their content.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -31,6 +32,23 @@ class Held:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Itself:
+    """What stands for itself, as long as others keep it: a description keeps no MODEL in memory."""
+
+    get: weakref.ref
+
+    def is_same(self, other: Itself) -> bool:
+        return self.get() is not None and self.get() is other.get()
+
+
+def itself(value: Any) -> Any:
+    try:
+        return Itself(weakref.ref(value))
+    except TypeError:  # such as a number
+        return value
+
+
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy that nobody else writes to."""
     return tensor.detach().to("cpu", copy=True)
@@ -50,17 +68,17 @@ def described(value: Any, keep: Callable[[torch.Tensor], torch.Tensor] = as_it_i
     if isinstance(value, dict):
         return {name: inside(one) for name, one in value.items() if name not in NAMES}
     if isinstance(value, (list, tuple)):
-        return (type(value), *map(inside, value))
+        return (itself(type(value)), *map(inside, value))
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return (value.__code__, *map(inside, (cells, value.__defaults__, value.__kwdefaults__)))
+        return (itself(value.__code__), *map(inside, (cells, value.__defaults__, value.__kwdefaults__)))
     if isinstance(value, MethodType):
-        return value.__func__, value.__self__
+        return itself(value.__func__), itself(value.__self__)
     if isinstance(value, partial):
         return inside([value.func, value.args, value.keywords])
     if type(value).__module__ == OF_CONDS:
-        return type(value), inside(vars(value))
-    return value
+        return itself(type(value)), inside(vars(value))
+    return value if isinstance(value, BY_VALUE) else itself(value)
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -69,7 +87,7 @@ def is_same(one: Any, other: Any) -> bool:
     """
     if type(one) is not type(other):
         return False
-    if isinstance(one, Held):
+    if isinstance(one, (Held, Itself)):
         return one.is_same(other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(one[name], other[name]) for name in one)
@@ -78,8 +96,9 @@ def is_same(one: Any, other: Any) -> bool:
     return one == other if isinstance(one, BY_VALUE) else one is other
 
 
-def held_bytes(description: Any) -> int:
+def tensors_of(description: Any) -> Iterator[torch.Tensor]:
     if isinstance(description, Held):
-        return description.tensor.nbytes
-    parts = description.values() if isinstance(description, dict) else description
-    return sum(map(held_bytes, parts)) if isinstance(description, (dict, tuple)) else 0
+        yield description.tensor
+    elif isinstance(description, (dict, tuple)):
+        for part in description.values() if isinstance(description, dict) else description:
+            yield from tensors_of(part)

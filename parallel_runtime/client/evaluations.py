@@ -75,10 +75,12 @@ class Evaluations:
         # Model, work of a VAE -> how many times its latent an output may take, where it is more
         self._growth: dict[tuple[str, Any], int] = {}
 
-    def dispatch(self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool]) -> list[Any]:
+    def dispatch(
+        self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
+    ) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again after other models
-        are released where the ranks ran out of memory, and where conditioning was not what it was
-        assumed to be, or an output is larger than its latent.
+        are released where the ranks ran out of memory, if that ``makes_room``, and where
+        conditioning was not what it was assumed to be, or an output is larger than its latent.
 
         Nothing cancelled may be outstanding: ranks may still read what is to be written over.
         Returns own tensors.
@@ -107,7 +109,7 @@ class Evaluations:
                     self._growth[run.model, works[0].arguments.get("work")] = error.growth
                 except OutOfMemory:
                     self.abandon()
-                    if not self._residency.make_room(run.model, of_runs=True):
+                    if not (makes_room and self._residency.make_room(run.model, of_runs=True)):
                         raise
                 except BaseException:
                     self.abandon()

@@ -101,15 +101,15 @@ class InGroups:
             denoise_mask,
             RandomState(noise.device),
         )
-        patcher, used = guider.model_patcher, self._ahead.images.used
+        patcher = guider.model_patcher
         computing = Computing(
             self._pool.layout.parts_of_batches,
             interrupting(self._together),
             lambda calls: self.conds.with_room(patcher, partial(self._compute, calls)),
         )
-        samples = self._ahead.sample(executor, asked, callback, disable_pbar, computing)
-        self._pool.runs.of(self._model).was_ahead = self._ahead.images.used > used
-        return samples
+        outcome = self._ahead.sample(executor, asked, callback, disable_pbar, computing)
+        self._pool.runs.of(self._model).queued = outcome[1:]
+        return outcome.samples
 
     def begin_run(self, watch: Watch = nobody) -> None:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first
@@ -117,7 +117,7 @@ class InGroups:
         """
         self._watch = watch
 
-    def _compute(self, calls: Sequence[SampleCall]) -> list[Any]:
+    def _compute(self, calls: Sequence[SampleCall], makes_room: bool = True) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
         batches = tuple(constants.batch_of(call.arguments) for call in calls)
         session = pool.sessions.latest
@@ -133,7 +133,7 @@ class InGroups:
                 rows = take(rows, start, end, batches[number], constants.names)
                 branch = replace(branch, rows=(start, end))
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
-        outputs = pool.evaluations.dispatch(run, works, interrupted)
+        outputs = pool.evaluations.dispatch(run, works, interrupted, makes_room)
         pieces: list[list[Any]] = [[] for _ in calls]
         ranks = [0] * len(calls)
         for share, work, output in zip(plan.shares, works, outputs, strict=True):
@@ -147,8 +147,11 @@ class InGroups:
         return made
 
     def _together(self, calls: Sequence[SampleCall]) -> list[Any]:
-        """Computes the evaluations of several prompts."""
-        outputs, evaluations = self._compute(calls), self._pool.runs.of(self._model).evaluations
+        """Computes the evaluations of several prompts. No other model makes room for them: all but
+        the first can wait.
+        """
+        outputs = self._compute(calls, makes_room=False)
+        evaluations = self._pool.runs.of(self._model).evaluations
         images = len({call.branch.call for call in calls})
         evaluations[-1] = replace(evaluations[-1], images=images)
         return outputs

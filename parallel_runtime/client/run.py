@@ -60,12 +60,13 @@ class Run:
     joined: list[str] = field(default_factory=list)
     ended_s: float = 0.0  # 0 while it goes on
     is_told = True  # of its figures, and of numbers that are not finite
-    was_ahead = False  # it was sampled within another run
+    queued = 1, 1  # images that were sampled at once, of so many in the queue; 0 where another run did
 
     @property
     def images(self) -> int:
-        """How many prompts were sampled at once."""
-        return max((one.images for one in self.evaluations), default=1)
+        """How many prompts each evaluation was of; 0 where that changed."""
+        found = {one.images for one in self.evaluations}
+        return found.pop() if len(found) == 1 else int(not found)
 
     def number_of(self, branch: Hashable) -> int:
         """Returns the number by which ranks know this branch of the run."""

@@ -195,7 +195,7 @@ def _objections(
     yield from _of_code(sampler, guider, model_options)
     if noise.ndim not in (4, 5):
         yield f"packed latents of shape {tuple(noise.shape)}"
-    for side, conds in guider.conds.items():
+    for side, conds in conds_of(guider).items():
         for cond in conds or ():
             yield from _of_cond(side, cond)
 
@@ -283,6 +283,11 @@ def is_hosts_own(model: Any) -> bool:
             if is_code(value)
         )
     )
+
+
+def conds_of(guider: Any) -> Mapping[str, Any]:
+    """Returns a guider's conds; before it samples those that it was given."""
+    return vars(guider).get("conds", guider.original_conds)
 
 
 def known_guider(guider: Any) -> bool:

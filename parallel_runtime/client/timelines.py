@@ -96,26 +96,29 @@ class Call:
 
 
 class RandomState:
-    """Keeps the state of torch's default generators, of the CPU and of one device, for
-    ``restore``.
+    """Keeps the state of torch's default generators for ``restore``: of the CPU, and of a
+    ``device``, or of every GPU that is in use.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device if device.type == "cuda" else None
+    def __init__(self, device: torch.device | None = None):
+        gpus = range(torch.cuda.device_count()) if device is None and torch.cuda.is_initialized() else ()
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
+        self._gpus = {
+            gpu: torch.cuda.get_rng_state(gpu)
+            for gpu in ([device] if device is not None and device.type == "cuda" else gpus)
+        }
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(one for one in (self._cpu, self._cuda) if one is not None)
+        return self._cpu, *self._gpus.values()
 
     def is_same(self, other: RandomState) -> bool:
         return all(map(torch.equal, self.tensors, other.tensors))
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
-        if self._device is not None and self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        for gpu, state in self._gpus.items():
+            torch.cuda.set_rng_state(state, gpu)
 
 
 class Timeline(greenlet):
