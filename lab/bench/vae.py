@@ -101,7 +101,7 @@ def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    for case in CASES:
+    for case in options.only or CASES:
         rounds = merge(run(options.host, 2, "vae:measure", case=case, rounds=options.rounds))
         found = estimate(rounds, efficiency)
         yield Figure("vae", case, "efficiency", found, "ratio", Goal(at_least=EFFICIENCY))

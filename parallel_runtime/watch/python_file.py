@@ -85,7 +85,8 @@ def compiled_elsewhere(value: Any, trusted: frozenset[str]) -> Any:
             value = value.fget
         if value is None:
             return None
-        if _compiled_in(value).partition(".")[0] not in trusted | STANDARD:
+        package = _compiled_in(value).partition(".")[0]
+        if package not in trusted and package not in STANDARD:
             return value
         inner = getattr(value, "__wrapped__", None) or getattr(value, "func", None)
         if inner is None or inner is value:
