@@ -97,7 +97,6 @@ class Runtime:
         moment: Callable[[], Moment | None] = lambda: None,
         looks_ahead: Callable[[], bool] = lambda: True,
     ):
-        self._looks_ahead = looks_ahead
         self.notices = notices or Notices()
         self.wait: Wait = waiting or NoWait()
         self._teller = Teller(self.wait, show)
@@ -106,7 +105,7 @@ class Runtime:
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
         times = times or StepTimes(self.predicted, first_step=self.wait.came)
-        self.planning = Planning(times, counts, ahead=LookAhead(moment))
+        self.planning = Planning(times, counts, ahead=LookAhead(moment, looks_ahead))
         told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)
@@ -134,7 +133,7 @@ class Runtime:
     def default_choice(self) -> Choice:
         """Raises LayoutError."""
         devices = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
-        return replace(all_devices(devices), looks_ahead=self._looks_ahead())
+        return replace(all_devices(devices), looks_ahead=self.planning.ahead.is_wanted())
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None

@@ -96,7 +96,7 @@ class StepTimes:
         timed = steps.timed
         if steps.run is not None:
             self.prompts.note_run(steps.run, steps.began, self._clock())
-        if timed is None or (steps.run is not None and not (steps.run.queued[0] and steps.run.images)):
+        if timed is None or (steps.run is not None and not (steps.run.queued.at_once and steps.run.images)):
             return
         if steps.run is not None:
             timed = timed.of_one(steps.run.images)

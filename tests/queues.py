@@ -2,10 +2,12 @@
 graph is, and what ComfyUI would execute of it.
 """
 
+import gc
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
 
+import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import comfy.utils
@@ -171,6 +173,12 @@ def tensors_of(sampled):
     parts = sampled.values() if isinstance(sampled, dict) else sampled
     parts = parts if isinstance(parts, Iterable) and not isinstance(parts, str) else ()
     return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def unload_all_models():
+    """As ComfyUI, which is not prepared for a model of another test that goes just then."""
+    gc.collect()
+    comfy.model_management.unload_all_models()
 
 
 @contextmanager

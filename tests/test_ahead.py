@@ -41,6 +41,7 @@ from .queues import (
     seeds_of,
     tensors_of,
     to_come,
+    unload_all_models,
 )
 
 TWO = Layout(data=2)
@@ -102,7 +103,7 @@ def assert_alike(ours, stock):
 
 def at_once(ours):
     """Images of the last run."""
-    return ours.model.remote.pool.last_run.queued[0]
+    return ours.model.remote.pool.last_run.queued.at_once
 
 
 def suspended():
@@ -538,13 +539,13 @@ def test_what_waits_is_freed_where_comfyui_frees_the_model_between_prompts_and_n
     ours.line.put(*seeds_of(Workflow(), 11, 12))
     ours.line.run(ours.model)
     with ours.line._at("prompt 1", {}, "decode"):
-        comfy.model_management.unload_all_models()
+        unload_all_models()
     assert len(ours.ahead._kept) == 1
     assert_alike(ours.line.run(ours.model), stocks(*seeds_of(Workflow(), 12)))
     assert ours.images == (1, 0)
     ours.line.put(*seeds_of(Workflow(), 11, 12))
     ours.line.run(ours.model)
-    comfy.model_management.unload_all_models()
+    unload_all_models()
     assert not ours.ahead._kept and not ours.ahead._done
 
 

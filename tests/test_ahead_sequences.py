@@ -5,7 +5,6 @@ sampled ahead.
 import gc
 from functools import cache
 
-import comfy.model_management
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from pipemesh.parallel_runtime.layout import Layout
 import nodes
 
 from .in_groups import in_groups
-from .queues import Line, Workflow, node, tensors_of
+from .queues import Line, Workflow, node, tensors_of, unload_all_models
 from .test_ahead import Ahead, Failing, cancelled, suspended
 
 SIZES = (6, 8)
@@ -130,7 +129,7 @@ class Queue(RuleBasedStateMachine):
     @rule()
     def free(self):
         """ComfyUI's Unload Models and Execution Cache."""
-        comfy.model_management.unload_all_models()
+        unload_all_models()
         self.load_anew()
         gc.collect()
         assert not self.ours.ahead._kept

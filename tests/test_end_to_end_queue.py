@@ -145,7 +145,7 @@ def test_a_queue_of_seeds_is_sampled_two_at_once_and_everything_of_it_is_comfyui
     stock_ids, stock_events = queued_together(server, stock)
     assert server.get("/pipemesh/status")["queue"] == after
     runs = status["last_runs"][:ahead]  # what was handed over is none
-    assert [run["queue"]["at_once"] for run in runs] == [2] * ahead
+    assert [run["steps"]["queue"]["at_once"] for run in runs] == [2] * ahead
     steps = sum(
         len(told_of(stock_events, prompt, nodes)[1]) for prompt, nodes in zip(stock_ids, stock, strict=True)
     )

@@ -397,7 +397,7 @@ class PoolsHere:
     def default_choice(self):
         return OPEN
 
-    def plan(self, model, choice, asked):
+    def plan(self, model, choice, asked, to_come=None):
         return self.planning.choose(model.model, choice, asked, ())
 
     def parallelize(self, model, choice, left_open=None):

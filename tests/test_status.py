@@ -13,7 +13,7 @@ from pipemesh.nodes.status.collection import MOST, status_of
 from pipemesh.nodes.status.figures import QueueFigures
 from pipemesh.nodes.timing import Stepped
 from pipemesh.parallel_runtime.client.ahead import Images
-from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.occupancy import Span
 
@@ -118,18 +118,19 @@ def test_how_far_a_run_is_and_how_long_it_takes_still_is_told_and_why_it_ended_e
 def test_a_queue_is_told_of_with_the_run_that_computed_it_and_with_no_later_one(runtime, monkeypatch):
     pool = pool_of(runtime, data=2, ulysses=1)
     computed, handed = ran(runtime, pool, 1), ran(runtime, pool, 2, evaluations=0)
-    computed.queued, handed.queued = (2, 8), (0, 8)
+    computed.queued, handed.queued = Queued(2, 8), Queued(0, 8)
     predicted = PlannedLayout(pool.layout, "by numbers", known="published", first_s=0.5)
     monkeypatch.setattr(PlannedLayout, "seconds", 0.8)
     runtime.planning.note(computed, predicted)
     (told,) = status_of(runtime, AUTO).last_runs
-    assert told.queue == QueueFigures(2, 8, 0.8, 0.5)
-    monkeypatch.setattr(type(pool), "session", object())
-    assert runtime.last_run()[2] is computed
-    assert queue_text(told.queue, Images(used=3, dropped=1)).splitlines() == [
+    assert told.steps.queue == QueueFigures(2, 8, 0.8, 0.5)
+    assert queue_text(told.steps.queue, Images(used=3, dropped=1)).splitlines() == [
         "2 of 8 queued images at once. Sampled ahead so far: 3 used, 1 thrown away.",
         "An evaluation of all these takes 0.80 s, 0.40 s an image; one of the first image alone would take"
         " 0.50 s (predicted).",
     ]
     ran(runtime, pool, 3)
-    assert status_of(runtime, AUTO).last_runs[0].queue is None
+    assert status_of(runtime, AUTO).last_runs[0].steps.queue is None
+    pool.runs.recent.pop()
+    monkeypatch.setattr(type(pool), "session", object())
+    assert runtime.last_run()[2] is computed

@@ -10,7 +10,7 @@ from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.seam import GuiderSeam, with_callback
 from pipemesh.nodes.one_gpu import times_as_long
 from pipemesh.nodes.timing import MOST, Speed, StepTimes
-from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
@@ -102,7 +102,7 @@ def test_each_of_several_images_at_once_took_its_part_of_a_step_and_one_that_was
     gave_up = Run(evaluations=[Evaluation(1.0, 0.0, 0.0, 0, images=images) for images in (2, 2, 1)])
     sampled(times, clock, 1.0, pool_run=gave_up)
     assert times.speed_of(gave_up) is None
-    handed.queued = 0, 1
+    handed.queued = Queued(0)
     sampled(times, clock, 0.001, pool_run=handed)
     assert times.speed_of(handed) is None
 

@@ -226,7 +226,7 @@ class Panel {
       lines.push(make("p", { className: "quiet", text: t("not_timed") }));
     }
     lines.push(make("p", { text: run.title }));
-    const { queue } = run;
+    const { queue } = run.steps;
     if (queue) lines.push(make("p", { text: t("queue", queue.at_once, queue.queued, status.queue.used, status.queue.dropped) }));
     if (queue?.first_s) lines.push(make("p", { text: t("queue_first", ...[queue.step_s, queue.first_s, queue.step_s / queue.at_once].map((one) => one.toFixed(2))) }));
     lines.push(...this.prompt(run.steps.prompt));

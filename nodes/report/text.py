@@ -61,7 +61,7 @@ def report_text(
     parts = [
         *said,
         speed_text(run.speed) if run.speed is not None else "",
-        queue_text(run.queue, ahead) if run.queue is not None else "",
+        queue_text(run.steps.queue, ahead) if run.steps.queue is not None else "",
         prompt_text(run.steps.prompt) if run.steps.prompt is not None else "",
         plan_text(run.plan) if run.plan is not None else "",
         "\n".join([*head, *(f"  {share.english}" for share in pool.shares)]),

@@ -44,7 +44,7 @@ MOST = 10  # runs that are told of
 def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
     known = runtime.pools()
     recent = [
-        (run, handle, pool) for handle, pool in known for run in list(pool.runs.recent) if run.queued[0]
+        (run, handle, pool) for handle, pool in known for run in list(pool.runs.recent) if run.queued.at_once
     ]
     newest = sorted(recent, key=lambda one: -one[0].began_s)[:MOST]
     runs = [run_status(runtime, handle, pool, run) for run, handle, pool in newest]
@@ -151,12 +151,11 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
         slowed=slowed(devices, model_statuses(pool), figures) if figures else (),
         plan=pool.runs.once(run, "plan", lambda: plan_figures(planned, run)) if planned else None,
         steps=step_status(runtime, pool, run, speed.ratio if speed is not None else None),
-        queue=queue_figures(run, planned),
     )
 
 
 def queue_figures(run: Run, planned: PlannedLayout | None) -> QueueFigures | None:
-    if run.queued[0] < 2:
+    if run.queued.at_once < 2:
         return None
     if planned is None or planned.known in ("", "plain"):
         return QueueFigures(*run.queued)
@@ -166,10 +165,11 @@ def queue_figures(run: Run, planned: PlannedLayout | None) -> QueueFigures | Non
 def step_status(runtime: Runtime, pool: RemotePool, run: Run, ratio: float | None) -> StepStatus:
     """``ratio``: how many times as fast as one device the run was."""
     fault, stepped = pool.runs.faults.get(run, ""), runtime.times.stepped(run)
-    prompt = runtime.times.prompts.of(run, ratio)
+    prompt, queue = runtime.times.prompts.of(run, ratio), queue_figures(run, runtime.planning.of(run))
     if stepped is None:
-        return StepStatus(fault=fault, prompt=prompt)
-    return StepStatus(stepped.done, stepped.total, None if run.ended_s else stepped.left_s, fault, prompt)
+        return StepStatus(fault=fault, prompt=prompt, queue=queue)
+    left_s = None if run.ended_s else stepped.left_s
+    return StepStatus(stepped.done, stepped.total, left_s, fault, prompt, queue)
 
 
 def title_of(pool: RemotePool, model: str) -> str:

@@ -197,6 +197,7 @@ class StepStatus:
     """How far a run is, or came, in steps of its sampler; 0 of 0 before the first. ``left_s``:
     seconds until its end, None before the second step and of a run that has ended. ``fault``: why
     the pool could not go on. ``prompt``: what its prompt waited for; None while the run goes on.
+    ``queue``: None where it was sampled alone.
     """
 
     done: int = 0
@@ -204,6 +205,7 @@ class StepStatus:
     left_s: float | None = None
     fault: str = ""
     prompt: PromptFigures | None = None
+    queue: QueueFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class RunStatus:
     """``began`` and ``ended``: seconds since 1970; ``ended`` is None while it goes on. ``figures``
     are None before its first evaluation, ``speed`` before its second step. ``slowed``: what kept
     it from being faster. ``plan``: why its layout was chosen; None while it goes on, and where the
-    layout was chosen by hand. ``queue``: None where it was sampled alone.
+    layout was chosen by hand.
     """
 
     pool: str
@@ -224,7 +226,6 @@ class RunStatus:
     slowed: tuple[Text, ...] = ()
     plan: PlanFigures | None = None
     steps: StepStatus = StepStatus()
-    queue: QueueFigures | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ import torch
 from .asked import Asked
 from .described import as_it_is, is_same, on_cpu, tensors_of
 from .queued import LATENT, Graph, Moment, Place, differences, linked_to, readers, seed_at, seed_place
+from .run import Queued
 from .seeds import Compute, Sampled, Start, sample_together
 from .timelines import Callback, RandomState
 
@@ -107,13 +108,10 @@ class Images:
 
 
 class Outcome(NamedTuple):
-    """The ``samples`` of a prompt. ``at_once``: images that were sampled with it, itself included,
-    of so many in the queue; 0 where it had been sampled before.
-    """
+    """The ``samples`` of a prompt, and with how many others they were sampled."""
 
     samples: torch.Tensor
-    at_once: int = 1
-    queued: int = 1
+    queued: Queued = Queued()
 
 
 def same_tensors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
@@ -122,11 +120,18 @@ def same_tensors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
 
 class LookAhead:
     """Keeps what was sampled ahead, of all pools. ``moment`` tells what ComfyUI executes now, and
-    what waits; None where no prompt runs, or nothing can be handed over.
+    what waits; None where no prompt runs, or nothing can be handed over. ``is_wanted`` tells
+    whether prompts may be sampled at once where no pool says so.
     """
 
-    def __init__(self, moment: Callable[[], Moment | None], most_bytes: int = MOST_BYTES):
+    def __init__(
+        self,
+        moment: Callable[[], Moment | None],
+        is_wanted: Callable[[], bool] = lambda: True,
+        most_bytes: int = MOST_BYTES,
+    ):
         self._moment = moment
+        self.is_wanted = is_wanted
         self._most_bytes = most_bytes
         self._kept: dict[Key, Kept] = {}
         self._done: dict[Key, Done] = {}  # by the samplers of the prompt that runs
@@ -174,7 +179,7 @@ class LookAhead:
         key = moment.prompt, moment.node, moment.index
         if (kept := self._kept.pop(key, None)) is not None and self._is_right(kept, asked, key):
             self._done[key] = kept.done
-            return Outcome(kept.hand_over(callback, device), at_once=0)
+            return Outcome(kept.hand_over(callback, device), Queued(0))
         beside, shared = self._beside(
             moment, lambda: asked, computing.images - 1, lambda asked: asked.described(on_cpu)
         )
@@ -195,7 +200,7 @@ class LookAhead:
             self._useless.add(moment.node)
             log.warning("[PipeMesh] What was sampled ahead was not kept:", exc_info=error)
             own.random.restore()
-        return Outcome(own.samples, at_once, 1 + len(moment.others))
+        return Outcome(own.samples, Queued(at_once, 1 + len(moment.others)))
 
     def _forget(self, moment: Moment) -> None:
         """Throws away what is of no use any more."""

@@ -108,7 +108,7 @@ class InGroups:
             lambda calls: self.conds.with_room(patcher, partial(self._compute, calls)),
         )
         outcome = self._ahead.sample(executor, asked, callback, disable_pbar, computing)
-        self._pool.runs.of(self._model).queued = outcome[1:]
+        self._pool.runs.of(self._model).queued = outcome.queued
         return outcome.samples
 
     def begin_run(self, watch: Watch = nobody) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..branches import first_done
 from ..families.plan import COMPILE
@@ -38,6 +38,15 @@ class Evaluation:
     images: int = 1
 
 
+class Queued(NamedTuple):
+    """Images that were sampled ``at_once``, of so many in the queue; 0 of a run whose image another
+    had sampled.
+    """
+
+    at_once: int = 1
+    of: int = 1
+
+
 @dataclass(eq=False)
 class Run:
     """Keeps the figures of one run, and the names by which ranks know it. ``id``: the run's number;
@@ -60,7 +69,7 @@ class Run:
     joined: list[str] = field(default_factory=list)
     ended_s: float = 0.0  # 0 while it goes on
     is_told = True  # of its figures, and of numbers that are not finite
-    queued = 1, 1  # images that were sampled at once, of so many in the queue; 0 where another run did
+    queued = Queued()
 
     @property
     def images(self) -> int:
