@@ -115,7 +115,8 @@ class PlannedLayout:
     """A choice of a layout. ``plan`` is None where nothing could be predicted, and ``why`` says why
     not; else ``why`` says by which speeds, as do ``known``, in a word, and the name of the ``box``.
     ``awaits``: it is being counted, and no pool that suits it is up. ``first_s``: predicted for one
-    evaluation of the running prompt alone, in the layout that is best for that.
+    evaluation of the running prompt alone, in the layout that is best for that; ``images``: prompts
+    of the queue at once.
     """
 
     layout: Layout
@@ -127,6 +128,7 @@ class PlannedLayout:
     box: str = ""
     awaits: bool = False
     first_s: float | None = None
+    images: int = 1
 
     @property
     def best(self) -> Prediction | None:
@@ -232,6 +234,10 @@ class Planning:
 
     # -- choosing
 
+    def looks_ahead(self, choice: Choice) -> bool:
+        """Return whether prompts of the queue may be sampled at once."""
+        return self.ahead.is_wanted() if choice.looks_ahead is None else choice.looks_ahead
+
     def choose(
         self,
         model: BaseModel,
@@ -251,8 +257,9 @@ class Planning:
         """
         own, running = choice.placement, tuple(running)
         try:
+            self.ahead.forget()
             sampling = asked()
-            if choice.looks_ahead and to_come is not None:
+            if self.looks_ahead(choice) and to_come is not None:
                 images, rounds = self.ahead.at_once(len(own.devices), to_come)
                 sampling = replace(sampling, images=images, rounds=rounds)
             return self._chosen(model, choice, sampling, running, room, merges)
@@ -351,6 +358,7 @@ class Planning:
             here.known,
             here.box.name,
             first_s=first.prediction.seconds if first is not None and first.prediction is not None else None,
+            images=asked.images,
         )
 
     def _predicted(self, job: Job, here: MachineBox, approximate: bool) -> Plan:

@@ -132,8 +132,7 @@ class Runtime:
 
     def default_choice(self) -> Choice:
         """Raises LayoutError."""
-        devices = self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu))
-        return replace(all_devices(devices), looks_ahead=self.planning.ahead.is_wanted())
+        return all_devices(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
 
     def check(self, **values: Any) -> bool | str:
         """Check what is known of these inputs: True, or the sentence that says what is wrong. None
@@ -176,7 +175,7 @@ class Runtime:
             begins,
             choice.computed_on(device),
             choice.weights,
-            self.planning.ahead if choice.looks_ahead else None,
+            self.planning.ahead if self.planning.looks_ahead(choice) else None,
         )
         if not require_plan(model.model.diffusion_model).is_tried and choice.placement.layout.groups > 1:
             self.notices.tell(UNTRIED.format(type(model.model.diffusion_model).__name__), one_gpu=False)

@@ -196,7 +196,7 @@ class Choice:
     other ``weights``, need no other ranks. ``allows_approximate``: a layout that PipeMesh chooses
     may change the image a little. ``is_open``: the layout is chosen when a model is sampled, for
     what is sampled then; the placement has all devices that may take part. ``looks_ahead``: prompts
-    that wait may be sampled beside the one that runs.
+    that wait may be sampled beside the one that runs; None: as the setting says when it does.
     """
 
     placement: Placement
@@ -204,7 +204,7 @@ class Choice:
     weights: str = ASKED[0]
     allows_approximate: bool = False
     is_open: bool = False
-    looks_ahead: bool = False
+    looks_ahead: bool | None = None
 
     def covers(self, placement: Placement) -> bool:
         """Return whether a pool of this placement is one that this choice may have led to."""

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import inspect
+import weakref
 from dataclasses import replace
 
 import comfy.controlnet
@@ -15,6 +16,8 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
+from pipemesh.nodes.planning import Planning
+from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import ahead as ahead_module
 from pipemesh.parallel_runtime.client import asked, separable
 from pipemesh.parallel_runtime.client.ahead import LookAhead
@@ -24,6 +27,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.seeds import Seed
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.counts import Counts, NotCounted, nobody
 
 import nodes
 
@@ -43,6 +47,7 @@ from .queues import (
     to_come,
     unload_all_models,
 )
+from .test_planning import OPEN
 
 TWO = Layout(data=2)
 SEEDS = (11, 12, 13, 14, 15)
@@ -104,6 +109,10 @@ def assert_alike(ours, stock):
 def at_once(ours):
     """Images of the last run."""
     return ours.model.remote.pool.last_run.queued.at_once
+
+
+def refused():
+    raise NotCounted("not counted")
 
 
 def suspended():
@@ -371,6 +380,19 @@ def test_one_seed_that_waits_twice_is_sampled_ahead_once():
     assert at_once(ours) == 2 and len(ours.ahead._kept) == 1
 
 
+def test_what_waits_keeps_no_model_in_memory_and_goes_with_it():
+    ours = Ahead()
+    ours.line.put(*seeds_of(Workflow(), 11, 12))
+    ours.line.run(ours.model)
+    assert len(ours.ahead._kept) == 1
+    with ours.line._at("prompt 1", {}, "decode"):  # what frees memory for itself within a prompt
+        unload_all_models()
+    model = weakref.ref(ours.stock.model)
+    ours.model = ours.pool = ours.stock = None
+    gc.collect()
+    assert model() is None and not ours.ahead._kept and ours.images == (0, 1)
+
+
 def test_what_waits_is_forgotten_when_a_run_of_another_layout_is_planned_behind_its_queue():
     ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
     ours.line.put(*prompts)
@@ -378,7 +400,8 @@ def test_what_waits_is_forgotten_when_a_run_of_another_layout_is_planned_behind_
     assert ours.ahead._kept
     with ours.line._at("another", Workflow().graph(13), "1"):
         ours.line.now = replace(ours.line.now, others=())
-        assert ours.ahead.at_once(1, to_come(13)) == (1, 1)
+        made = Planning(StepTimes(), Counts(nobody), ahead=ours.ahead)
+        assert made.choose(ours.stock.model, OPEN, refused, ()).why == "not counted"
     assert not ours.ahead._kept and ours.images == (0, 1)
 
 

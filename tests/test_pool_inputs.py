@@ -153,8 +153,10 @@ def test_a_queue_is_sampled_at_once_unless_the_pool_or_without_one_the_setting_s
     runtime, cpu = Runtime(fake_setup()), {"layout": "auto", "devices": "cpu"}
     assert runtime.choose(**cpu).looks_ahead
     assert not runtime.choose(**cpu, queue="first image soonest").looks_ahead
-    assert runtime.default_choice().looks_ahead, "PipeMesh Parallelize without a pool"
-    assert not Runtime(fake_setup(), looks_ahead=lambda: False).default_choice().looks_ahead
+    for says in (True, False):
+        told = Runtime(fake_setup(), looks_ahead=lambda says=says: says)
+        assert told.planning.looks_ahead(runtime.default_choice()) is says, "without a pool"
+        assert told.planning.looks_ahead(runtime.choose(**cpu))
 
 
 def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():

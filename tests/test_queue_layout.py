@@ -43,7 +43,8 @@ def test_prompts_that_wait_and_differ_in_the_seed_get_groups_and_one_alone_all_r
     assert planned(waiting([1])).layout == planned(None).layout == Layout(ulysses=2)
     several = planned(waiting([1, 2, 3]))
     assert several.layout == Layout(data=2) and several.asked.endswith("20 evaluations, 2 queued at once")
-    assert planned(waiting([1, 2, 3]), OPEN).layout == Layout(ulysses=2), "first image soonest"
+    first = replace(OPEN, looks_ahead=False)
+    assert planned(waiting([1, 2, 3]), first).layout == Layout(ulysses=2), "first image soonest"
 
 
 def test_prompts_that_differ_in_more_get_what_one_alone_gets():
@@ -96,11 +97,12 @@ def test_after_a_result_of_no_use_a_queue_is_planned_as_single_images():
 
 @pytest.mark.parametrize(
     "comes",
-    [to_come(1, "uni_pc"), to_come(1, drawn=3), to_come(5)],
+    [{"sampler": "uni_pc"}, {"drawn": 3}, {"seed": 5}],
     ids=["a sampler that keeps a state", "noise that is no seed's", "another seed"],
 )
 def test_what_cannot_be_sampled_at_once_is_planned_as_one_image_before_it_is_known_in_its_sampler(comes):
-    found = planned(waiting([1, 2, 3]), comes=comes)
+    assert planned(waiting([1, 2, 3]), comes=to_come(1)).layout == Layout(data=2)
+    found = planned(waiting([1, 2, 3]), comes=to_come(**{"seed": 1, **comes}))
     assert found.layout == Layout(ulysses=2) and "at once" not in found.asked
 
 

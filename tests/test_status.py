@@ -119,7 +119,7 @@ def test_a_queue_is_told_of_with_the_run_that_computed_it_and_with_no_later_one(
     pool = pool_of(runtime, data=2, ulysses=1)
     computed, handed = ran(runtime, pool, 1), ran(runtime, pool, 2, evaluations=0)
     computed.queued, handed.queued = Queued(2, 8), Queued(0, 8)
-    predicted = PlannedLayout(pool.layout, "by numbers", known="published", first_s=0.5)
+    predicted = PlannedLayout(pool.layout, "by numbers", known="published", first_s=0.5, images=2)
     monkeypatch.setattr(PlannedLayout, "seconds", 0.8)
     runtime.planning.note(computed, predicted)
     (told,) = status_of(runtime, AUTO).last_runs

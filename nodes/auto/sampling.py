@@ -131,7 +131,8 @@ class PoolSampling:
         with in_place_of(guider, parallel), self._sampling([model.model for model in models.values()]):
             output = run()
         note(self._runtime, parallel, planned)
-        if len(run.given.get("sigmas", ())) and last_runs(parallel) == before:
+        sigmas = run.given.get("sigmas")
+        if sigmas is not None and sigmas.shape[-1] and last_runs(parallel) == before:
             self._notices.tell(
                 f"On one GPU: {type(guider).__name__} has sampled without the MODEL that it was given."
             )

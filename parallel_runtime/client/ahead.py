@@ -94,8 +94,9 @@ class Waiting:
     def kept(
         self, shared: dict[str, Any], sampled: Sampled, at_once: int, drop: Callable[[Key], None]
     ) -> Kept:
-        done = Done(self.asked.output_of(sampled.samples), sampled.random)
-        model = weakref.ref(self.asked.guider.model_patcher.model, lambda _: drop(self.key))
+        done, key = Done(self.asked.output_of(sampled.samples), sampled.random), self.key
+        # Of this, which has the MODEL, the callback must keep nothing
+        model = weakref.ref(self.asked.guider.model_patcher.model, lambda _: drop(key))
         return Kept({**shared, **self.own}, on_cpu(sampled.samples), self.steps, done, at_once, model)
 
 
@@ -105,13 +106,6 @@ class Images:
 
     used: int = 0
     dropped: int = 0
-
-
-class Outcome(NamedTuple):
-    """The ``samples`` of a prompt, and with how many others they were sampled."""
-
-    samples: torch.Tensor
-    queued: Queued = Queued()
 
 
 def same_tensors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
@@ -145,14 +139,17 @@ class LookAhead:
                 self._drop(key)
             self._done.clear()
 
+    def forget(self) -> None:
+        """Throws away what no prompt that waits, or runs, can use."""
+        if (moment := self._moment()) is not None:
+            self._forget(moment)
+
     def at_once(self, most: int, to_come: Callable[[], Asked]) -> tuple[int, int]:
         """Returns how many prompts can be sampled at once, at most so many, and how many times so
         many the queue has: as many as were, where the sampler ``to_come`` is to get what was
         sampled ahead.
         """
-        if (moment := self._moment()) is not None:
-            self._forget(moment)
-        if moment is None or most < 2:
+        if (moment := self._moment()) is None or most < 2:
             return 1, 1
         if kept := self._kept.get((moment.prompt, moment.node, moment.index)):
             return min(most, kept.at_once), 1
@@ -167,25 +164,28 @@ class LookAhead:
         callback: Callback | None,
         quiet: bool,
         computing: Computing,
-    ) -> Outcome:
+        tell: Callable[[Queued], None],
+    ) -> torch.Tensor:
         """Samples what is asked for, beside as many of the prompts that wait as have a group, by
-        ``sample_together``.
+        ``sample_together``. ``tell``: with how many, before it begins.
         """
         run, device = partial(asked.run, executor, callback, quiet), asked.noise.device
         moment = self._moment()
         if moment is None:
-            return Outcome(run())
+            return run()
         self._forget(moment)
         key = moment.prompt, moment.node, moment.index
         if (kept := self._kept.pop(key, None)) is not None and self._is_right(kept, asked, key):
             self._done[key] = kept.done
-            return Outcome(kept.hand_over(callback, device), Queued(0))
+            tell(Queued(0))
+            return kept.hand_over(callback, device)
         beside, shared = self._beside(
             moment, lambda: asked, computing.images - 1, lambda asked: asked.described(on_cpu)
         )
         if not beside:
-            return Outcome(run())
+            return run()
         at_once = 1 + len(beside)
+        tell(Queued(at_once, 1 + len(moment.others)))
         starts = [Start(partial(one.asked.run, executor, one.told, True), one.asked.random) for one in beside]
         own, *others = sample_together([Start(run, asked.random), *starts], *computing[1:], device)
         assert own is not None
@@ -200,12 +200,12 @@ class LookAhead:
             self._useless.add(moment.node)
             log.warning("[PipeMesh] What was sampled ahead was not kept:", exc_info=error)
             own.random.restore()
-        return Outcome(own.samples, Queued(at_once, 1 + len(moment.others)))
+        return own.samples
 
     def _forget(self, moment: Moment) -> None:
         """Throws away what is of no use any more."""
         queue = {moment.prompt, *(prompt for prompt, _ in moment.others)}
-        for key in [key for key in self._kept if key[0] not in queue]:
+        for key in [key for key in list(self._kept) if key[0] not in queue]:
             self._drop(key)
         self._done = {key: done for key, done in self._done.items() if key[0] == moment.prompt}
         if not moment.others:

@@ -47,7 +47,8 @@ class Asked:
         """Returns what the sampler will be asked for, of what ``CFGGuider.sample`` is given, as far
         as that is known before ComfyUI has loaded the model.
         """
-        noise, latent = (given[name].to(torch.float32) for name in ("noise", LATENT))
+        noise = given["noise"].to(torch.float32)
+        latent = given[LATENT].to(noise)
         if latent.any():
             latent = guider.model_patcher.model.process_latent_in(latent)
         return cls(
@@ -126,7 +127,7 @@ class Asked:
 
     def have_room(self) -> int:
         """Returns how many more samplers have room on the device that this one is on."""
-        device = self.noise.device
+        device = self.guider.model_patcher.load_device
         if device.type == "cpu":
             return 1 << 10
         return int(comfy.model_management.get_free_memory(device) // (WORKING * self.noise.nbytes))

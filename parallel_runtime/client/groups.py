@@ -107,9 +107,8 @@ class InGroups:
             interrupting(self._together),
             lambda calls: self.conds.with_room(patcher, partial(self._compute, calls)),
         )
-        outcome = self._ahead.sample(executor, asked, callback, disable_pbar, computing)
-        self._pool.runs.of(self._model).queued = outcome.queued
-        return outcome.samples
+        tell = partial(setattr, self._pool.runs.of(self._model), "queued")
+        return self._ahead.sample(executor, asked, callback, disable_pbar, computing, tell)
 
     def begin_run(self, watch: Watch = nobody) -> None:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first

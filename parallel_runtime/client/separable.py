@@ -287,7 +287,7 @@ def is_hosts_own(model: Any) -> bool:
 
 def conds_of(guider: Any) -> Mapping[str, Any]:
     """Returns a guider's conds; before it samples those that it was given."""
-    return vars(guider).get("conds", guider.original_conds)
+    return guider.conds if hasattr(guider, "conds") else guider.original_conds
 
 
 def known_guider(guider: Any) -> bool:
