@@ -157,8 +157,8 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
 def queue_figures(run: Run, planned: PlannedLayout | None) -> QueueFigures | None:
     if run.queued.at_once < 2:
         return None
-    is_known = planned is not None and planned.known not in ("", "plain")
-    if not is_known or planned.images != run.queued.at_once:
+    at_once = run.queued.at_once
+    if planned is None or planned.known in ("", "plain") or planned.images != at_once:
         return QueueFigures(*run.queued)
     return QueueFigures(*run.queued, planned.seconds, planned.first_s)
 
