@@ -234,10 +234,6 @@ class Planning:
 
     # -- choosing
 
-    def looks_ahead(self, choice: Choice) -> bool:
-        """Return whether prompts of the queue may be sampled at once."""
-        return self.ahead.is_wanted() if choice.looks_ahead is None else choice.looks_ahead
-
     def choose(
         self,
         model: BaseModel,
@@ -259,7 +255,7 @@ class Planning:
         try:
             self.ahead.forget()
             sampling = asked()
-            if self.looks_ahead(choice) and to_come is not None:
+            if self.ahead.is_wanted(choice.looks_ahead) and to_come is not None:
                 images, rounds = self.ahead.at_once(len(own.devices), to_come)
                 sampling = replace(sampling, images=images, rounds=rounds)
             return self._chosen(model, choice, sampling, running, room, merges)

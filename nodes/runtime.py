@@ -175,7 +175,7 @@ class Runtime:
             begins,
             choice.computed_on(device),
             choice.weights,
-            self.planning.ahead if self.planning.looks_ahead(choice) else None,
+            self.planning.ahead if self.planning.ahead.is_wanted(choice.looks_ahead) else None,
         )
         if not require_plan(model.model.diffusion_model).is_tried and choice.placement.layout.groups > 1:
             self.notices.tell(UNTRIED.format(type(model.model.diffusion_model).__name__), one_gpu=False)

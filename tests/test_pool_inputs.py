@@ -155,8 +155,9 @@ def test_a_queue_is_sampled_at_once_unless_the_pool_or_without_one_the_setting_s
     assert not runtime.choose(**cpu, queue="first image soonest").looks_ahead
     for says in (True, False):
         told = Runtime(fake_setup(), looks_ahead=lambda says=says: says)
-        assert told.planning.looks_ahead(runtime.default_choice()) is says, "without a pool"
-        assert told.planning.looks_ahead(runtime.choose(**cpu))
+        wanted = told.planning.ahead.is_wanted
+        assert wanted(runtime.default_choice().looks_ahead) is says, "without a pool"
+        assert wanted(runtime.choose(**cpu).looks_ahead)
 
 
 def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():

@@ -114,23 +114,27 @@ def same_tensors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
 
 class LookAhead:
     """Keeps what was sampled ahead, of all pools. ``moment`` tells what ComfyUI executes now, and
-    what waits; None where no prompt runs, or nothing can be handed over. ``is_wanted`` tells
+    what waits; None where no prompt runs, or nothing can be handed over. ``by_default`` tells
     whether prompts may be sampled at once where no pool says so.
     """
 
     def __init__(
         self,
         moment: Callable[[], Moment | None],
-        is_wanted: Callable[[], bool] = lambda: True,
+        by_default: Callable[[], bool] = lambda: True,
         most_bytes: int = MOST_BYTES,
     ):
         self._moment = moment
-        self.is_wanted = is_wanted
+        self._by_default = by_default
         self._most_bytes = most_bytes
         self._kept: dict[Key, Kept] = {}
         self._done: dict[Key, Done] = {}  # by the samplers of the prompt that runs
         self._useless: set[str] = set()  # nodes of this queue whose results were of no use
         self.images = Images()
+
+    def is_wanted(self, by_pool: bool | None) -> bool:
+        """Returns whether prompts may be sampled at once; None: the pool does not say."""
+        return self._by_default() if by_pool is None else by_pool
 
     def free(self) -> None:
         """Throws away all that waits, unless it is a prompt that wants the memory."""
