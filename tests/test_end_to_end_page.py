@@ -381,8 +381,9 @@ def test_an_example_opens_with_every_node_and_link_and_is_queued_as_it_says(page
 
 
 BATCH = """(async () => {
-  const seed = app.graph.nodes.find(node => node.type == 'KSampler').widgets.find(one => one.name == 'seed')
-  seed.linkedWidgets[0].value = 'increment'
+  for (const node of app.graph.nodes)
+    for (const widget of node.widgets ?? [])
+      for (const control of widget.linkedWidgets ?? []) control.value = node.type == 'KSampler' ? 'increment' : 'fixed'
   await app.queuePrompt(0, 4)
   return true
 })()"""
