@@ -16,7 +16,7 @@ import comfy.cli_args
 from comfy.model_patcher import ModelPatcher
 
 from ..launcher.pool.counter import Counter
-from ..launcher.pool.devices import Device, Placement, visible_gpus
+from ..launcher.pool.devices import Device, Placement, cost_of_order, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup
@@ -121,6 +121,8 @@ class Runtime:
         placement = self._placed(settings)
         if cores := placement.exceeds_cores:
             self.notices.tell(CROWDED.format(placement.layout.equation(), cores), one_gpu=False)
+        if cost := cost_of_order(placement):
+            self.notices.tell(cost, one_gpu=False)
         return Choice(
             placement,
             settings.patching(),
@@ -176,6 +178,7 @@ class Runtime:
             choice.computed_on(device),
             choice.weights,
             self.planning.ahead if self.planning.ahead.is_wanted(choice.looks_ahead) else None,
+            can_join=len({*choice.placement.machines}) < 2,
         )
         if not require_plan(model.model.diffusion_model).is_tried and choice.placement.layout.groups > 1:
             self.notices.tell(UNTRIED.format(type(model.model.diffusion_model).__name__), one_gpu=False)

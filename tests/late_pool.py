@@ -48,7 +48,7 @@ class PatientChannel(Channel):
 class Ranks:
     """The pool's ranks, in the place of processes."""
 
-    fault, spans_machines, are_killed = "", False, False
+    fault, are_killed = "", False
 
     def __init__(self, world):
         pairs = [socket.socketpair() for _ in range(world.layout.world_size)]
@@ -61,6 +61,9 @@ class Ranks:
     def send(self, request, group, fds, check):
         for rank in group:
             self.channels[rank].send(request, fds)
+
+    def cancel(self, number):
+        self._world.pool.arena.board.cancel(number)
 
     def listen(self, wait_s):
         self._world.give_way(None)
@@ -135,7 +138,7 @@ class PoolWorld(LateWorld):
         memory = DeviceMemory(device, mesh.rank)
         loop = rank_loop.RankLoop(self.ranks.theirs[mesh.rank], Board(segment), mesh.rank, memory, device)
         run.wants_stop = loop.wants_stop
-        handler = RequestHandler(mesh, device, memory, ArenaIO(segment, device), away=False)
+        handler = RequestHandler(mesh, device, memory, ArenaIO(segment, device))
         model = Model(4)
         method = make_method(model, PLAN, mesh, loop, (2, 2) if mesh.layout.stages > 1 else ())
         model.to(device)

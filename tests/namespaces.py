@@ -1,4 +1,4 @@
-"""Two machines on one computer: network namespaces joined by a cable that can be cut."""
+"""Several machines on one computer: network namespaces joined by cables that can be cut."""
 
 from __future__ import annotations
 
@@ -23,76 +23,72 @@ def ip(*words: str) -> None:
         raise NoNamespaces(f"`ip {' '.join(words)}`: {done.stderr.strip()}")
 
 
-class TwoMachines:
-    """``near`` has ComfyUI, ``far`` one rank. Names and addresses are this process's own, so that
-    suites side by side do not meet.
+class Machines:
+    """The machines of these names, each with a cable to a switch that the first one has: that is
+    where ComfyUI runs. Names and addresses are this process's own, so that suites side by side do
+    not meet.
     """
 
-    def __init__(self):
+    def __init__(self, *names: str):
         if shutil.which("ip") is None:
             raise NoNamespaces("there is no `ip` (iproute2)")
         own = os.getpid()
         net = f"10.{64 + (own >> 8) % 64}.{own % 256}"
-        self.near, self.far = f"pm{own}near", f"pm{own}far"
-        self.near_address, self.far_address = f"{net}.1", f"{net}.2"
+        self.names = names
+        self.addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
+        self.near, *others = names
         try:
-            for name in (self.near, self.far):
-                ip("netns", "add", name)
-                ip("-n", name, "link", "set", "lo", "up")
-            ip(
-                "-n",
-                self.near,
-                "link",
-                "add",
-                "near0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "far0",
-                "netns",
-                self.far,
-            )
-            for name, device, address in (
-                (self.near, "near0", self.near_address),
-                (self.far, "far0", self.far_address),
-            ):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
-                ip("-n", name, "link", "set", device, "up")
+            for name in names:
+                ip("netns", "add", self.of(name))
+                ip("-n", self.of(name), "link", "set", "lo", "up")
+            ip("-n", self.of(self.near), "link", "add", "net0", "type", "bridge")
+            for number, name in enumerate(others):
+                peer = f"to{number}"
+                ends = (peer, "type", "veth", "peer", "name", "net0", "netns", self.of(name))
+                ip("-n", self.of(self.near), "link", "add", *ends)
+                ip("-n", self.of(self.near), "link", "set", peer, "master", "net0", "up")
+            for name in names:
+                ip("-n", self.of(name), "addr", "add", f"{self.addresses[name]}/24", "dev", "net0")
+                ip("-n", self.of(name), "link", "set", "net0", "up")
         except NoNamespaces:
             self.close()
             raise
 
-    def cable(self, state: str) -> None:
+    def of(self, name: str) -> str:
+        """The namespace that a machine is."""
+        return f"pm{os.getpid()}{name}"
+
+    def cable(self, name: str, state: str) -> None:
         """``down`` or ``up``. What was asked for while the cable was down is forgotten, or its
         failure would be the answer to the first who connects again.
         """
-        ip("-n", self.far, "link", "set", "far0", state)
-        for name in (self.near, self.far):
-            ip("-n", name, "neigh", "flush", "all")
+        ip("-n", self.of(name), "link", "set", "net0", state)
+        for one in self.names:
+            ip("-n", self.of(one), "neigh", "flush", "all")
 
     def pids(self, name: str) -> list[int]:
         """Of the processes on that machine."""
-        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.of(name)], capture_output=True, text=True, check=True
+        )
         return list(map(int, done.stdout.split()))
 
     def close(self) -> None:
-        for name in (self.near, self.far):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", self.of(name)], capture_output=True, check=False)
 
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """This thread, and the threads and processes it starts, are on that machine."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open("/proc/thread-self/ns/net") as before, Path("/run/netns", self.of(name)).open() as there:
 
-@contextmanager
-def inside(name: str) -> Iterator[None]:
-    """This thread, and the threads and processes it starts, are on that machine."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as before, Path("/run/netns", name).open() as there:
+            def enter(namespace) -> None:
+                if libc.setns(namespace.fileno(), CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
 
-        def enter(namespace) -> None:
-            if libc.setns(namespace.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-
-        enter(there)
-        try:
-            yield
-        finally:
-            enter(before)
+            enter(there)
+            try:
+                yield
+            finally:
+                enter(before)

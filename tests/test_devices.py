@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.launcher.pool.crew import Crew, rank_environment
-from pipemesh.launcher.pool.devices import Device, cuda_address, hidden_gpus, place, visible_gpus
+from pipemesh.launcher.pool.devices import (
+    Device,
+    cost_of_order,
+    cuda_address,
+    hidden_gpus,
+    place,
+    visible_gpus,
+)
 from pipemesh.parallel_runtime.comm.cores import share_of_cores
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
@@ -62,6 +69,54 @@ def test_ranks_on_other_machines_are_placed_by_name_alone():
     ]
     assert place(Layout(ulysses=2), "cpu,node1/cpu", "auto", GPUS).backend == "gloo"
     assert place(Layout(ulysses=2), "cpu", "auto", ()).machines == ()
+
+
+def test_a_pool_may_have_all_its_ranks_elsewhere():
+    placement = place(Layout(cfg=2), "node1/cuda:0,node1/cuda:1", "auto", ())
+    assert (placement.backend, placement.machines) == ("nccl", (1, 1))
+    assert not place(Layout(), "node1/cuda:0", "auto", ()).is_one_gpu, "ComfyUI cannot compute there"
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "cost"),
+    [
+        (Layout(ulysses=2, cfg=2), "cpu,cpu,a/cpu,a/cpu", None),
+        (Layout(ulysses=2, cfg=2), "cpu,a/cpu,cpu,a/cpu", ("2 groups of ulysses", "cpu,cpu,a/cpu,a/cpu", 0)),
+        (
+            Layout(ring=2, data=2),
+            "a/cpu,b/cpu,b/cpu,a/cpu",
+            ("2 groups of ring", "a/cpu,a/cpu,b/cpu,b/cpu", 0),
+        ),
+        (
+            Layout(ulysses=2, cfg=2),
+            "a/cpu,b/cpu,b/cpu,cpu",
+            ("2 groups of ulysses", "b/cpu,b/cpu,a/cpu,cpu", 1),
+        ),
+        (Layout(ulysses=2, cfg=2), "cpu,a/cpu,a/cpu,a/cpu", None),
+        (Layout(ulysses=2, ring=2), "cpu,cpu,a/cpu,a/cpu", None),
+        (
+            Layout(pipefusion=2, cfg=2),
+            "cpu,a/cpu,cpu,a/cpu",
+            ("2 groups of pipefusion", "cpu,cpu,a/cpu,a/cpu", 0),
+        ),
+        (Layout(ulysses=2, pipefusion=2), "cpu,cpu,a/cpu,a/cpu", None),
+        (Layout(cfg=2, data=2), "cpu,a/cpu,cpu,a/cpu", None),
+        (Layout(ulysses=4), "cpu,a/cpu,cpu,a/cpu", None),
+        (Layout(ulysses=2, cfg=3), "a/cpu,a/cpu,b/cpu,b/cpu,a/cpu,cpu", None),
+        (Layout(ulysses=2, cfg=2), "cpu", None),
+    ],
+    ids=str,
+)
+def test_an_order_of_devices_that_sends_more_between_machines_is_told_a_better_one(layout, devices, cost):
+    said = cost_of_order(place(layout, devices, "auto", ()))
+    if cost is None:
+        assert said == ""
+        return
+    now, better, then = cost
+    assert said == (
+        f"As devices are listed, {now} send over the network between machines, which is slow: list {better},"
+        f" and {then} do."
+    )
 
 
 def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
@@ -152,37 +207,7 @@ def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
             0,
             "CPU and GPU ranks cannot be mixed (cpu, node1/cuda:0): list one kind.",
         ),
-        (
-            2,
-            "node1/cpu,cpu",
-            "auto",
-            0,
-            (
-                "Rank 0 hands the result to ComfyUI and node1/cpu is on another machine: list a device of"
-                " this one first."
-            ),
-        ),
         (64, "cpu", "gloo", 0, "ulysses 64 = 64 ranks, at most 63 in one pool: lower the degrees."),
-        (
-            Layout(pipefusion=2),
-            "cpu,node1/cpu",
-            "gloo",
-            0,
-            (
-                "pipefusion 2 = 2 ranks over several machines: stages share one machine, list devices of this"
-                " one only."
-            ),
-        ),
-        (
-            Layout(cfg=2),
-            "cpu,node1/cpu",
-            "gloo",
-            0,
-            (
-                "cfg 2 = 2 ranks over several machines: groups of cfg and data share one machine, list"
-                " devices of this one only, or choose ulysses 2."
-            ),
-        ),
         (2, "cpu", "nccl", 2, "Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo."),
         (
             2,

@@ -220,18 +220,17 @@ def test_a_pipeline_has_no_rank_with_all_blocks_and_the_log_says_so(trials, capl
     assert alone_in(pool) == 0
 
 
-def test_parts_of_weights_other_machines_and_what_is_not_counted_are_reasons():
+def test_parts_of_weights_and_what_is_not_counted_are_reasons():
     model = stock_model(5).model
     sampled = Sampled(weakref.ref(model), (1, 16, 8, 8), {"positive": [{}]})
 
-    def why(kept="whole", names=("cpu", "cpu")):
+    def why(kept="whole"):
         held = {"model": SimpleNamespace(weights=Keeping(kept))}
-        pool = SimpleNamespace(facts=SimpleNamespace(names=names))
+        pool = SimpleNamespace(facts=SimpleNamespace(speeds=()))
         sessions = SimpleNamespace(live=SimpleNamespace(models=held, pool=pool), layout=PAIR)
         return Beside(sessions, None, Counts(nobody)).why_not_alone("model", sampled, 1)
 
     assert why("sharded") == "each worker has a part of its weights"
-    assert why(names=("cpu", "other/cpu")) == "machines get their inputs together"
     assert why() == "what it takes is not known (nothing counts here)"
 
 

@@ -56,7 +56,6 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
         torch.device("cpu"),
         memory,
         SimpleNamespace(conditioning=KeptConditioning(0)),
-        away=False,
     )
     handler.models["m"] = SimpleNamespace(end_run=lambda *args: ended.append(args) or True)
     answer = handler.handle(EndRun(request=1, model="m", cleared=cleared), [], None)
@@ -83,9 +82,7 @@ def test_what_torch_caches_of_a_run_stays_where_nobody_else_needs_it(
 def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
     """Whole layers were patched for the sake of a part of each."""
     memory, patched = Counted(), []
-    handler = RequestHandler(
-        SimpleNamespace(rank=0, layout=Layout()), torch.device("cpu"), memory, None, away=False
-    )
+    handler = RequestHandler(SimpleNamespace(rank=0, layout=Layout()), torch.device("cpu"), memory, None)
     handler.models["m"] = SimpleNamespace(
         sets=PatchedSets(), patch=lambda patches_id, *_: patched.append((patches_id, *memory.done))
     )

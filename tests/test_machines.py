@@ -1,4 +1,4 @@
-"""A pool over two machines, which are network namespaces here: leaders started by torchrun,
+"""A pool over three machines, which are network namespaces here: leaders started by torchrun,
 ComfyUI's sampling in one of them.
 """
 
@@ -11,26 +11,30 @@ import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import comfy.model_management
 import psutil
 import pytest
-from pipemesh.lab.commands.parity import BOUND, Bench, Case, relative_error
+from pipemesh.lab.commands.every_layout import ALL_WARM, PATCHES, Asked, asked, stock_model
+from pipemesh.lab.commands.parity import BOUND, Bench, Case, conditioning, relative_error
+from pipemesh.lab.in_process import reference
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.rank_setup import start_as
 from pipemesh.launcher.pool.remote_machine import RemoteMachine
 from pipemesh.launcher.pool.rendezvous import NODE_COMMAND, open_store, store_key
-from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 
+from .conftest import ALL
 from .models import load, run, with_lora
-from .namespaces import NoNamespaces, TwoMachines, inside
+from .namespaces import Machines, NoNamespaces
 from .test_pool_faults import Once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,21 +48,23 @@ SENT = Case(PLAIN, "ulysses2", "odd", 5, 1.0, False, "euler")  # a MODEL without
 @pytest.fixture(scope="module")
 def machines():
     try:
-        two = TwoMachines()
+        made = Machines("near", "far", "third")
     except NoNamespaces as reason:
         pytest.skip(f"no network namespaces here: {reason}")
-    yield two
-    two.close()
+    yield made
+    made.close()
 
 
-def rendezvous(machines: TwoMachines) -> str:
-    return f"{machines.near_address}:{PORT}"
+def rendezvous(machines: Machines) -> str:
+    return f"{machines.addresses[machines.near]}:{PORT}"
 
 
-def torchrun(machines: TwoMachines, namespace: str, name: str, log: Path, has_store: int) -> subprocess.Popen:
-    """The command that errors name and docs/MULTI_NODE.md explains, on one of the machines."""
-    command = NODE_COMMAND.format(nodes=2, rendezvous=rendezvous(machines)).replace(
-        "read_timeout=600", f"read_timeout=600,is_host={has_store}"
+def torchrun(machines: Machines, name: str, log: Path) -> subprocess.Popen:
+    """The command that errors name and docs/MULTI_NODE.md explains, on one of the machines. This
+    computer's name means no address, so the one that has the rendezvous is told that it is.
+    """
+    command = NODE_COMMAND.format(nodes=len(machines.names), rendezvous=rendezvous(machines)).replace(
+        "read_timeout=600", f"read_timeout=600,is_host={int(name == machines.near)}"
     )
     variable, _torchrun, *options = command.split()
     env = {
@@ -72,7 +78,7 @@ def torchrun(machines: TwoMachines, namespace: str, name: str, log: Path, has_st
         "ip",
         "netns",
         "exec",
-        namespace,
+        machines.of(name),
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -86,21 +92,17 @@ def torchrun(machines: TwoMachines, namespace: str, name: str, log: Path, has_st
 
 @pytest.fixture(scope="module")
 def leaders(machines, tmp_path_factory):
-    """torchrun on both machines. This computer's name means neither address, so the one that has
-    the rendezvous is told that it is.
-    """
-    logs = [tmp_path_factory.mktemp("leaders") / name for name in ("near", "far")]
-    started = [
-        torchrun(machines, machines.near, "near", logs[0], has_store=1),
-        torchrun(machines, machines.far, "far", logs[1], has_store=0),
-    ]
+    """torchrun on all machines."""
+    folder = tmp_path_factory.mktemp("leaders")
+    logs = {name: folder / name for name in machines.names}
+    started = [torchrun(machines, name, log) for name, log in logs.items()]
     yield started
-    machines.cable("up")  # torchrun tells its rendezvous that it leaves
+    machines.cable("far", "up")  # torchrun tells its rendezvous that it leaves
     for process in started:
         process.send_signal(signal.SIGTERM)
     for process in started:
         process.wait(DEADLINE_S)
-    print(*(log.read_text() for log in logs), sep="\n")
+    print(*(log.read_text() for log in logs.values()), sep="\n")
 
 
 @pytest.fixture(scope="module")
@@ -112,21 +114,26 @@ def truths(leaders, files):
 
 @pytest.fixture
 def handle(setup, machines, leaders):
-    """ComfyUI's end, on the near machine: what is called here runs in its namespace, and so does
-    the process that ranks are forked from.
+    """Layout, devices -> ComfyUI's end of a pool, on the near machine: what is called here runs in
+    its namespace, and so does the process that ranks are forked from.
     """
     setup = replace(setup, rendezvous=rendezvous(machines), secret=SECRET, lost_s=LOST_S, start=start_as({}))
-    handle = PoolHandle(place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), setup)
-    with inside(machines.near):
-        yield handle
-        handle.close()
+    made = []
+
+    def of(layout: Layout, devices: str) -> PoolHandle:
+        made.append(PoolHandle(place(layout, devices, "gloo", ()), setup))
+        return made[-1]
+
+    with machines.inside(machines.near):
+        yield of
+        for one in made:
+            one.close()
 
 
-def started(handle: PoolHandle, machines: TwoMachines) -> WorkerPool:
+def started(handle: PoolHandle, machines: Machines) -> WorkerPool:
     """Its pool, once the leaders have joined."""
-    open_store(machines.near_address, PORT, DEADLINE_S).wait(
-        [store_key("near"), store_key("far")], timedelta(seconds=DEADLINE_S)
-    )
+    store = open_store(machines.addresses[machines.near], PORT, DEADLINE_S)
+    store.wait([store_key(name) for name in machines.names], timedelta(seconds=DEADLINE_S))
     return handle.ensure()
 
 
@@ -134,6 +141,7 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     machines, files, truths, handle
 ):
     plain, patched = truths
+    handle = handle(Layout(ulysses=2), "cpu,far/cpu")
     first = started(handle, machines)
     client = RemotePool(handle, shares_weights=False)
     model = parallelize(load(files["model"]), client, holds_ui_device=False)
@@ -151,11 +159,9 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     # Of the evaluation, and of the run's end
     assert [(rank, answer.cancelled) for rank, answer in said[-2:]] == [(1, True), (1, False)]
 
-    far_ranks = [
-        os.pidfd_open(pid) for pid in machines.pids(machines.far) if forks(psutil.Process(pid).parent())
-    ]
+    far_ranks = [os.pidfd_open(pid) for pid in machines.pids("far") if forks(psutil.Process(pid).parent())]
     assert len(far_ranks) == 1
-    cutting = Once(lambda: in_forward(first), lambda: machines.cable("down"))
+    cutting = Once(lambda: in_forward(first), lambda: machines.cable("far", "down"))
     with pytest.raises(
         PoolFailed,
         match=(
@@ -168,14 +174,14 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     since_cut_s = time.monotonic() - cutting.acted_at
     assert since_cut_s < 3 * LOST_S
     with pytest.raises(
-        PoolFailed, match=rf"^Machine far does not answer at {re.escape(machines.far_address)}:\d+ "
+        PoolFailed, match=rf"^Machine far does not answer at {re.escape(machines.addresses['far'])}:\d+ "
     ):
         run(model)
     for rank in far_ranks:  # on a machine that nobody can tell
         assert select.select([rank], [], [], DEADLINE_S)[0]
         os.close(rank)
 
-    machines.cable("up")
+    machines.cable("far", "up")
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert handle.live() is not first
 
@@ -199,3 +205,84 @@ def listened_to(machine: RemoteMachine) -> list:
 def in_forward(pool: WorkerPool) -> bool:
     """Rank 0 is some blocks deep."""
     return pool.arena.board.phase(0) == "computing" and pool.arena.board.progress(0) % (1 << 32) >= 6
+
+
+# -- every axis between machines
+
+BESIDE = "cpu,cpu,far/cpu,far/cpu"
+EVERY = {  # devices -> the layouts there; a machine may have no rank, also ComfyUI's
+    "far/cpu,third/cpu": (Layout(cfg=2), Layout(data=2), Layout(pipefusion=2), Layout(ring=2)),
+    "far/cpu,far/cpu": (Layout(ulysses=2), Layout(cfg=2)),
+    "cpu,far/cpu": (Layout(cfg=2), Layout(data=2), Layout(pipefusion=2)),
+    "third/cpu,cpu": (Layout(ulysses=2), Layout(pipefusion=2)),
+    BESIDE: (
+        Layout(ulysses=2, cfg=2),
+        Layout(ulysses=2, data=2),
+        Layout(ulysses=2, pipefusion=2),
+        Layout(pipefusion=2, cfg=2),
+    ),
+    "cpu,far/cpu,third/cpu": (Layout(cfg=3), Layout(pipefusion=3), Layout(ulysses=3)),
+    "cpu,far/cpu,third/cpu,third/cpu": (Layout(pipefusion=2, cfg=2), Layout(ulysses=2, cfg=2)),
+}
+UNEQUAL = Asked(4.0, (13, 7), 3)  # of both prompts, and with several images
+CASES = [(devices, layout) for devices, layouts in EVERY.items() for layout in layouts]
+FEW = [("cpu,far/cpu,third/cpu,third/cpu", Layout(pipefusion=2, cfg=2)), ("far/cpu,third/cpu", Layout(cfg=2))]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return stock_model()
+
+
+@pytest.mark.parametrize(("devices", "layout"), CASES if ALL else FEW, ids=str)
+def test_every_layout_over_machines_samples_as_stock_does_and_leaves_early(
+    machines, handle, stock, devices, layout
+):
+    handle = handle(layout, devices)
+    pool = started(handle, machines)
+    client, stages = RemotePool(handle, shares_weights=False), layout.stages > 1
+    for one in asked() if ALL else [UNEQUAL]:
+        model = parallelize(
+            stock, client, 0.0, Patching(PATCHES, ALL_WARM) if stages else None, can_join=False
+        )
+        apart = one.cfg == 1.0 or one.texts[0] != one.texts[1]  # stock computes equal prompts together
+        to_the_bit = ALL and stages and apart and layout.sequence_size == layout.data == 1
+        assert relative_error(one(model), one(stock)) <= (0.0 if to_the_bit else BOUND)
+        if stages:
+            stale = parallelize(stock, client, 0.0, Patching(PATCHES, 1))
+            assert relative_error(one(stale), one(reference(stock_model(), PATCHES, 1))) <= BOUND
+
+    far = pool.ranks._machines
+    said = [listened_to(machine) for machine in far]
+    cancelling = Once(
+        lambda: any(pool.arena.board.phase(rank) == "computing" for one in far for rank in one.ranks),
+        comfy.model_management.interrupt_current_processing,
+    )
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        run(model, size=(128, 128), steps=20, cfg=2.0)
+    cancelling.join()
+    assert handle.live() is pool
+    pool.settle()
+    assert any(getattr(answer, "cancelled", False) for one in said for _rank, answer in one)
+    assert relative_error(UNEQUAL(model), UNEQUAL(stock)) <= BOUND
+
+
+def test_a_group_on_another_machine_is_sent_its_prompt_once_and_its_latent_each_time(machines, handle, stock):
+    handle = handle(Layout(cfg=2), "cpu,far/cpu")
+    (far,) = started(handle, machines).ranks._machines
+    sent, send = [], far._link.send
+
+    def count(message, fds=(), before_piece=lambda: None, ranges=()):
+        sent.append(sum(nbytes for *_, nbytes in ranges))
+        send(message, fds, before_piece, ranges)
+
+    far._link.send = count
+    texts = {"positive": conditioning(1, 512), "negative": conditioning(2, 512)}
+    of = partial(run, steps=3, size=(32, 32), cfg=4.0, **texts)
+    assert (
+        relative_error(of(parallelize(stock, RemotePool(handle, shares_weights=False), 0.0)), of(stock))
+        <= BOUND
+    )
+    ((text, extras),) = texts["negative"]
+    due = 3 * 4 * 16 * 32 * 32 + text.nbytes + extras["pooled_output"].nbytes
+    assert due <= sum(sent) <= 1.02 * due

@@ -43,9 +43,7 @@ class Rank:
     def __init__(self):
         self._arena = Arena()
         mesh = connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False)
-        self.handler = RequestHandler(
-            mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU), away=False
-        )
+        self.handler = RequestHandler(mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU))
 
     def ask(self, kind, model, tree=None, **fields):
         if tree is None:
@@ -146,8 +144,7 @@ def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):
     assert rank.ask(Release, "other").memory.model == 0
 
 
-@pytest.mark.parametrize(("spans_machines", "failed"), [(False, [7, "settled"]), (True, ["settled"])])
-def test_a_rank_that_fails_goes_through_the_messages_unless_machines_wait_for_inputs(spans_machines, failed):
+def test_a_rank_that_fails_goes_through_the_messages_that_others_wait_for():
     def fail(*_):
         raise ZeroDivisionError
 
@@ -156,12 +153,12 @@ def test_a_rank_that_fails_goes_through_the_messages_unless_machines_wait_for_in
     handler = SimpleNamespace(
         models={"m": model},
         _mesh=SimpleNamespace(sequence=SimpleNamespace(use=lambda width: None)),
-        _io=SimpleNamespace(spans_machines=spans_machines, settle=lambda: went.append("settled")),
+        _io=SimpleNamespace(settle=lambda: went.append("settled")),
         _evaluated=fail,
     )
     with pytest.raises(ZeroDivisionError):
         RequestHandler._forward(handler, SimpleNamespace(model="m", width=1, request=7), IdleRank())
-    assert went == failed
+    assert went == [7, "settled"]
 
 
 def test_on_another_machine_the_checkpoint_is_the_one_that_lies_there(monkeypatch):

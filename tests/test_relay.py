@@ -197,11 +197,12 @@ def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     arena = Segment.create("arena", 4096)
     lent = LentRanks(theirs, "127.0.0.1", fake_setup())
     crew = Crew(spread(), "far", fake_setup())
-    lent._request(crew, arena, (1, 2), forward(1 << 20), [])
+    lent._request(crew, arena, ForRanks((1, 2), forward(1 << 20)), [])
     assert arena.nbytes == 1 << 20
     with largest_file(1 << 20):
-        lent._request(crew, arena, (1, 2), forward(2 << 20), [])
-    said = [ours.receive()[0] for _ in crew.ranks]
+        lent._request(crew, arena, ForRanks((1, 2), forward(2 << 20)), [])
+    with lent._speaking():
+        said = [ours.receive()[0] for _ in crew.ranks]
     assert [answer.rank for answer in said] == [1, 2]
     assert all(answer.message.text.startswith("Shared memory is full: ") for answer in said)
     assert not lent._owing  # or it would send beats to a ComfyUI that waits for nothing
@@ -225,7 +226,7 @@ def test_a_far_machine_without_room_for_a_model_says_so_and_reads_on(leader):
 
 def test_a_session_that_fails_in_a_way_nobody_foresaw_closes_its_connection(monkeypatch):
     ours, theirs = ends()
-    monkeypatch.setattr(LentRanks, "_serve", lambda session: 1 / 0)
+    monkeypatch.setattr(LentRanks, "_serve", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LentRanks(theirs, "127.0.0.1", fake_setup()).run()
     ours._sock.settimeout(DEADLINE_S)
@@ -265,7 +266,7 @@ def test_another_version_is_named_with_both_machines_and_nothing_is_started(lead
 def test_a_message_that_a_leader_does_not_know_is_told_with_the_next_move(leader):
     """As between two states of a checkout that both call themselves by the same version."""
     far = leader()
-    machine = join("far", (1, 2), far.setup, Arena().board)
+    machine = join("far", (1, 2), far.setup, Arena())
     body = msgspec.msgpack.encode({"type": "Opening", "pool": 1})
     machine._link._sock.sendall(HEADER.pack(len(body), 0) + body)
     with pytest.raises(
@@ -292,6 +293,22 @@ def test_a_pool_node_says_when_it_is_queued_that_machines_cannot_be_reached():
     assert Runtime(fake_setup()).check(devices="cpu", layout="by hand", ulysses=2) is True
 
 
+def test_a_pool_node_tells_what_an_order_of_devices_costs_and_its_groups_stay_apart():
+    from pipemesh.lab.commands.parity import stock_model
+    from pipemesh.nodes.runtime import Runtime
+
+    runtime = Runtime(replace(fake_setup(), rendezvous="10.0.0.1:29400", secret=SECRET))
+    values = {"layout": "by hand", "ulysses": 2, "cfg": 2}
+    told = []
+    for devices in ("cpu,far/cpu,cpu,far/cpu", "cpu,cpu,far/cpu,far/cpu", "far/cpu,far/cpu,far/cpu,far/cpu"):
+        choice = runtime.choose(devices=devices, **values)
+        told.append(len(runtime.notices.latest()))
+        joins = runtime.parallelize(stock_model(2), choice).remote.sampling._can_join
+        assert joins is (devices.count("far") == 4), "a sequence over the network is slower than its part"
+    assert told == [1, 1, 1]
+    assert runtime.notices.latest()[0].text.startswith("As devices are listed, 2 groups of ulysses send over")
+
+
 def test_a_machine_that_has_not_joined_is_told_the_command(leader):
     far = leader()
     with pytest.raises(
@@ -301,14 +318,14 @@ def test_a_machine_that_has_not_joined_is_told_the_command(leader):
             r" node --name other$"
         ),
     ):
-        join("other", (1,), far.setup, Arena().board)
+        join("other", (1,), far.setup, Arena())
 
 
 def test_a_machine_that_has_left_is_told_the_command(leader):
     far = leader(name="left")
     far.close()
     with pytest.raises(MachineMissing, match=r"^Machine left does not answer at 127.* --name left$"):
-        join("left", (1,), far.setup, Arena().board)
+        join("left", (1,), far.setup, Arena())
 
 
 def test_a_rendezvous_that_is_not_there_is_named():
@@ -320,7 +337,7 @@ def test_a_rendezvous_that_is_not_there_is_named():
             r" -m launcher node$"
         ),
     ):
-        join("far", (1,), setup, Arena().board)
+        join("far", (1,), setup, Arena())
 
 
 def test_what_another_machine_has_not_is_named_in_comfyui(leader):
@@ -379,6 +396,21 @@ def test_a_machine_lost_between_runs_costs_no_run(leader):
     assert handle.live() is None
     assert handled(handle.ensure()) == ["Start Release"] * 2
     handle.close()
+
+
+def test_ranks_of_a_group_on_another_machine_are_called_back_there(leader):
+    with running(leader("*:Forward=cancellable")) as pool:
+        number = submitted(pool, group=(1, 2))
+        with pytest.raises(RunCancelled):
+            pool.collect(number, lambda: pool.state == "busy")
+        assert handled(pool) == ["Start Release", "Start Forward Release", "Start Forward Release"]
+
+
+def test_a_pool_may_have_no_rank_on_comfyuis_machine(leader):
+    with running(leader(), spread("far/cpu,far/cpu")) as pool:
+        assert handled(pool) == ["Start Release"] * 2
+        assert pool.ranks.pids == [] and len(far_pids()) == 2
+    assert far_pids() == []
 
 
 def test_cancel_while_far_ranks_load_is_collected_later(leader):

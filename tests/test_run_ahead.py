@@ -97,9 +97,7 @@ class Rank:
         ours, theirs = socket.socketpair()
         self.ui, channel = Channel(ours, FromRank), Channel(theirs, ToRank)
         self.loop = RankLoop(channel, self.arena.board, mesh.rank, NoMemory(), DEVICE)
-        self.handler = RequestHandler(
-            mesh, DEVICE, NoMemory(), ArenaIO(self.arena.segment, DEVICE), away=False
-        )
+        self.handler = RequestHandler(mesh, DEVICE, NoMemory(), ArenaIO(self.arena.segment, DEVICE))
         self.send, channel.send = channel.send, self._sent
         with dry_device(mode), DEVICE:
             model = Model(4)

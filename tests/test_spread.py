@@ -1,126 +1,160 @@
-"""What crosses between machines by broadcast: the right bytes, to every machine, conditioning once;
-and the model file each machine has.
+"""What crosses between ComfyUI and another machine: the right bytes, once, into the same places of
+both arenas; and the model file each machine has.
 """
 
-import os
-import sys
+import select
+import socket
+import threading
 from contextlib import ExitStack
-from pathlib import Path
-from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
-import torch.distributed as dist
-from pipemesh.launcher.pool.crew import rank_environment
-from pipemesh.launcher.pool.devices import Device
-from pipemesh.launcher.pool.supervisor import Command
+from pipemesh.launcher.pool.leader import LentRanks
+from pipemesh.launcher.pool.remote_machine import RemoteMachine
 from pipemesh.parallel_runtime.checkpoint import check_copy
-from pipemesh.parallel_runtime.comm.machines import MachineComm
 from pipemesh.parallel_runtime.crossing.source import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.channel import close_all
+from pipemesh.parallel_runtime.wire.messages import Done, Failed, Memory, Said, ToMachine
+from pipemesh.parallel_runtime.wire.tcp import Link, notice_loss
 from pipemesh.parallel_runtime.wire.tree import encode_tree
-from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
-from torch.distributed import distributed_c10d as c10d
 
-from .conftest import all_said_by
+from .fake_pools import DEADLINE_S, TOO_LONG, fake_setup, forward
+from .test_arena import largest_file
 
-ROOT = Path(__file__).resolve().parent.parent
-JOIN = """
-import os
-import sys
-sys.path.insert(0, sys.argv[1] + "/launcher")
-from package import register_package
-sys.path.pop(0)
-register_package(sys.argv[1])
-import torch
-import torch.distributed as dist
-from pipemesh.parallel_runtime.comm.machines import MachineComm
+MEMORY = Memory(0, 0, 0)
+LARGE = 24 << 20  # bytes: more than sockets take that nobody reads
 
-rank, machines = int(sys.argv[3]), list(map(int, sys.argv[4]))
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], len(machines)), rank=rank, world_size=len(machines))
-comm = MachineComm(machines, rank)
-"""
-OWN_ARENAS = """
-for number in range(3):
-    arena = torch.full((64,), rank, dtype=torch.uint8)
-    comm.spread([arena[8:16], arena[32 + number : 40]][: number + 1] if number < 2 else [])
-    print(rank, number, arena.unique().tolist(), int(arena[8]), int(arena[39]))
-"""
-ONE_ARENA_PER_MACHINE = """
-arena = torch.from_file(f"{sys.argv[2]}-{machines[rank]}", shared=True, size=64, dtype=torch.uint8)
-seen = []
-for number in range(100):
-    if rank == 0:
-        arena.fill_(number)
-    dist.barrier()
-    comm.spread([arena[8:16]])
-    seen.append(int(arena[8]))
-    dist.barrier()
-print(seen == list(range(100)) or seen)
-"""
-LEAVE = """
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # as ranks do
-"""
+
+class TwoArenas:
+    """ComfyUI's end of a machine that has rank 1, and what its leader does there with its own
+    arena.
+    """
+
+    def __init__(self, stack):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            far, _ = server.accept()
+        for sock in (near, far):
+            notice_loss(sock, 3.0)
+        self.here, self.there = Arena(), Arena()
+        self.machine = RemoteMachine("far", (1,), near, self.here)
+        self.link = Link(far, ToMachine)
+        self.lent = LentRanks(self.link, "127.0.0.1", fake_setup())
+        self.crew = Crewless()
+        self.numbers = 0
+        for end in (self.machine._link, self.link, self.here, self.there):
+            stack.callback(end.close)
+        stack.enter_context(self.lent._speaking())
+
+    def tree(self, **refs) -> bytes:
+        return encode_tree({name: torch.empty(0) for name in refs}, lambda path, _tensor: refs[path])
+
+    def request(self, arguments: bytes, kind: int = 0):
+        self.numbers += 1
+        message = forward(self.numbers, "m", self.here.nbytes)
+        return msgspec.structs.replace(message, arguments=arguments, kind=kind)
+
+    def send(self, arguments: bytes) -> list[int]:
+        """Sends an evaluation, takes it there, and returns the bytes of each tensor that came."""
+        self.machine.send(self.request(arguments), (1,), (), lambda: None)
+        ((message, fds),) = [self.link.receive()]
+        self.lent._request(self.crew, self.there.segment, message, fds)
+        close_all(fds)
+        return [nbytes for _offset, nbytes in message.pieces]
+
+    def answer(self, answer, ranges=()):
+        """What ComfyUI hears where rank 1 answers this."""
+        self.lent._say(Said(1, answer), ranges)
+        select.select([self.machine], [], [], DEADLINE_S)
+        ((_rank, heard),) = self.machine.pump()
+        return heard
+
+
+class Crewless:
+    """Ranks that hear nothing."""
+
+    ranks, channels = (1,), {}
 
 
 @pytest.fixture
-def ranks_say(setup, tmp_path):
-    """Each rank's machine by its number, and a script -> the lines of each rank."""
-
-    def say(machines: str, body: str) -> list[list[str]]:
-        (tmp_path / "rank.py").write_text(JOIN + body + LEAVE)
-        command = (sys.executable, str(tmp_path / "rank.py"), str(ROOT), str(tmp_path / "store"))
-        env = {**rank_environment(Device("cpu"), "gloo", dict(os.environ)), "GLOO_SOCKET_IFNAME": "lo"}
-        with ExitStack() as stack:
-            made = []
-            for rank in range(len(machines)):
-                made.append(setup.start(Command((*command, str(rank), machines), env, 0)))
-                stack.callback(made[-1].wait)
-                stack.callback(made[-1].kill)
-            return [all_said_by(process).splitlines() for process in made]
-
-    return say
+def arenas():
+    with ExitStack() as stack:
+        yield TwoArenas(stack)
 
 
-def test_leaders_receive_what_rank_0_has_and_nobody_elses_arena_is_touched(ranks_say):
-    """Rank 2 would map its leader's arena, rank 3 that of rank 0."""
-    said = ranks_say("01102", OWN_ARENAS)
-    for rank, leads in ((0, False), (1, True), (2, False), (3, False), (4, True)):
-        both, one = f"[0, {rank}]" if leads else f"[{rank}]", 0 if leads else rank
-        assert said[rank] == [
-            f"{rank} 0 {both} {one} {rank}",
-            f"{rank} 1 {both} {one} {one}",
-            f"{rank} 2 [{rank}] {rank} {rank}",
-        ]
+def test_conditioning_goes_once_and_what_changes_goes_every_time(arenas):
+    here, tree = arenas.here, arenas.tree
+    text, other = here.put(torch.ones(6), version=1), here.put(torch.full((7,), 3.0), version=2)
+    x, nothing = here.put(torch.arange(5.0)), here.put(torch.ones(0))
+    assert arenas.send(tree(x=x, context=text, y=nothing)) == [20, 24]
+    assert arenas.send(tree(x=x, context=text, again=text)) == [20]
+    assert arenas.send(tree(x=x, twice=x, context=other)) == [20, 28]
+    assert arenas.send(tree(context=text)) == []
+    for ref in (text, other, x):
+        assert torch.equal(arenas.there.segment.tensor(ref), here.segment.tensor(ref))
 
 
-def test_ranks_beside_a_leader_read_its_arena_when_it_is_filled(ranks_say):
-    assert ranks_say("0111", ONE_ARENA_PER_MACHINE) == [["True"]] * 4
+def test_patches_of_one_evaluation_have_its_arguments_sent_once(arenas):
+    arguments = arenas.tree(x=arenas.here.put(torch.ones(5)))
+    assert [arenas.send(arguments) for _ in range(3)] == [[20], [], []]
+    assert arenas.send(bytes(bytearray(arguments))) == [20], "of another evaluation, in the same places"
 
 
-def test_conditioning_goes_once_and_what_changes_goes_every_time():
-    arena = Arena()
-    spread = []
-    machines = SimpleNamespace(
-        away=True, spread=lambda pieces: spread.append([piece.numel() for piece in pieces])
-    )
-    io = ArenaIO(arena.segment, torch.device("cpu"), machines)
-    text, other = arena.put(torch.ones(6), version=1), arena.put(torch.ones(7), version=2)
-    x, nothing = arena.put(torch.ones(5)), arena.put(torch.ones(0))
+def test_what_could_not_be_sent_or_kept_is_sent_again(arenas):
+    arguments = arenas.tree(context=arenas.here.put(torch.ones(6), version=1))
+    with pytest.raises(OverflowError):
+        arenas.machine.send(arenas.request(arguments, TOO_LONG), (1,), (), lambda: None)
+    assert arenas.send(arguments) == [24]
+    failure = Failed(request=1, kind="error", phase="receiving", text="", trace="", memory=MEMORY)
+    assert arenas.answer(failure) == failure
+    assert arenas.send(arguments) == [24]
 
-    def evaluate(**arguments) -> list[int]:
-        refs = iter(arguments.values())
-        io.read(encode_tree({name: torch.empty(0) for name in arguments}, lambda _path, _tensor: next(refs)))
-        return spread[-1]
 
-    assert evaluate(x=x, context=text, y=nothing) == [20, 24]
-    assert evaluate(x=x, context=text, again=text) == [20]
-    assert evaluate(x=x, twice=x, context=other) == [20, 28]
-    assert evaluate(context=text) == []
-    arena.close()
+def test_a_machine_without_room_for_inputs_says_that_its_ranks_have_begun_nothing(arenas):
+    arguments = arenas.tree(x=arenas.here.put(torch.ones(1 << 19)))
+    with largest_file(1 << 20):
+        assert arenas.send(arguments) == [1 << 21]
+    select.select([arenas.machine], [], [], DEADLINE_S)
+    ((rank, failure),) = arenas.machine.pump()
+    assert (rank, failure.kind, failure.messages_done) == (1, "error", "none")
+    assert failure.text.startswith("Shared memory is full: ")
+
+
+def test_an_output_comes_back_into_the_same_place(arenas):
+    ref = arenas.there.put(torch.arange(600.0))
+    wrote = (ref.offset, ref.nbytes)
+    done = Done(request=1, memory=MEMORY, wrote=wrote)
+    assert arenas.answer(done, [(arenas.there.segment.fd, *wrote)]) == done
+    assert torch.equal(arenas.here.segment.tensor(ref), torch.arange(600.0))
+    with largest_file(1 << 10):
+        failure = arenas.answer(done, [(arenas.there.segment.fd, *wrote)])
+    assert (failure.request, failure.phase) == (1, "sending")
+    assert failure.text.startswith("Shared memory is full: ")
+
+
+def test_a_large_output_and_large_inputs_pass_each_other(arenas):
+    """ComfyUI sends first and reads then: a leader that waited for it would never read."""
+    ref = arenas.there.put(torch.zeros(LARGE, dtype=torch.uint8))
+    came = []
+
+    def lead():
+        arenas.lent._say(
+            Said(1, Done(request=1, memory=MEMORY)), [(arenas.there.segment.fd, ref.offset, LARGE)]
+        )
+        came.append(arenas.link.receive())
+
+    leader = threading.Thread(target=lead, daemon=True)
+    leader.start()
+    x = arenas.here.put(torch.ones(LARGE, dtype=torch.uint8))
+    arenas.machine.send(arenas.request(arenas.tree(x=x)), (1,), (), lambda: None)
+    ((_rank, done),) = arenas.machine.pump()
+    leader.join(DEADLINE_S)
+    ((message, fds),) = came
+    assert (done.request, message.pieces) == (1, ((x.offset, LARGE),))
+    close_all(fds)
 
 
 # -- the model file
@@ -167,51 +201,3 @@ def test_a_rank_calls_comfyuis_own_loaders_only():
         Refused, match=r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"
     ):
         call_factory("os:system", ("true",), None)
-
-
-class Splitting:
-    """A communicator that is bound to a GPU, as far as torch asks it to be split."""
-
-    def __init__(self):
-        self.splits = 0
-
-    def perform_nocolor_split(self, device):
-        self.splits += 1
-
-
-def groups_of(monkeypatch, machines, rank):
-    """What ``rank`` makes in a world that is bound to GPUs: its groups' names by their members, and
-    how often it splits that world for groups that it is not in.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    world, made = Splitting(), {}
-    with monkeypatch.context() as patch:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(machines))
-        try:
-            real = dist.new_group
-            patch.setattr(dist, "new_group", lambda ranks, backend, **how: real(ranks, backend="fake", **how))
-            patch.setattr(c10d, "_get_split_source", lambda group: world)
-            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-            MachineComm(machines, rank)
-            for group, name in c10d._world.pg_names.items():
-                made[tuple(dist.get_process_group_ranks(group))] = name
-        finally:
-            dist.destroy_process_group()
-    return made, world.splits
-
-
-@pytest.mark.parametrize("machines", ["01", "0011", "000111", "00112", "01233"])
-def test_ranks_on_gpus_make_groups_of_machines_without_those_that_are_not_in_them(monkeypatch, machines):
-    """NCCL splits a communicator where all its ranks do, and those that are in a group over gloo
-    never would. Members meet under one name.
-    """
-    places = [int(machine) for machine in machines]
-    made = [groups_of(monkeypatch, places, rank) for rank in range(len(places))]
-    assert [splits for _, splits in made] == [0] * len(places)
-    leaders = tuple(places.index(machine) for machine in dict.fromkeys(places))
-    assert all((leaders in groups) is (rank in leaders) for rank, (groups, _) in enumerate(made))
-    for members in {members for groups, _ in made for members in groups}:
-        assert len({groups[members] for rank, (groups, _) in enumerate(made) if rank in members}) == 1, (
-            members
-        )

@@ -100,7 +100,7 @@ class Conversation:
             raise
 
     def call_back(self) -> None:
-        self._board.cancel(max(self._in_flight, default=0))
+        self._ranks.cancel(max(self._in_flight, default=0))
 
     def _cancel(self) -> None:
         """Calls the ranks back, and gives them ``CANCEL_WAIT_S`` from the first time on."""
@@ -197,7 +197,7 @@ class Conversation:
         stall_s = self.stall_s * (1.0 if self._leave_by == math.inf else LEAVE_STALLS_AFTER)
         rank = self._stalls.stalled_rank(owing, stall_s)
         if rank is not None:
-            phase, over_machines = self._board.phase(rank), self._ranks.spans_machines
+            phase, over_machines = self._board.phase(rank), any("/" in name for name in self._facts.names)
             raise Lost(
                 sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines), rank
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Literal
 from ...parallel_runtime.comm.cores import share_of_cores
 from ...parallel_runtime.comm.shares import relative
 from ...parallel_runtime.errors import LayoutError
-from ...parallel_runtime.layout import OF_THE_POOL, Layout, listed
+from ...parallel_runtime.layout import OF_A_GROUP, Layout
 from ...parallel_runtime.wire.arena import MAX_RANKS
 from .gpu_modes import is_mig
 
@@ -91,7 +92,7 @@ class Placement:
 
     @property
     def is_one_gpu(self) -> bool:
-        return len(self.devices) == 1 and self.devices[0].is_gpu
+        return len(self.devices) == 1 and self.devices[0].is_gpu and not self.devices[0].machine
 
     def ranks_on(self, machine: str) -> tuple[int, ...]:
         return tuple(rank for rank, device in enumerate(self.devices) if device.machine == machine)
@@ -155,26 +156,35 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...], o
             " node1."
         )
     devices = tuple(known[name] for name in names)
-    if devices[0].machine:
-        raise LayoutError(
-            f"Rank 0 hands the result to ComfyUI and {names[0]} is on another machine: list a device of this"
-            " one first."
-        )
-    if layout.stages > 1 and any(device.machine for device in devices):
-        raise LayoutError(
-            f"{layout.equation()} over several machines: stages share one machine, list devices of this one"
-            " only."
-        )
-    if layout.groups > 1 and any(device.machine for device in devices):
-        raise LayoutError(
-            f"{layout.equation()} over several machines: groups of {listed(OF_THE_POOL)} share one machine,"
-            f" list devices of this one only, or choose {layout.joined(layout.groups).product()}."
-        )
     if len({device.is_gpu for device in devices}) > 1:
         raise LayoutError(f"CPU and GPU ranks cannot be mixed ({', '.join(names)}): list one kind.")
     if layout.world_size > MAX_RANKS:
         raise LayoutError(f"{layout.equation()}, at most {MAX_RANKS} in one pool: lower the degrees.")
     return on_devices(layout, devices, backend)
+
+
+def cost_of_order(placement: Placement) -> str:
+    """Says which axis sends over the network more than it must, in the order in which devices are
+    listed; empty where none does. Ranks are numbered along inner axes first, so devices of one
+    machine belong together; those of the machine with most come first, to divide evenly.
+    """
+    layout, several = placement.layout, Counter(device.machine for device in placement.devices)
+    order = {machine: place for place, (machine, _) in enumerate(several.most_common())}
+    better = sorted(placement.devices, key=lambda device: order[device.machine])
+    for axis in OF_A_GROUP if len(several) > 1 else ():
+        now, then = (
+            sum(len({devices[rank].machine for rank in line}) > 1 for line in layout.lines(axis))
+            for devices in (placement.devices, better)
+        )
+        if now != then:
+            names = ",".join(device.name for device in better)
+            return (
+                f"As devices are listed, {now} groups of {axis} send over the network between machines, which"
+                f" is slow: list {names}, and {then} do."
+                if then < now
+                else ""
+            )
+    return ""
 
 
 def on_devices(layout: Layout, devices: tuple[Device, ...], backend: str = "auto") -> Placement:

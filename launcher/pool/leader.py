@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 
 import msgspec
 
@@ -18,12 +20,16 @@ from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.channel import ChannelClosed, close_all
 from ...parallel_runtime.wire.messages import (
     Beat,
+    Cancel,
     Close,
     Denied,
+    Done,
     Ended,
     Failed,
     Fetch,
+    ForRanks,
     Forward,
+    FromMachine,
     Memory,
     Open,
     Request,
@@ -52,22 +58,52 @@ class LentRanks:
         self._setup = setup
         self._owing: dict[int, int] = {}  # rank -> request it has not answered
         self._last_beat = 0.0
+        # What is on its way to ComfyUI, with ranges of the arena; None at the end
+        self._said: SimpleQueue[tuple[FromMachine, Sequence[tuple[int, int, int]]] | None] = SimpleQueue()
 
     def run(self) -> None:
         """Serves the pool until ComfyUI closes the connection, or it is lost."""
-        with contextlib.closing(self._link), contextlib.suppress(ChannelClosed):
+        with (
+            contextlib.closing(self._link),
+            contextlib.ExitStack() as last,
+            contextlib.suppress(ChannelClosed),
+            self._speaking(),
+        ):
             try:
-                self._serve()
+                self._serve(last)
             except msgspec.DecodeError as error:
-                self._link.send(
+                self._say(
                     Denied(f"Its PipeMesh {VERSION} was sent what it does not know ({error}): {SAME_VERSION}")
                 )
             except (LayoutError, MachineMissing, SharedMemoryFull, OSError) as error:
                 if isinstance(error, ChannelClosed):
                     raise
-                self._link.send(Denied(str(error)))
+                self._say(Denied(str(error)))
 
-    def _serve(self) -> None:
+    @contextlib.contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """Sends what is said, in a thread of its own. ComfyUI reads only when it has sent, so this
+        thread must read what it sends whatever is on its way back.
+        """
+        thread = threading.Thread(target=self._send_all_said, name="pipemesh-saying", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._said.put(None)
+            thread.join(self._setup.lost_s)  # by then the kernel has given up a ComfyUI that does not read
+
+    def _send_all_said(self) -> None:
+        with contextlib.suppress(ChannelClosed):  # who reads from ComfyUI notices too
+            while (one := self._said.get()) is not None:
+                message, ranges = one
+                self._link.send(message, ranges=ranges)
+
+    def _say(self, message: FromMachine, ranges: Sequence[tuple[int, int, int]] = ()) -> None:
+        self._said.put((message, ranges))
+
+    def _serve(self, last: contextlib.ExitStack) -> None:
+        """``last``: closed when all is sent, the arena too, as outputs are sent from there."""
         opening, _fds = self._link.receive()
         if not isinstance(opening, Open):
             raise LayoutError(
@@ -77,6 +113,7 @@ class LentRanks:
         setup = replace(self._setup, comfy_args=decode_plain(opening.comfy_args))
         crew = Crew(placement, opening.machine, setup)
         arena = Segment.create("arena", opening.arena_bytes)
+        last.callback(arena.close)
         grace_s = 0.0
         try:
             crew.start(arena, net_for(setup, self._own_address, opening.meeting))
@@ -85,7 +122,6 @@ class LentRanks:
             grace_s = CLOSE_GRACE_S
         finally:
             crew.stop(grace_s)
-            arena.close()
 
     def _relay(self, crew: Crew, arena: Segment) -> None:
         """Passes messages on, both ways, until Close. Raises ChannelClosed when ComfyUI is gone."""
@@ -102,7 +138,7 @@ class LentRanks:
                     if key.data is None:
                         if self._pass_on(crew, arena):
                             return
-                    elif not self._pass_back(crew, board, key.data):
+                    elif not self._pass_back(crew, arena, board, key.data):
                         selector.unregister(key.fileobj)
 
     def _pass_on(self, crew: Crew, arena: Segment) -> bool:
@@ -114,56 +150,61 @@ class LentRanks:
                     return True
                 if isinstance(message, Open):
                     raise LayoutError(f"A pool was opened twice: {SAME_VERSION}")
-                self._request(crew, arena, message.ranks, message.request, fds)
+                if isinstance(message, Cancel):
+                    Board(arena).cancel(message.request)
+                else:
+                    self._request(crew, arena, message, fds)
             finally:
                 close_all(fds)
         return False
 
-    def _request(
-        self, crew: Crew, arena: Segment, group: Sequence[int], message: Request, fds: list[int]
-    ) -> None:
-        """Passes a request on to the ranks of ``group`` that are here."""
-        ranks = [rank for rank in crew.ranks if rank in group]
-        self._owing |= dict.fromkeys(ranks, message.request)
+    def _request(self, crew: Crew, arena: Segment, message: ForRanks, fds: list[int]) -> None:
+        """Passes a request on to those of its ranks that are here, once what came with it is in the
+        arena.
+        """
+        request, ranks = message.request, [rank for rank in crew.ranks if rank in message.ranks]
+        self._owing |= dict.fromkeys(ranks, request.request)
         try:
             if self._link.no_room is not None:
                 raise self._link.no_room
-            if isinstance(message, Forward | Fetch):
-                arena.grow(message.arena_bytes)
+            if isinstance(request, Forward | Fetch):
+                arena.grow(request.arena_bytes)
+            if message.pieces:
+                arena.fill(message.pieces, fds[-1])
         except SharedMemoryFull as error:
             full = Failed(
-                request=message.request,
+                request=request.request,
                 kind="error",
                 phase="receiving",
                 text=str(error),
                 trace="",
                 memory=Memory(0, 0, 0),
+                messages_done="none" if isinstance(request, Forward) else "all",
             )
             for rank in ranks:
                 del self._owing[rank]
-                self._link.send(Said(rank, full))
+                self._say(Said(rank, full))
             return
-        send_all(crew, message, fds, ranks)
+        send_all(crew, request, fds[: len(fds) - bool(message.pieces)], ranks)
 
-    def _pass_back(self, crew: Crew, board: Board, rank: int) -> bool:
+    def _pass_back(self, crew: Crew, arena: Segment, board: Board, rank: int) -> bool:
         """Passes back the messages of ``rank``. False when it has ended."""
         try:
             messages = crew.channels[rank].pump()
         except ChannelClosed:
             self._beat(crew, board)
-            self._link.send(
-                Ended(rank, crew.supervisor.exit_of(rank, 2.0), tuple(crew.supervisor.tail(rank)))
-            )
+            self._say(Ended(rank, crew.supervisor.exit_of(rank, 2.0), tuple(crew.supervisor.tail(rank))))
             return False
         for message, _fds in messages:
             if self._owing.get(rank) == getattr(message, "request", 0):
                 del self._owing[rank]
-            self._link.send(Said(rank, message))
+            offset, nbytes = message.wrote if isinstance(message, Done) else (0, 0)
+            self._say(Said(rank, message), [(arena.fd, offset, nbytes)] if nbytes else ())
         return True
 
     def _beat(self, crew: Crew, board: Board) -> None:
         """Tells ComfyUI the progress of the ranks here."""
-        self._link.send(Beat({rank: board.line(rank) for rank in crew.ranks}))
+        self._say(Beat({rank: board.line(rank) for rank in crew.ranks}))
         self._last_beat = time.monotonic()
 
 

@@ -57,10 +57,6 @@ class Ranks:
         pids = self._crew.supervisor.pids
         return [pids.get(rank, 0) for rank in range(len(self._placement.devices))] if pids else []
 
-    @property
-    def spans_machines(self) -> bool:
-        return bool(self._machines)
-
     def start(self) -> None:
         """Starts every rank; each will say Ready. Raises MachineMissing, LayoutError, OSError.
 
@@ -68,7 +64,7 @@ class Ranks:
         """
         names = self._placement.other_machines
         for name in names:
-            self._machines.append(join(name, self._placement.ranks_on(name), self._setup, self._arena.board))
+            self._machines.append(join(name, self._placement.ranks_on(name), self._setup, self._arena))
             self._selector.register(self._machines[-1], selectors.EVENT_READ, self._machines[-1])
         net = net_for(self._setup, self._machines[0].own_address, new_meeting()) if names else None
         self._crew.start(self._arena.segment, net)
@@ -107,6 +103,13 @@ class Ranks:
                 f"Machine {source.name}" if isinstance(source, RemoteMachine) else self._facts.where(source)
             )
             raise Lost(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
+
+    def cancel(self, number: int) -> None:
+        """Calls all ranks back from request ``number``, and from all before it."""
+        self._arena.board.cancel(number)
+        for machine in self._machines:
+            with contextlib.suppress(ChannelClosed):  # its loss is told when it is listened to
+                machine.cancel(number)
 
     def listen(self, wait_s: float) -> list[tuple[int, Any]]:
         """Waits for messages; returns each with the rank that sent it. Raises Lost."""

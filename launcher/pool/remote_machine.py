@@ -6,24 +6,33 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ...parallel_runtime.wire.arena import Board
-from ...parallel_runtime.wire.channel import ChannelClosed
+import torch
+
+from ...parallel_runtime.errors import SharedMemoryFull
+from ...parallel_runtime.wire.arena import Arena
+from ...parallel_runtime.wire.channel import ChannelClosed, close_all
 from ...parallel_runtime.wire.messages import (
     PHASE,
     Beat,
+    Cancel,
     Close,
     Denied,
+    Done,
     Ended,
+    Failed,
     ForRanks,
+    Forward,
     FromMachine,
     Open,
     Request,
 )
+from ...parallel_runtime.wire.segment import TensorRef
 from ...parallel_runtime.wire.tcp import COMFYUI, Link, SecretRefused, notice_loss, shake_hands
-from ...parallel_runtime.wire.tree import encode_tree
+from ...parallel_runtime.wire.tree import decode_tree, encode_tree
 from .crew import no_tensor
 from .devices import Placement
 from .rank_setup import SECRET_VARIABLE, RankSetup
@@ -38,9 +47,10 @@ from .rendezvous import (
 )
 
 FINISH_S = 5.0
+NO_TENSOR = torch.empty(0)
 
 
-def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> RemoteMachine:
+def join(name: str, ranks: tuple[int, ...], setup: RankSetup, arena: Arena) -> RemoteMachine:
     """Connects to the leader of machine ``name``. Raises MachineMissing, and LayoutError where the
     setup names no rendezvous.
     """
@@ -62,7 +72,7 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, board: Board) -> R
         sock.close()
         raise
     notice_loss(sock, setup.lost_s)
-    return RemoteMachine(name, ranks, sock, board)
+    return RemoteMachine(name, ranks, sock, arena)
 
 
 def leader_address(name: str, setup: RankSetup) -> str:
@@ -96,17 +106,20 @@ def trust(sock: socket.socket, name: str, known: str, setup: RankSetup) -> None:
 
 
 class RemoteMachine:
-    """The ranks of one other machine, over the connection to its leader. Their lines of its
-    board are copied onto ComfyUI's.
+    """The ranks of one other machine, over the connection to its leader. What they read of
+    ComfyUI's arena is sent there; their outputs, and their lines of the board, are copied back.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, board: Board):
+    def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, arena: Arena):
         self.name = name
         self.ranks = ranks
         self.own_address = sock.getsockname()[0]
         self._link = Link(sock, FromMachine)
-        self._board = board
+        self._arena = arena
         self._ended: dict[int, Ended] = {}
+        self._versions: set[int] = set()  # of conditioning that is there
+        # The latest arguments that are there: patches of an evaluation have the same ones
+        self._arguments: deque[bytes] = deque(maxlen=16)
 
     def fileno(self) -> int:
         return self._link.fileno()
@@ -137,8 +150,33 @@ class RemoteMachine:
         what they were asked, because their next message may never come.
         """
         for rank in group:
-            self._board.enter(rank, PHASE[type(request)], request.request)
-        self._link.send(ForRanks(tuple(group), request), fds, before_piece)
+            self._arena.board.enter(rank, PHASE[type(request)], request.request)
+        new = self._lacking(request.arguments) if isinstance(request, Forward) else ()
+        pieces = tuple((ref.offset, ref.nbytes) for ref in new)
+        ranges = [(self._arena.segment.fd, *piece) for piece in pieces]
+        self._link.send(ForRanks(tuple(group), request, pieces), fds, before_piece, ranges)
+        if new and isinstance(request, Forward):
+            self._versions.update(ref.version for ref in new if ref.version)
+            self._arguments.append(request.arguments)
+
+    def _lacking(self, arguments: bytes) -> Collection[TensorRef]:
+        """Returns the tensors that an evaluation names and that are not there yet. Those with a
+        version go once.
+        """
+        if not arguments or any(known is arguments for known in self._arguments):
+            return ()
+        new: dict[int, TensorRef] = {}
+
+        def note(ref: TensorRef) -> torch.Tensor:
+            if ref.nbytes and ref.version not in self._versions:
+                new[ref.offset] = ref
+            return NO_TENSOR
+
+        decode_tree(arguments, note)
+        return new.values()
+
+    def cancel(self, request: int) -> None:
+        self._link.send(Cancel(request))
 
     def send_close(self) -> None:
         self._link.send(Close())
@@ -148,20 +186,41 @@ class RemoteMachine:
         has ended. Raises ChannelClosed, MachineMissing, msgspec.DecodeError.
         """
         said: list[tuple[int, Any]] = []
-        for message, _fds in self._link.pump():
+        for message, fds in self._link.pump():
             if isinstance(message, Denied):
                 raise MachineMissing(f"Machine {self.name} cannot start its ranks: {message.text}")
             if isinstance(message, Beat):
                 for rank, line in message.lines.items():
                     if rank in self.ranks:
-                        self._board.copy_line(rank, line)
+                        self._arena.board.copy_line(rank, line)
             elif message.rank in self.ranks:
                 if isinstance(message, Ended):
                     self._ended[message.rank] = message
                 else:
-                    self._board.enter(message.rank, "waiting")
-                said.append((message.rank, None if isinstance(message, Ended) else message.message))
+                    self._arena.board.enter(message.rank, "waiting")
+                said.append(
+                    (message.rank, None if isinstance(message, Ended) else self._kept(message.message, fds))
+                )
+            close_all(fds)
         return said
+
+    def _kept(self, answer: Any, fds: Sequence[int]) -> Any:
+        """Puts an output that came into the arena. Returns the answer; a failure in its place where
+        there is no room. After a failure nothing counts as being there: there may have been no
+        room.
+        """
+        if isinstance(answer, Done) and fds:
+            try:
+                self._arena.segment.fill([answer.wrote], fds[0])
+            except SharedMemoryFull as error:
+                text, memory = str(error), answer.memory
+                answer = Failed(
+                    request=answer.request, kind="error", phase="sending", text=text, trace="", memory=memory
+                )
+        if isinstance(answer, Failed):
+            self._versions.clear()
+            self._arguments.clear()
+        return answer
 
     def has_news(self) -> bool:
         """True if there is something to read: between requests, only the loss of the machine."""

@@ -117,7 +117,7 @@ def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
     names, pool = [device.name for device in handle.placement.devices], handle.live()
     if pool is None or len(pool.memory) < len(names):
         return tuple(RankFigures(rank, name) for rank, name in enumerate(names))
-    board, pids = pool.arena.board, pool.ranks.pids
+    board, pids = pool.arena.board, pool.ranks.pids or [0] * len(names)  # none has one here
     return tuple(
         RankFigures(
             rank, name, pids[rank] or None, board.phase(rank), MemoryFigures(one.free, one.total, one.model)

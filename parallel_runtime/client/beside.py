@@ -66,8 +66,6 @@ class Beside:
             return "the workers do not hold it"
         if held.weights.kept == "sharded":
             return "each worker has a part of its weights"
-        if any("/" in name for name in session.pool.facts.names):
-            return "machines get their inputs together"
         try:
             needed = self._needed(model, sampled, rows)
         except (NotCounted, RunCancelled) as error:

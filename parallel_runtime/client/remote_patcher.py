@@ -335,6 +335,7 @@ def parallelize(
     activations: float = 1.0,
     weights: str = "whole",
     ahead: LookAhead | None = None,
+    can_join: bool = True,
 ) -> RemotePatcher:
     """Makes a clone of a stock MODEL that computes in ``pool``. Nothing is started or loaded before
     it is sampled.
@@ -342,8 +343,9 @@ def parallelize(
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
     ``activations``: of what an evaluation computes. ``patching``: for a pool that is a pipeline;
     ``notice`` is told how each run is sampled. ``weights``: how ranks are to keep them. ``ahead``:
-    what samples waiting prompts beside the one that runs, in groups. Raises Refused for a model
-    without a token plan, ModelError for a checkpoint that is gone.
+    what samples waiting prompts beside the one that runs, in groups. ``can_join``: whether groups
+    may share an image. Raises Refused for a model without a token plan, ModelError for a checkpoint
+    that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
     if (
@@ -365,7 +367,7 @@ def parallelize(
     else:
         untried = "" if plan.is_tried else type(patcher.model.diffusion_model).__name__
         ahead = None if weights == "sharded" else ahead
-        sampling = InGroups(pool, source.model, with_room, bool(plan.blocks), untried, ahead)
+        sampling = InGroups(pool, source.model, with_room, can_join and bool(plan.blocks), untried, ahead)
     remote = Remote(
         pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
     )

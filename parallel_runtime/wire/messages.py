@@ -194,12 +194,14 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
     for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it, ``recorded`` as
     ``Facts``. ``keeps``: as ``EndRun`` has it. ``unread``: the model is built, and its
-    ``ReadWeights`` is to follow.
+    ``ReadWeights`` is to follow. ``wrote``: where in the arena the output's tensors lie, as offset
+    and bytes.
     """
 
     request: int
     memory: Memory
     output: bytes = b""
+    wrote: tuple[int, int] = (0, 0)
     needs_bytes: int = 0
     cancelled: bool = False
     began_s: float = 0.0
@@ -247,14 +249,23 @@ class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ForRanks(msgspec.Struct, frozen=True, tag=True):
-    """Pass a request on to some of the ranks on that machine. Carries the request's descriptors."""
+    """Pass a request on to some of the ranks on that machine. Carries the request's descriptors;
+    behind them, for the same places there, what ComfyUI's arena has in ``pieces`` (offset, bytes).
+    """
 
     ranks: tuple[int, ...]
     request: Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+    pieces: tuple[tuple[int, int], ...] = ()
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Calls the ranks on that machine back from ``request``, and from all before it."""
+
+    request: int
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """Passes back the answer of a rank on that machine."""
+    """Passes back the answer of a rank on that machine. Carries what it wrote of an output."""
 
     rank: int
     message: Ready | Done | Failed
@@ -333,7 +344,7 @@ class Tried(msgspec.Struct, frozen=True, tag=True):
 ToRank = Start | Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch | Close
 FromRank = Ready | Done | Failed
 Request = Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
-ToMachine = Open | ForRanks | Close
+ToMachine = Open | ForRanks | Cancel | Close
 FromMachine = Said | Beat | Ended | Denied
 ToCounter = CountLike | Count
 FromCounter = Counted | Uncounted

@@ -7,7 +7,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -147,6 +147,22 @@ class Segment:
         ref = TensorRef(offset, tuple(tensor.shape), dtype_name(tensor.dtype), version)
         self.tensor(ref).copy_(tensor, non_blocking=later and self.is_pinned)
         return ref
+
+    def fill(self, pieces: Sequence[tuple[int, int]], fd: int) -> None:
+        """Fills places of the segment (offset, bytes) with what a file holds, one after another.
+        Raises SharedMemoryFull where it holds less: there was no room for it.
+        """
+        at = 0
+        for offset, nbytes in pieces:
+            place = memoryview(self._mapping)[offset : offset + nbytes]
+            while place:
+                read = os.preadv(fd, [place], at)
+                if not read:
+                    raise SharedMemoryFull(
+                        "Shared memory is full: what another machine sent could not be kept; close other"
+                        " programs, or choose a smaller image or batch."
+                    )
+                place, at = place[read:], at + read
 
     def unmap(self) -> None:
         """Drops the mapping, which holds a descriptor of its own. Nothing can be read or written

@@ -159,20 +159,23 @@ class Link(Channel):
         message: msgspec.Struct,
         fds: Sequence[int] = (),
         before_piece: Callable[[], None] = lambda: None,
+        ranges: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Sends the message and what its descriptors hold, in pieces. If ``before_piece`` raises,
-        the message is cut off: then the link can only be closed.
+        """Sends the message and what its descriptors hold, in pieces; ``ranges`` of files
+        (descriptor, offset, bytes) go behind as one more. If ``before_piece`` raises, the message
+        is cut off: then the link can only be closed.
         """
         body = msgspec.msgpack.encode(message)
+        parcels = [[(fd, 0, os.fstat(fd).st_size)] for fd in fds] + [list(ranges)] * bool(ranges)
         try:
-            self._sock.sendall(HEADER.pack(len(body), len(fds)) + body)
-            for fd in fds:
-                size = os.fstat(fd).st_size
-                self._sock.sendall(PARCEL.pack(size))
-                sent = 0
-                while sent < size:
-                    before_piece()
-                    sent += os.sendfile(self._sock.fileno(), fd, sent, PIECE_BYTES)
+            self._sock.sendall(HEADER.pack(len(body), len(parcels)) + body)
+            for parcel in parcels:
+                self._sock.sendall(PARCEL.pack(sum(size for _fd, _at, size in parcel)))
+                for fd, at, size in parcel:
+                    end = at + size
+                    while at < end:
+                        before_piece()
+                        at += os.sendfile(self._sock.fileno(), fd, at, min(PIECE_BYTES, end - at))
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error
 

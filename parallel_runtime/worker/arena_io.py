@@ -9,81 +9,53 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm.late import Reached, to_cpu, to_device
-from ..comm.machines import MachineComm
 from ..wire.arena import KEPT_CONDITIONING
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name
 from ..wire.tree import decode_tree, encode_tree
 from .kept import KeptConditioning
 
-EMPTY = torch.empty(0)
-
 
 class Writing(NamedTuple):
     """An output on its way to the arena. ``finish`` puts it there, when the device has come so far.
 
-    Where it does not fit, ``tree`` is empty and ``needs_bytes`` are what it takes.
+    Where it does not fit, ``tree`` is empty and ``needs_bytes`` are what it takes. ``wrote``: its
+    place, as offset and bytes.
     """
 
     tree: bytes
     needs_bytes: int
     finish: Callable[[], None]
+    wrote: tuple[int, int] = (0, 0)
 
 
 NOTHING = Writing(b"", 0, lambda: None)
 
 
 class ArenaIO:
-    """Reads and writes for one rank. ``arena`` is the UI's arena, mapped; on another machine, the
-    leader's, which ``machines`` fills.
+    """Reads and writes for one rank. ``arena`` is the UI's arena, mapped; on another machine, that
+    of the leader, which has in the same places what ranks there read.
     """
 
     def __init__(
         self,
         arena: Segment,
         device: torch.device,
-        machines: MachineComm | None = None,
         conditioning_bytes: int = KEPT_CONDITIONING,
     ):
         self.arena = arena
         self._device = device
-        self._machines = machines
-        self._spread: set[int] = set()  # versions that every machine has
         self.conditioning = KeptConditioning(conditioning_bytes)
         self._read: Reached | None = None  # what the device itself reads of the arena
         self._unwritten: Any = None  # the last output, where it did not fit
 
-    @property
-    def spans_machines(self) -> bool:
-        """Whether inputs come from another machine, for which ranks wait together."""
-        return self._machines is not None
-
     def read(self, arguments: bytes) -> Any:
-        """Returns one evaluation's arguments. Every rank must call it: machines exchange them."""
-        if self._machines is not None:
-            self._receive(self._machines, arguments)
+        """Returns one evaluation's arguments."""
         try:
             with self.conditioning.evaluation():
                 return decode_tree(arguments, self.tensor)
         finally:
             if self.arena.is_pinned:
                 self._read = Reached(self._device)
-
-    def _receive(self, machines: MachineComm, arguments: bytes) -> None:
-        """Brings the tensors that this evaluation names to every machine's arena. Those with a
-        version go once.
-        """
-        new: dict[int, TensorRef] = {}
-
-        def note(ref: TensorRef) -> torch.Tensor:
-            if ref.nbytes and not (ref.version and ref.version in self._spread):
-                new[ref.offset] = ref
-            return EMPTY
-
-        decode_tree(arguments, note)
-        machines.spread(
-            [self.arena.tensor(TensorRef(ref.offset, (ref.nbytes,), "uint8")) for ref in new.values()]
-        )
-        self._spread.update(ref.version for ref in new.values() if ref.version)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """Returns the tensor at ``ref``. Conditioning is copied to the device once, and is the same
@@ -140,7 +112,9 @@ class ArenaIO:
         tree = encode_tree(output, put)
         self._unwritten = output if offset > end else None
         return (
-            Writing(tree, 0, finish) if offset <= end else NOTHING._replace(needs_bytes=offset - place.offset)
+            Writing(tree, 0, finish, (place.offset, offset - place.offset))
+            if offset <= end
+            else NOTHING._replace(needs_bytes=offset - place.offset)
         )
 
     def write_again(self, place: TensorRef) -> Writing:

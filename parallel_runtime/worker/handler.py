@@ -56,9 +56,9 @@ class Enqueued:
 
 
 class RequestHandler:
-    """Carries out the requests of one rank, and holds its models. ``away``: the rank is on another
-    machine than ComfyUI, where files have times of their own. ``joining``: entered where the rank
-    joins groups.
+    """Carries out the requests of one rank, and holds its models. ``machines``: as ``Start`` has
+    them; on another machine than ComfyUI's, files have times of their own. ``joining``: entered
+    where the rank joins groups.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RequestHandler:
         device: torch.device,
         memory: DeviceMemory,
         io: ArenaIO,
-        away: bool,
+        machines: tuple[int, ...] = (),
         kernels: Kernels = TORCHS,
         joining: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
@@ -76,7 +76,8 @@ class RequestHandler:
         self._device = device
         self._memory = memory
         self._io = io
-        self._away = away
+        self._away = bool(machines) and machines[mesh.rank] > 0
+        self._spans_machines = len({*machines}) > 1
         self._joining = joining
         self._kernels = kernels
         # Whether this rank has the output, by how many groups compute it together
@@ -101,6 +102,7 @@ class RequestHandler:
                     request=request.request,
                     memory=self._memory.recent(),
                     output=writing.tree,
+                    wrote=writing.wrote,
                     needs_bytes=writing.needs_bytes,
                 )
             case Load():
@@ -146,7 +148,7 @@ class RequestHandler:
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
-        readers = None if self._io.spans_machines else readers_of(self._mesh)
+        readers = None if self._spans_machines else readers_of(self._mesh)
         self.models[request.model] = ResidentModel(
             patcher, self._device, self._mesh, rank, request, self._kernels, readers
         )
@@ -223,7 +225,7 @@ class RequestHandler:
 
     def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
         """Where it fails before the method computes, this rank still goes through the messages that
-        others wait for; but not where machines wait for the inputs.
+        others wait for.
         """
         model = self.models[request.model]
         self._mesh.sequence.use(request.width)
@@ -231,8 +233,7 @@ class RequestHandler:
             return self._evaluated(model, request, rank)
         except Exception as error:
             free_frames(error)
-            if not self._io.spans_machines:
-                model.method.fail(request.request)
+            model.method.fail(request.request)
             self._io.settle()
             raise
         except Stopped:
@@ -271,6 +272,7 @@ class RequestHandler:
                 request=request.request,
                 memory=self._memory.recent(),
                 output=writing.tree,
+                wrote=writing.wrote,
                 needs_bytes=writing.needs_bytes,
                 began_s=began,
                 compute_s=time.perf_counter() - began,

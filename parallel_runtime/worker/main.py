@@ -57,7 +57,6 @@ def run(channel: Channel) -> None:
 
     from ..attention.kernels import TORCHS
     from ..attention.trial import tried, usual
-    from ..comm.machines import MachineComm
     from ..comm.mesh import connect
     from ..layout import Layout
     from ..methods.recorded import is_wanted
@@ -95,7 +94,6 @@ def run(channel: Channel) -> None:
                 timeout=timeout,
                 device_id=own_gpu,
             )
-        machines = MachineComm(start.machines, start.rank) if start.machines else None
         mesh = connect(
             layout,
             start.rank,
@@ -106,9 +104,9 @@ def run(channel: Channel) -> None:
             speeds=start.speeds,
         )
     mesh.sequence.records = is_wanted(start.backend, os.environ)
-    away = machines is not None and machines.away
     kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
-    handler = RequestHandler(mesh, device, memory, ArenaIO(arena, device, machines), away, kernels, joining)
+    io = ArenaIO(arena, device)
+    handler = RequestHandler(mesh, device, memory, io, start.machines, kernels, joining)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     kernel = usual(kernels, device) if layout.merges_parts else ""
     speed = flops_per_s(device) if start.times_itself else 0.0
