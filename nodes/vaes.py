@@ -68,7 +68,7 @@ def why_on_one_device(own: torch.device, placement: Placement) -> str:
     return (
         why_one_gpu()
         if placement.is_one_gpu
-        else "the pool spans several machines"
+        else "the pool has ranks on other machines"
         if placement.other_machines
         else "stages of a pipeline hold parts of models"
         if placement.layout.stages > 1

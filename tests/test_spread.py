@@ -2,6 +2,7 @@
 both arenas; and the model file each machine has.
 """
 
+import contextlib
 import select
 import socket
 import threading
@@ -16,9 +17,9 @@ from pipemesh.parallel_runtime.checkpoint import check_copy
 from pipemesh.parallel_runtime.crossing.source import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.channel import close_all
-from pipemesh.parallel_runtime.wire.messages import Done, Failed, Memory, Said, ToMachine
-from pipemesh.parallel_runtime.wire.tcp import Link, notice_loss
+from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed, close_all
+from pipemesh.parallel_runtime.wire.messages import Done, Failed, FromMachine, Memory, Said, ToMachine
+from pipemesh.parallel_runtime.wire.tcp import PARCEL, Link, notice_loss
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 
 from .fake_pools import DEADLINE_S, TOO_LONG, fake_setup, forward
@@ -201,3 +202,32 @@ def test_a_rank_calls_comfyuis_own_loaders_only():
         Refused, match=r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"
     ):
         call_factory("os:system", ("true",), None)
+
+
+def test_a_machine_that_stops_in_the_middle_of_a_message_is_lost():
+    """Its kernel still answers for it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    notice_loss(near, 0.2)
+    body = msgspec.msgpack.encode(Said(1, Done(request=1, memory=MEMORY)))
+    with far, contextlib.closing(Link(near, FromMachine)) as link:
+        far.sendall(HEADER.pack(len(body), 1) + body + PARCEL.pack(1 << 20) + b"a part of it")
+        with pytest.raises(ChannelClosed, match="in the middle of a message"):
+            link.receive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_leader_that_can_say_no_more_closes_the_connection(arenas):
+    arenas.lent._say(object())
+    select.select([arenas.machine], [], [], DEADLINE_S)
+    with pytest.raises(ChannelClosed):
+        arenas.machine._link.receive()
+
+
+def test_a_file_that_is_shorter_than_was_said_ends_the_connection(arenas):
+    nbytes = arenas.there.nbytes
+    with pytest.raises(ChannelClosed, match="shorter than was said"):
+        arenas.link.send(
+            Said(1, Done(request=1, memory=MEMORY)), ranges=[(arenas.there.segment.fd, nbytes, 8)]
+        )

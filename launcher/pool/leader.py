@@ -94,10 +94,15 @@ class LentRanks:
             thread.join(self._setup.lost_s)  # by then the kernel has given up a ComfyUI that does not read
 
     def _send_all_said(self) -> None:
-        with contextlib.suppress(ChannelClosed):  # who reads from ComfyUI notices too
+        try:
             while (one := self._said.get()) is not None:
                 message, ranges = one
                 self._link.send(message, ranges=ranges)
+        except ChannelClosed:
+            pass  # who reads from ComfyUI notices too
+        except BaseException:
+            self._link.cut()  # nobody would hear of this machine any more
+            raise
 
     def _say(self, message: FromMachine, ranges: Sequence[tuple[int, int, int]] = ()) -> None:
         self._said.put((message, ranges))

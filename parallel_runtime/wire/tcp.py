@@ -7,13 +7,15 @@ torch.distributed's own traffic does.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -145,6 +147,12 @@ def notice_loss(sock: socket.socket, lost_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * lost_s))
 
 
+def lost_ms_of(sock: socket.socket) -> int:
+    """Returns what ``notice_loss`` has set; 0 for none."""
+    is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) if is_tcp else 0
+
+
 class Link(Channel):
     """A channel over TCP. A descriptor's content goes after the message; at the other end it is a
     memfd of its own, which the caller owns.
@@ -153,6 +161,16 @@ class Link(Channel):
     """
 
     no_room: SharedMemoryFull | None = None
+
+    def __init__(self, sock: socket.socket, incoming: Any):
+        super().__init__(sock, incoming)
+        self._readable, self._lost_ms = select.poll(), lost_ms_of(sock)
+        self._readable.register(sock, select.POLLIN)
+
+    def cut(self) -> None:
+        """Has both sides find the connection closed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def send(
         self,
@@ -175,7 +193,10 @@ class Link(Channel):
                     end = at + size
                     while at < end:
                         before_piece()
-                        at += os.sendfile(self._sock.fileno(), fd, at, min(PIECE_BYTES, end - at))
+                        sent = os.sendfile(self._sock.fileno(), fd, at, min(PIECE_BYTES, end - at))
+                        if not sent:
+                            raise ChannelClosed("what was to be sent is shorter than was said")
+                        at += sent
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error
 
@@ -218,8 +239,14 @@ class Link(Channel):
         return fd
 
     def _read(self, count: int) -> bytes:
-        """Blocks until so many bytes are there."""
+        """Blocks until so many bytes are there. Raises ChannelClosed where none comes for as long
+        as makes a peer lost: a process that is stopped in a message still has its kernel's signs of
+        life.
+        """
         while len(self._buffer) < count:
+            if self._lost_ms and not self._readable.poll(self._lost_ms):
+                silence = f"nothing came for {self._lost_ms / 1000:.0f} s"
+                raise ChannelClosed(f"{silence} in the middle of a message")
             self._fill()
         data = bytes(self._buffer[:count])
         del self._buffer[:count]
