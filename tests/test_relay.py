@@ -444,4 +444,4 @@ def test_a_pool_that_is_opened_twice_is_refused():
     )
     ranks = SimpleNamespace(_link=SimpleNamespace(pump=lambda: [(again, [])]))
     with pytest.raises(LayoutError, match="opened twice"):
-        LentRanks._pass_on(ranks, None, None)
+        LentRanks._pass_on(ranks, None, None, None)

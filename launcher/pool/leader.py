@@ -141,12 +141,12 @@ class LentRanks:
                     self._beat(crew, board)
                 for key, _ in ready:
                     if key.data is None:
-                        if self._pass_on(crew, arena):
+                        if self._pass_on(crew, arena, board):
                             return
                     elif not self._pass_back(crew, arena, board, key.data):
                         selector.unregister(key.fileobj)
 
-    def _pass_on(self, crew: Crew, arena: Segment) -> bool:
+    def _pass_on(self, crew: Crew, arena: Segment, board: Board) -> bool:
         """Reads from ComfyUI once, and passes its messages on. True after Close."""
         for message, fds in self._link.pump():
             try:
@@ -156,7 +156,7 @@ class LentRanks:
                 if isinstance(message, Open):
                     raise LayoutError(f"A pool was opened twice: {SAME_VERSION}")
                 if isinstance(message, Cancel):
-                    Board(arena).cancel(message.request)
+                    board.cancel(message.request)
                 else:
                     self._request(crew, arena, message, fds)
             finally:

@@ -155,9 +155,9 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
 
 
 def queue_figures(run: Run, planned: PlannedLayout | None) -> QueueFigures | None:
-    if run.queued.at_once < 2:
-        return None
     at_once = run.queued.at_once
+    if at_once < 2:
+        return None
     if planned is None or planned.known in ("", "plain") or planned.images != at_once:
         return QueueFigures(*run.queued)
     return QueueFigures(*run.queued, planned.seconds, planned.first_s)

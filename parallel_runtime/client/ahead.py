@@ -246,7 +246,6 @@ class LookAhead:
         place = seed_place(moment.graph, moment.node)
         if place is None or moment.node in self._useless:
             return [], {}
-        before = RandomState()
         try:
             if not (alike := self._alike(moment, most)):
                 return [], {}
@@ -264,7 +263,6 @@ class LookAhead:
             room = min((self._most_bytes - held_bytes) // asked.keeps_bytes(), asked.have_room())
         except Exception as error:  # noqa: BLE001 - then nothing is sampled ahead
             log.warning("[PipeMesh] The queue could not be looked at:", exc_info=error)
-            before.restore()
             return [], {}
         return found[: max(0, room)], shared
 
