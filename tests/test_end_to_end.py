@@ -213,7 +213,8 @@ def test_free_reaches_the_pool(server, truth):
     held = live_pool(server)
     assert held["models"] and held["ranks"][0]["memory"]["model"] > 0
     server.free()
-    latent(server, graph("stock_after_free", parallel=False, seed=22))
+    for seed in (22, 25):  # ComfyUI frees between two prompts: at the latest before the second of these
+        latent(server, graph(f"stock_after_free_{seed}", parallel=False, seed=seed))
     assert live_pool(server)["models"] == []
     assert relative_error(latent(server, graph("after_free"))[0], truth) <= BOUND
 
