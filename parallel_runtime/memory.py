@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ENTRY_BYTES = 8  # of /proc/self/pagemap, one a page
@@ -51,6 +52,18 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
             found[-1] = first, max(length, address + nbytes - first)
         else:
             found.append((address, nbytes))
+    return found
+
+
+def mapped_files() -> list[range]:
+    """Returns the addresses of files that are mapped privately: where others may write to memory of
+    a file, ``is_unwritten`` tells nothing of that.
+    """
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _offset, _device, inode, *_path = line.split(maxsplit=5)
+        if access.endswith("p") and inode != "0":
+            found.append(range(*(int(end, 16) for end in addresses.split("-"))))
     return found
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pipemesh.parallel_runtime import memory
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten
-from pipemesh.parallel_runtime.weights import stored_weights
+from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_files
+from pipemesh.parallel_runtime.weights import comparison, stored_weights
 from pipemesh.parallel_runtime.weights.comparison import Weights, checksum
 from pipemesh.parallel_runtime.weights.slots import slots
 
@@ -106,6 +106,37 @@ def test_a_further_change_has_another_name_and_an_undone_one_none(patcher):
         names.append(weights.changed_id)
     assert names[0] == names[-1] == "" and len(set(names)) == 3
     assert not weights.changed and is_unwritten(parameter(patcher).data_ptr(), parameter(patcher).nbytes)
+
+
+def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_itself_is_found(
+    patcher, files, monkeypatch
+):
+    patcher.model.dynamic_patchers = set()  # of ModelPatcherDynamic: it is lent no pages
+    with torch.inference_mode(parameter(patcher).is_inference()):
+        state = safetensors.torch.load_file(files["model"])  # a private mapping, as ComfyUI's
+        for name, weight in patcher.model.diffusion_model.named_parameters():
+            weight.data = state.get(name, weight.data)
+    where = parameter(patcher).data_ptr()
+    weights = compared(patcher)
+    assert parameter(patcher).data_ptr() == where and not weights.changed
+    look_into, sampled = comparison._sampled, []
+    monkeypatch.setattr(
+        comparison, "_sampled", lambda tensor: sampled.append(tensor.data_ptr()) or look_into(tensor)
+    )
+    weights.compare(patcher)
+    assert where not in sampled, "the kernel tells at once of all pages whether they were written to"
+    with torch.inference_mode(parameter(patcher).is_inference()):
+        parameter(patcher).data[211, 34] += 0.5
+    weights.compare(patcher)
+    assert weights.changed == {NAME}
+
+
+def test_a_weight_that_others_can_write_to_is_compared_by_its_content(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(2 * PAGE_BYTES))
+    with open(tmp_path / "file", "r+b") as file:
+        shared, own = (mmap.mmap(file.fileno(), 0, kind) for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE))
+    places = [ctypes.addressof(ctypes.c_char.from_buffer(mapping)) for mapping in (shared, own)]
+    assert [any(place in file for file in mapped_files()) for place in places] == [False, True]
 
 
 def test_weights_in_another_dtype_than_the_files_are_compared_as_the_loader_cast_them(tmp_path):

@@ -16,7 +16,7 @@ import torch
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
 from ..forward import PREFIX
-from ..memory import give_back_freed, is_unwritten, merged
+from ..memory import give_back_freed, is_unwritten, mapped_files, merged
 from .loan import Loan
 from .quantised import stored_bytes, taken_apart
 from .slots import Slot, slots
@@ -73,6 +73,7 @@ class Weights:
         if theirs is None:
             return
         self._nbytes = 0
+        files = mapped_files()
         try:
             for slot in doubtful:
                 mm.throw_exception_if_processing_interrupted()
@@ -80,7 +81,8 @@ class Weights:
                 if not same or slot.name in self.changed:
                     self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
                     self.changed_id = uuid.uuid4().hex if self.changed else ""
-                self._seen[slot.name] = WeightMark(slot.tensor, on_file=same and theirs.lend(slot))
+                on_file = same and (theirs.lend(slot) or _is_of_a_file(slot.tensor, files))
+                self._seen[slot.name] = WeightMark(slot.tensor, on_file)
         finally:
             if self._loan is not None:
                 self._loan.close_if_unused()
@@ -123,9 +125,9 @@ class Weights:
 class WeightMark:
     """A weight as it was when its content was last compared.
 
-    A write to a file's pages (``on_file``) is always found. In other memory, such as that of a
-    weight whose dtype is not the file's, the version that torch counts and a sample are compared:
-    writes through ``tensor.data`` and to inference tensors are not counted.
+    A write to a file's pages (``on_file``) is always found, at little cost. In other memory, such as
+    that of a weight whose dtype is not the file's, the version that torch counts and a sample are
+    compared: writes through ``tensor.data`` and to inference tensors are not counted.
     """
 
     def __init__(self, tensor: torch.Tensor, on_file: bool):
@@ -146,6 +148,16 @@ class WeightMark:
 
 def _place(tensor: torch.Tensor) -> tuple:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _is_of_a_file(tensor: torch.Tensor, files: list[range]) -> bool:
+    """True for a weight on the pages of a file that its loader mapped, as ModelPatcherDynamic's."""
+    start, nbytes = tensor.data_ptr(), tensor.nbytes
+    return (
+        tensor.device.type == "cpu"
+        and any(start in file and start + nbytes in range(file.start, file.stop + 1) for file in files)
+        and is_unwritten(start, nbytes)
+    )
 
 
 def _sampled(tensor: torch.Tensor) -> tuple[int | None, bytes]:
