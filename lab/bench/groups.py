@@ -4,8 +4,10 @@ taken out. ``cfg``, ``data`` and ``windows`` are benches of it, and ``queue`` go
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from ...parallel_runtime.layout import Layout
 
 EFFICIENCY = 0.97  # goal
-TOKENS, STEPS = 1024, 3
+TOKENS, STEPS = 1024, 4
 SHORTER = 16  # tokens by which the negative prompt is shorter than the positive one
 BATCH, SCALE = {"data": 2}, {"cfg": 4.0}  # images, and cfg, else 1
 QUEUED = 4  # prompts that differ in the seed
@@ -42,6 +44,8 @@ class GroupRuns:
     def __init__(
         self, ranks: Ranks, what: str, comfyui: str, tokens: int = TOKENS, beside: Layout | None = None
     ):
+        import comfy.sd
+
         from ...launcher.pool.devices import place
         from ...launcher.pool.handle import PoolHandle
         from ...launcher.pool.rank_setup import RankSetup
@@ -49,25 +53,31 @@ class GroupRuns:
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
         from ...parallel_runtime.layout import Layout
+        from ..random_files import write_model
         from .forwards import SAMPLE, SIZE
 
         self.what, self.tokens, axis = what, tokens, "data" if what in ("data", "queue") else "cfg"
         self.ranks, self.handles, self.parallel = ranks, list[PoolHandle](), dict[str, Any]()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.prompts = Prompts(QUEUED)
         self.stock = SAMPLE.form.random_model(SIZE)
         self.all_cores = ranks.all_cores
         layouts = {"parallel": Layout(**{axis: 2}), **({"beside": beside} if beside else {})}
+        self.parallel |= dict.fromkeys(layouts)
+        if ranks.rank:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="pipemesh-bench-")
+        # From a file, as users' are: other weights are looked into at every run
+        file = write_model(Path(self._folder.name, "model.safetensors"), SAMPLE.form, SIZE)
         for name, layout in layouts.items():
-            self.parallel[name] = None
-            if ranks.rank == 0:
-                setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
-                self.handles.append(PoolHandle(place(layout, "cpu", "gloo", ()), setup))
-                self.parallel[name] = parallelize(
-                    SAMPLE.form.random_model(SIZE),
-                    RemotePool(self.handles[-1], shares_weights=True),
-                    0.0,
-                    ahead=LookAhead(lambda: self.prompts.now),
-                )
+            setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
+            self.handles.append(PoolHandle(place(layout, "cpu", "gloo", ()), setup))
+            self.parallel[name] = parallelize(
+                comfy.sd.load_diffusion_model(str(file)),
+                RemotePool(self.handles[-1], shares_weights=True),
+                0.0,
+                ahead=LookAhead(lambda: self.prompts.now),
+            )
 
     def sample(self, model: Any) -> Any:
         from .forwards import TEXT_TOKENS, sampled
@@ -100,6 +110,8 @@ class GroupRuns:
     def close(self) -> None:
         for handle in self.handles:
             handle.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class Prompts:

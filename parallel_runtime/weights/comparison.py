@@ -125,9 +125,9 @@ class Weights:
 class WeightMark:
     """A weight as it was when its content was last compared.
 
-    A write to a file's pages (``on_file``) is always found, at little cost. In other memory, such as
-    that of a weight whose dtype is not the file's, the version that torch counts and a sample are
-    compared: writes through ``tensor.data`` and to inference tensors are not counted.
+    A write to a file's pages (``on_file``) is always found. In other memory, such as that of a
+    weight whose dtype is not the file's, the version that torch counts and a sample are compared:
+    writes through ``tensor.data`` and to inference tensors are not counted.
     """
 
     def __init__(self, tensor: torch.Tensor, on_file: bool):
