@@ -18,6 +18,7 @@ from pipemesh.parallel_runtime.client import ahead as ahead_module
 from pipemesh.parallel_runtime.client import asked, separable
 from pipemesh.parallel_runtime.client.ahead import LookAhead
 from pipemesh.parallel_runtime.client.asked import takes_seed
+from pipemesh.parallel_runtime.client.queued import Moment
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.seeds import Seed
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
@@ -453,6 +454,23 @@ def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_ar
         ours.line.run(ours.model)
         assert len(compared) == min(2, 5 - number)
     assert not copied and ours.images == (0, 0)
+
+
+def test_the_plan_and_the_sampler_of_a_prompt_compare_its_graph_with_anothers_once(monkeypatch):
+    own, compared = ahead_module.differences, []
+    monkeypatch.setattr(ahead_module, "differences", lambda *given: compared.append(1) or own(*given))
+    line = [
+        (str(number), {"1": {"class_type": "KSampler", "inputs": {"seed": number, "steps": number}}})
+        for number in range(6)
+    ]
+    ahead = LookAhead(lambda: Moment(line[0][0], "1", None, line[0][1], tuple(line[1:])))
+    while len(line) > 1:
+        compared.clear()
+        for _ in ("plan", "sampler"):
+            ahead.forget()
+            assert ahead.at_once(3, NotImplemented) == (1, 1)
+        assert len(compared) == min(2, len(line) - 1)
+        line.pop(0)
 
 
 def writing(model, x, sigmas, extra_args=None, callback=None, disable=None):

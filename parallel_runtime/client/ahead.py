@@ -129,6 +129,8 @@ class LookAhead:
         self._most_bytes = most_bytes
         self._kept: dict[Key, Kept] = {}
         self._done: dict[Key, Done] = {}  # by the samplers of the prompt that runs
+        # Of a prompt's sampler from another prompt's: asked for by the plan and by the sampler
+        self._differing: dict[tuple[str, str, str], frozenset[Place] | None] = {}
         self._useless: set[str] = set()  # nodes of this queue whose results were of no use
         self.images = Images()
 
@@ -212,6 +214,7 @@ class LookAhead:
         for key in [key for key in list(self._kept) if key[0] not in queue]:
             self._drop(key)
         self._done = {key: done for key, done in self._done.items() if key[0] == moment.prompt}
+        self._differing = {pair: found for pair, found in self._differing.items() if pair[0] == moment.prompt}
         if not moment.others:
             self._useless.clear()
 
@@ -291,7 +294,10 @@ class LookAhead:
         found: list[Alike] = []
         seeds = {tuple(seed_at(graph, one) for one in places)}
         for prompt, other in moment.others[:most]:
-            differing = differences(graph, other, node)
+            pair = moment.prompt, node, prompt
+            if pair not in self._differing:
+                self._differing[pair] = differences(graph, other, node)
+            differing = self._differing[pair]
             key, earlier = (prompt, node, moment.index), self._kept.get((prompt, before, moment.index))
             own_seeds = tuple(seed_at(other, one) for one in places)
             if not differing or not differing <= places or key in self._kept or own_seeds in seeds:
