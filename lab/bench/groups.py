@@ -24,7 +24,7 @@ TOKENS, STEPS = 1024, 4
 SHORTER = 16  # tokens by which the negative prompt is shorter than the positive one
 BATCH, SCALE = {"data": 2}, {"cfg": 4.0}  # images, and cfg, else 1
 QUEUED = 4  # prompts that differ in the seed
-ROWS, OVERLAP, DIM = 36, 8, 2  # of two context windows, which have all 64 rows of the latent
+WINDOW, DIM = 18, 2  # rows of a context window, of which two have all rows of the latent
 
 
 def efficiency(rounds: Sequence[Round]) -> float:
@@ -138,12 +138,16 @@ class Prompts:
 def in_windows(model: Any) -> Any:
     from comfy import context_windows
 
+    from .forwards import ROW_TOKENS, TEXT_TOKENS
+
+    rows = 2 * ((TOKENS - TEXT_TOKENS) // ROW_TOKENS)
+    assert WINDOW < rows < 2 * WINDOW
     made = model.clone()
     made.model_options["context_handler"] = context_windows.IndexListContextHandler(
         context_windows.get_matching_context_schedule("standard_static"),
         context_windows.get_matching_fuse_method("pyramid"),
-        ROWS,
-        OVERLAP,
+        WINDOW,
+        2 * WINDOW - rows,
         dim=DIM,
         causal_window_fix=False,
     )
