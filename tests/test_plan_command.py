@@ -4,6 +4,7 @@ import json
 
 import pytest
 from pipemesh.launcher.commands import plan as command
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choose import plan
 from pipemesh.parallel_runtime.planner.decoding import Decoding, counted, decoding_s
 from pipemesh.parallel_runtime.planner.job import Job
@@ -44,7 +45,8 @@ def test_scripts_find_the_layouts_their_times_and_the_best_of_each_number_of_gpu
         warm_up=2 if allows else 1,
     )
     made = plan(job, published_box("8xL40-PCIe"), allows_approximate=allows)
-    assert set(told) == {"model", "extent", "box", "tflops", "verdict", "prompt_s", "best_of", "layouts"}
+    asked = {"model", "extent", "box", "tflops", "verdict"}
+    assert set(told) == asked | {"prompt_s", "best_of", "between_machines", "layouts"}
     assert (told["model"], told["extent"], told["box"]) == (MODEL, [1024, 1024, 1], "8xL40-PCIe")
     assert told["tflops"] == pytest.approx(FLUX.flops / 1e12)
     assert told["verdict"].startswith(f"Fastest: {made.best.layout.equation()}")
@@ -90,6 +92,21 @@ def test_people_read_the_fastest_the_best_of_each_number_of_gpus_and_why_others_
     assert [line.split(":")[0].strip() for line in lines[10:14]] == ["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
     assert "the fastest" in lines[16] and lines[-1].endswith("more: --all")
     assert len(planned("--all").splitlines()) > len(lines)
+
+
+def test_of_several_machines_it_says_what_the_fastest_takes_with_each_axis_between_them(planned):
+    box = ("--box", "2x4xL40-PCIe-1G", "--approximate", "--cfg")
+    told = json.loads(planned("--json", *box))["between_machines"]
+    assert [*told] == sorted(told, key=lambda axis: told[axis]["ms"])
+    # What sends least is the fastest there: groups before stages, stages before sequences
+    assert [*told][:2] == ["cfg", "pipefusion"] and {*told} == {"cfg", "pipefusion", "ring", "ulysses"}
+    assert told["cfg"]["why_not"] == "" and all(told[axis]["why_not"] for axis in told if axis != "cfg")
+    for axis, row in told.items():
+        layout = Layout(**row["layout"])
+        assert any(min(line) < 4 <= max(line) for line in layout.lines(axis))
+    lines = [line for line in planned(*box).splitlines() if "between machines: " in line]
+    assert [line.split()[0] for line in lines] == [*told] and lines[0].endswith("; the fastest")
+    assert json.loads(planned("--json"))["between_machines"] == {}
 
 
 def test_decoding_is_counted_of_comfyuis_own_vae_and_shared_out_where_that_is_faster():

@@ -441,11 +441,42 @@ def test_every_published_device_and_link_makes_a_box_and_names_its_source():
         ("8xL40-NVLink", "no NVLink .* choose PCIe"),
         ("2x8xL40-PCIe", "is no box"),
         ("99xL40-PCIe", "64 devices at most"),
+        ("2x8xL40-PCIe-0G", "is no box"),
     ],
 )
 def test_a_box_that_is_not_known_is_refused_with_what_is(name, said):
     with pytest.raises(LayoutError, match=said):
         published_box(name)
+
+
+def test_between_machines_a_latent_travels_to_each_group_there_and_its_output_back():
+    """ComfyUI is on the first machine. A latent takes 1 s each way, and so does an output."""
+    moved = FLUX.activations._replace(out_bytes=100)
+    whole = dataclasses.replace(FLUX, activations=moved)
+    levels = (Level(ranks=2, bytes_per_s=100, latency_s=0),)
+    far = dataclasses.replace(box(4, levels=levels), machine=2)
+    near = dataclasses.replace(far, machine=0)
+
+    def hop(layout, there=far):
+        job = dataclasses.replace(JOB, whole=whole, branches=layout.cfg, batch=layout.data)
+        return of(layout, there, job).parts["hop"]
+
+    assert hop(Layout(ulysses=2, cfg=2)) == hop(Layout(ulysses=2, data=2)) == pytest.approx(2)
+    assert hop(Layout(cfg=2)) == hop(Layout(ulysses=2, cfg=2), near) == 0
+    assert hop(Layout(cfg=4)) == pytest.approx(4)  # two groups there share the way
+    assert hop(Layout(ulysses=4)) == pytest.approx(1)  # its first rank has the output
+
+    slow = dataclasses.replace(far, levels=(Level(ranks=2, bytes_per_s=1, latency_s=0),))
+    in_patches = dataclasses.replace(JOB, whole=whole, branches=2, patches=4)
+    each = of(Layout(pipefusion=2, cfg=2), slow, in_patches).seconds
+    assert each >= 4 * 100 * 27 / 28  # each patch is sent, and comes back, as large as the whole
+
+
+def test_groups_on_several_machines_never_share_an_image_as_they_do_not_in_a_run():
+    far = dataclasses.replace(box(4), machine=2)
+    assert of(Layout(ulysses=2, cfg=2), box(4)).parts["imbalance"] == pytest.approx(0, abs=1e-6)
+    apart = of(Layout(ulysses=2, cfg=2), far)
+    assert apart.seconds == pytest.approx(of(Layout(ulysses=2), box(4)).seconds)
 
 
 def test_every_number_of_up_to_eight_devices_is_tried_and_three_prompts_may_be_fastest_on_three():

@@ -90,6 +90,21 @@ def line(plan: Plan, row: Row) -> str:
     return LINE.format(row.layout.equation(), *figures, row.why or "the fastest").rstrip()
 
 
+def between_machines(plan: Plan, box: Box) -> dict[str, Row]:
+    """Return, for each axis, the fastest row whose ranks along it are on several machines."""
+    found: dict[str, Row] = {}
+    for row in plan.rows:
+        for axis in row.layout.used() if row.may_be_chosen else ():
+            if any(map(box.spans, row.layout.lines(axis.name))):
+                found.setdefault(axis.name, row)
+    return found
+
+
+def timed(row: Row) -> str:
+    assert row.prediction is not None
+    return f"{row.layout.equation()}, {1e3 * row.prediction.seconds:.1f} ms per evaluation"
+
+
 def verdict(plan: Plan) -> str:
     if plan.best is None:
         return "No layout has room for this: lower the size, or choose devices with more memory."
@@ -115,7 +130,8 @@ def prompt_s(plan: Plan, job: Job, decoding: Decoding | None, box: Box) -> dict[
             "sampling": job.evaluations * one.seconds,
         }
         if decoding is not None:
-            ranks = 1 if row.layout.stages > 1 else row.layout.world_size
+            everyone = range(row.layout.world_size)
+            ranks = 1 if row.layout.stages > 1 or box.spans(everyone) else len(everyone)
             seconds = min(decoding_s(decoding, box.first(size)) for size in {1, ranks})
             found[name]["decoding"] = job.batch * seconds
     return found
@@ -207,8 +223,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         warm_up=options.warm_up,
     )
     found = plan(job, box, allows_approximate=options.approximate)
-    best = {size: found.best_of(size) for size in SIZES if size <= len(box.devices)}
-    seconds = prompt_s(found, job, decoding, box)
+    devices = len(box.devices)
+    best = {size: found.best_of(size) for size in sorted({*SIZES, devices}) if size <= devices}
+    seconds, between = prompt_s(found, job, decoding, box), between_machines(found, box)
     if options.json:
         rows = [record(found, row) for row in found.rows]
         sizes = {str(size): record(found, row) if row else None for size, row in best.items()}
@@ -219,7 +236,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             "tflops": whole.flops / 1e12,
             "verdict": verdict(found),
         }
-        print(json.dumps({**head, "prompt_s": seconds, "best_of": sizes, "layouts": rows}))
+        there = {axis: record(found, row) for axis, row in between.items()}
+        told = {"prompt_s": seconds, "best_of": sizes, "between_machines": there, "layouts": rows}
+        print(json.dumps({**head, **told}))
         return 0
     frames_text = f", {extent[2]} frames" if extent[2] > 1 else ""
     computed = f"{whole.flops / 1e12:.1f} TFLOP per evaluation of a branch"
@@ -228,10 +247,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         print("\n".join(prompt_lines(seconds)), end="\n\n")
     for size, row in best.items():
         if row is not None and row.prediction is not None:
-            print(
-                f"  {size} GPU{'s' * (size > 1):1}: {row.layout.equation()},"
-                f" {1e3 * row.prediction.seconds:.1f} ms per evaluation"
-            )
+            print(f"  {size} GPU{'s' * (size > 1):1}: {timed(row)}")
+    for axis, row in between.items():
+        print(f"  {axis} between machines: {timed(row)}; {row.why or 'the fastest'}")
     print(f"\n{HEAD}")
     for row in found.rows if options.all else found.rows[:SHOWN]:
         print(line(found, row))

@@ -85,7 +85,8 @@ class Box:
     main memory to each device. ``hop_s``: from the sampler to the pool and back, in one evaluation.
     ``overlaps``: messages travel while ranks compute, as where no core of theirs moves them.
     ``exchanges``: so many ranks, and the least that an exchange of all with all takes them.
-    ``patch_s``: of ComfyUI's process for each patch of a pipeline.
+    ``patch_s``: of ComfyUI's process for each patch of a pipeline. ``machine``: so many
+    devices has each of several, ComfyUI being on the first; 0 where there is one.
     """
 
     name: str
@@ -96,6 +97,11 @@ class Box:
     overlaps: bool = True
     exchanges: tuple[tuple[int, float], ...] = ()
     patch_s: float = 0.0
+    machine: int = 0
+
+    def spans(self, ranks: Iterable[int]) -> bool:
+        """Return whether ranks are on several machines."""
+        return self.machine > 0 and len({rank // self.machine for rank in ranks}) > 1
 
     def first(self, ranks: int) -> Box:
         """Return the box with its first devices alone."""

@@ -24,7 +24,7 @@ from ..comm.shares import group_speeds, relative, shares_of, stage_speeds
 from ..layout import Layout
 from ..stages import share_out
 from . import messages
-from .box import TILE, Box, Device
+from .box import TILE, Box, Device, Message
 from .job import Job
 from .messages import SharedAttention
 from .ways import Kept
@@ -238,18 +238,31 @@ def starting_s(costs: Costs, rank: int) -> float:
     return launches_of(costs, rank) * costs.box.devices[rank].launch_s
 
 
+def latent_s(costs: Costs) -> tuple[float, float]:
+    """Return the seconds of a latent's way from ComfyUI's machine to others with ranks of its
+    group, and of its output's back. Those of a patch are as large.
+    """
+    layout, box, nbytes = costs.layout, costs.box, costs.job.whole.activations.out_bytes
+    far = [rank for rank in range(layout.world_size) if box.spans((0, rank))]
+    there = {(rank // layout.group_size, rank // box.machine): Message(0, rank, nbytes) for rank in far}
+    back = [Message(rank, 0, nbytes) for rank in far if layout.writes(rank)]
+    return box.seconds(there.values()), box.seconds(back)
+
+
 def costs_of(job: Job, layout: Layout, box: Box, kept: Kept = "whole") -> Costs:
     """Return the costs of a layout whose groups share a sequence where its runs have them do so."""
     own = box.first(layout.world_size)
     speeds = relative([device.matmul_flops_per_s for device in own.devices])
-    return Costs(job=job, layout=joined(job, layout, speeds, kept), box=own, speeds=speeds)
+    apart = kept == "sharded" or own.spans(range(layout.world_size))
+    return Costs(job=job, layout=joined(job, layout, speeds, apart), box=own, speeds=speeds)
 
 
-def joined(job: Job, layout: Layout, speeds: Sequence[int], kept: Kept = "whole") -> Layout:
+def joined(job: Job, layout: Layout, speeds: Sequence[int], apart: bool = False) -> Layout:
     """Return a layout's ranks with as many groups to a sequence as a run of the job joins. Groups
-    that share weights out stay apart, and those of a forward that cannot be cut.
+    that share weights out or are on several machines stay ``apart``, and those of a forward that
+    cannot be cut.
     """
-    widths = layout.widths if job.whole.attended and kept != "sharded" else layout.widths[:1]
+    widths = layout.widths if job.whole.attended and not apart else layout.widths[:1]
     return layout.joined(branches_of(job, layout, speeds, widths).width)
 
 

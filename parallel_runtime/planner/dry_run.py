@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..families.plan import TokenPlan
 from ..forward import forward_name
@@ -53,6 +54,7 @@ class Recorder:
         self.before: list[tuple[int, int]] = []
         self.end: tuple[int, int] | None = None
         self.hidden = 0
+        self.out: Any = ()
         self.attended: list[list[Attended]] = []
         self.tokens: Mapping[str, int] = {}
         self.told: Mapping[str, int] = {}
@@ -119,7 +121,9 @@ class Recorder:
             block_flops=block_flops,
             around_flops=counts.flops - sum(block_flops),
             activations=Activations(
-                counts.memory.peak, sorted((size, kernels) for size, kernels in counts.moved.items() if size)
+                counts.memory.peak,
+                sorted((size, kernels) for size, kernels in counts.moved.items() if size),
+                nbytes(one for one in tree_leaves(self.out) if isinstance(one, torch.Tensor)),
             ),
             attended_by_block=self.attended or [[]],
             tokens=self.tokens,
@@ -143,7 +147,7 @@ def run_recorded(
             for handle in recorder.hooks(transformer, plan):
                 stack.callback(handle.remove)
             arguments = hooks.arguments(arguments)
-        getattr(transformer, forward_name(transformer))(**arguments)
+        recorder.out = getattr(transformer, forward_name(transformer))(**arguments)
 
 
 def weights_of(model: Any) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..weights.shared_layers import Sharing
 from . import messages
 from .box import Box
-from .cost import NOWHERE, Blocks, Costs, costs_of, joined, starting_s
+from .cost import NOWHERE, Blocks, Costs, costs_of, joined, latent_s, starting_s
 from .job import Job
 from .ways import Kept
 from .whole import Whole
@@ -112,7 +112,8 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
     parts = {name: seconds * max(turns) for name, seconds in one.items()}
     parts["compute"] = fmean(busy) if costs.speeds else fmean(computing) * costs.job.even_turns(costs.layout)
     parts["imbalance"] = max(busy) - parts["compute"]
-    parts["hop"] = costs.box.hop_s if costs.layout.world_size > 1 else 0.0
+    hop_s = costs.box.hop_s + max(turns) * sum(latent_s(costs))
+    parts["hop"] = hop_s if costs.layout.world_size > 1 else 0.0
     return parts
 
 
@@ -141,16 +142,12 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
 
     times = stage_times(share)
     of_patch, of_whole = ([sum(one.values()) for one in of] for of in (times, stage_times(1.0)))
-    turns, link_s = max(turns_of(costs)), costs.stage_s(share)
-    slowest = max(*of_patch, link_s) if costs.box.overlaps else max(of_patch) + link_s
-    round_trip = sum(of_patch) + (layout.stages - 1) * link_s + costs.box.hop_s
+    turns, link_s, host_s = max(turns_of(costs)), costs.stage_s(share), latent_s(costs)
+    hop_s = costs.box.hop_s + sum(host_s)
+    slowest = max(*of_patch, link_s, *host_s) if costs.box.overlaps else max(of_patch) + link_s
+    round_trip = sum(of_patch) + (layout.stages - 1) * link_s + hop_s
     period = turns * max(costs.patches * max(slowest, costs.box.patch_s), round_trip)
-    warm_up = (
-        sum(of_whole)
-        + (layout.stages - 1) * costs.stage_s(1.0)
-        + (turns - 1) * max(of_whole)
-        + costs.box.hop_s
-    )
+    warm_up = sum(of_whole) + (layout.stages - 1) * costs.stage_s(1.0) + (turns - 1) * max(of_whole) + hop_s
     warm = min(job.warm_up, job.evaluations)
     patched = job.evaluations - warm
     run = warm * warm_up + patched * period + (round_trip - slowest if patched else 0.0)

@@ -16,7 +16,7 @@ from .box import Box, Cache, Device, Level
 
 FILE = Path(__file__).with_name("published.json")
 DEVICES = r"\d+x\w+(?:\+\d+x\w+)*"
-NAME = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<devices>{DEVICES})-(?P<link>\w+)(?:-(?P<network>\w+))?")
+NAME = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<devices>{DEVICES})-(?P<link>\w+)(?:-(?P<network>[1-9]\d*)G)?")
 ON_A_SOCKET = 4  # GPUs, as 8 in a machine of two sockets
 FORM = (
     "COUNTxDEVICE-LINK, as 8xL40-PCIe or 1xRTX4090+1xRTX3090-PCIe, or with machines before and their network"
@@ -46,7 +46,6 @@ def published_box(name: str) -> Box:
     for word, among in (
         *((kind, known["devices"]) for kind, _ in several),
         (link, LINKS),
-        (network or "100G", known["network"]),
     ):
         if word not in among:
             raise LayoutError(f"{word} of the box {name} is not known: choose from {', '.join(among)}.")
@@ -55,12 +54,13 @@ def published_box(name: str) -> Box:
         raise LayoutError(f"{name!r} is no box: write {FORM}, with 64 devices at most.")
     kinds = [kind for kind, count in several for _ in range(count)] * machines
     figure = slowest_link(kinds)
-    levels = (*links(figure, link, count), *([network_of(count, network)] if network else []))
+    levels = (*links(figure, link, count), *([network_of(count, int(network))] if network else []))
     return Box(
         name=name,
         devices=tuple(map(device, kinds)),
         levels=levels,
         host_bytes_per_s=pcie(figure["pcie"]),
+        machine=count if network else 0,
         **of_any_box(),
     )
 
@@ -132,9 +132,10 @@ def links(figure: dict[str, Any], link: str, count: int) -> list[Level]:
     return [ports, Level(ranks=ON_A_SOCKET, bytes_per_s=across, latency_s=latency_s)]
 
 
-def network_of(count: int, network: str) -> Level:
+def network_of(count: int, gbits: int) -> Level:
+    """Return the way between machines of so many devices, as fast as 100 Gbit/s are known to be."""
     latency = figures()["latency"]
-    speed = figures()["network"][network]["gb_per_s"] * GIGA
+    speed = figures()["network"]["100G"]["gb_per_s"] * GIGA * gbits / 100
     return Level(
         ranks=count, bytes_per_s=speed, latency_s=(latency["base_us"] + latency["network_us"]) * MICRO
     )

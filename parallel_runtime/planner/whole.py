@@ -41,11 +41,13 @@ class Shareable(NamedTuple):
 
 class Activations(NamedTuple):
     """Tensors beside the weights: what they take at once, and ``moved``, (bytes, kernels): how many
-    kernels beside products and attentions read and write so many bytes.
+    kernels beside products and attentions read and write so many bytes. ``out_bytes`` of the
+    output; 0 where not counted.
     """
 
     peak_bytes: int
     moved: Sequence[tuple[int, int]] = ()
+    out_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
