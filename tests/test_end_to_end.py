@@ -20,6 +20,7 @@ from pipemesh.lab.comfyui.server import CUSTOM_NODES
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.client.run_picture import FOOT, ROW, WIDTH
 
+from .conftest import ALL
 from .models import write_model
 from .served import (
     LARGE,
@@ -431,7 +432,7 @@ def test_no_node_of_the_example_workflow_lies_over_another(server):
 # -- two instances, and the end
 
 
-@pytest.mark.host
+@pytest.mark.skipif(not ALL, reason="starts a server of its own: by PIPEMESH_TEST_ALL")
 def test_a_second_instance_with_the_published_pack_works_beside_the_first_and_its_ranks_die_with_it(
     server, host, models, truth, base
 ):

@@ -3,14 +3,19 @@
 import os
 import signal
 from contextlib import nullcontext
+from functools import partial
 
+import psutil
 import pytest
 from PIL import Image
+from pipemesh.lab.comfyui.server import CUSTOM_NODES, ComfyServer
 from pipemesh.lab.commands import demo
 from pipemesh.lab.pictures import files, showcase
 from pipemesh.lab.pictures.scenes import LARGER_SIDE, SIDE
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
+from pipemesh.tests.served import pids
+from pipemesh.tests.test_package import unpack
 
 ROWS = (
     "time per step",
@@ -35,8 +40,37 @@ def run(tmp_path, monkeypatch):
     signal.signal(signal.SIGTERM, terminated)
 
 
-def test_the_demo_shows_stock_beside_the_pool_and_writes_both_pictures(run, tmp_path, capsys):
+class Published(ComfyServer):
+    """Has the pack as it is published, unpacked among its nodes."""
+
+    def start(self):
+        unpack(self.base / "custom_nodes" / "pipemesh")
+        super().start()
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """The demo's server has the published pack; of its pool's ranks, with the folder that they
+    compute from.
+    """
+    nodes, found = {"pipemesh_demo": CUSTOM_NODES["pipemesh_demo"]}, {}
+
+    def noted(server, real=demo.pool_report):
+        pack = str(server.base / "custom_nodes" / "pipemesh")
+        found.update({one: pack in " ".join(one.cmdline()) for one in map(psutil.Process, pids(server))})
+        return real(server)
+
+    monkeypatch.setattr(demo, "ComfyServer", partial(Published, custom_nodes=nodes))
+    monkeypatch.setattr(demo, "pool_report", noted)
+    return found
+
+
+@pytest.mark.host
+def test_the_demo_shows_stock_beside_the_published_packs_pool_whose_ranks_end_with_it(
+    ranks, run, tmp_path, capsys
+):
     assert run() == 0
+    assert [*ranks.values()] == [True, True] and not psutil.wait_procs(ranks, 20)[1]
     said = capsys.readouterr().out
     for row in ROWS:
         (line,) = [line for line in said.splitlines() if line.strip().startswith(row)]
