@@ -6,9 +6,11 @@ too; `python3 -m lab bench prompts` times larger ones, in which it does.
 import pytest
 from pipemesh.lab.bench import prompts
 
+from .conftest import ALL
 from .test_end_to_end_auto import runs
 
 SIDE, WIDTH = 128, 32
+CASES = prompts.CASES if ALL else prompts.COVER
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -16,7 +18,7 @@ def prompt_files(server):
     prompts.write_models(server.models, WIDTH)
 
 
-@pytest.mark.parametrize("case", prompts.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_prompt_in_auto_mode_gives_the_picture_of_comfyui_alone(server, case):
     before = runs(server)
     try:

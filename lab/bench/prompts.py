@@ -98,6 +98,7 @@ CASES: Mapping[str, Callable[[int], Graph]] = {
     "tiled": lambda side: flux(side, tile_size=256, overlap=64, temporal_size=64, temporal_overlap=8),
     "upscaler": lambda side: upscaled(side // 2),
 }
+COVER = ("wan", "tiled", "upscaler")  # which the tests run
 
 
 def write_models(models: Path, width: int) -> None:
