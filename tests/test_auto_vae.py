@@ -25,7 +25,7 @@ from .shared_runtime import SharedRuntime
 from .vaes import image_weights, loaded, noise, video_weights
 
 KIND = (torch.nn.Module, 10**6, torch.float32, "decode")
-LATENT, PIXELS = noise(1, 16, 3, 7, 4), noise(5, 57, 40, 3).sigmoid()
+LATENT, PIXELS = noise(1, 16, 1, 7, 4), noise(1, 57, 40, 3).sigmoid()
 USES = {
     "decode": lambda vae: vae.decode(samples_in=LATENT),
     "tiles": lambda vae: vae.decode_tiled(LATENT, tile_x=4, tile_y=4, overlap=1),

@@ -285,12 +285,12 @@ def image_in_windows_of_full_size():
 FULL = {
     "image in windows": (image_in_windows_of_full_size, (1, 128, 64, 64), torch.bfloat16),
     "image": (
-        partial(image, nn.Module.eval, ch=128, ch_mult=[1, 2, 4, 4], num_res_blocks=2),
+        partial(image, nn.Module.eval, ch=128, ch_mult=[1, 2, 4, 4], num_res_blocks=1),
         (1, 4, 128, 128),
         torch.bfloat16,
     ),
     "video": (
-        partial(video, nn.Module.eval, dim=96, z_dim=16, num_res_blocks=2),
+        partial(video, nn.Module.eval, dim=96, z_dim=16, num_res_blocks=1),
         (1, 16, 2, 90, 160),
         torch.float32,
     ),

@@ -91,7 +91,7 @@ def test_a_vae_whose_file_is_another_by_now_stays_what_was_loaded(client, tmp_pa
         return tmp_path / name
 
     file = written("vae.safetensors", video_weights())
-    vae, latent = loaded(comfy.utils.load_torch_file(str(file))), noise(1, 16, 2, 6, 4)
+    vae, latent = loaded(comfy.utils.load_torch_file(str(file))), noise(1, 16, 1, 6, 4)
     truth = vae.decode(latent)
     os.replace(written("other", {key: 2 * one for key, one in video_weights().items()}), file)
     assert relative_error(parallel(vae, client).decode(latent), truth) <= BOUND
@@ -108,9 +108,9 @@ def test_a_vae_whose_code_cannot_be_cut_as_it_was_is_refused_before_a_picture_is
 def test_ranks_in_groups_are_one_sequence_for_a_vae_and_a_pipeline_leaves_it_to_one(stock, clients, caplog):
     caplog.set_level(logging.INFO)
     with torch.inference_mode():
-        truth = stock["video"].decode(noise(1, 16, 2, 6, 4))
+        truth = stock["video"].decode(noise(1, 16, 1, 6, 4))
     for layout in ((1, 1, 1, 2), (1, 1, 2)):
-        ours = parallel(stock["video"], clients(*layout)).decode(noise(1, 16, 2, 6, 4))
+        ours = parallel(stock["video"], clients(*layout)).decode(noise(1, 16, 1, 6, 4))
         assert relative_error(ours, truth) <= BOUND
         alone = (
             "[PipeMesh] One worker alone is to decode this picture: the pool is a pipeline."
@@ -148,7 +148,7 @@ def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, cli
 def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(stock, client):
     import comfy.model_management as mm
 
-    vae, latent = parallel(stock["video"], client), noise(1, 16, 3, 8, 6)
+    vae, latent = parallel(stock["video"], client), noise(1, 16, 1, 8, 6)
     truth = vae.decode(latent)
     pool = client.session.pool
     once = Once(lambda: in_forward(pool, 1, 30), mm.interrupt_current_processing)
@@ -165,14 +165,14 @@ def test_a_long_work_shows_how_far_it_is_once_its_steps_were_counted(stock, clie
     )
     monkeypatch.setattr(remote_vae, "SHOWN_AFTER_S", 0.0)
     monkeypatch.setattr(conversation, "POLL_S", 0.001)
-    video, latent = parallel(stock["video"], client), noise(1, 16, 10, 16, 12)
+    video, latent = parallel(stock["video"], client), noise(1, 16, 10, 8, 4)
     video.decode(latent)
     assert not told, "more frames than were compared"
     video.decode(latent)
     assert len({total for _, total in told}) == 1 and told == sorted(told)
     assert told[0][0] < told[0][1]
     told.clear()
-    parallel(stock["image"], client).decode(noise(1, 16, 48, 48))
+    parallel(stock["image"], client).decode(noise(1, 16, 16, 16))
     assert told[0][0] < told[0][1], "as many as in the part that was compared"
 
 
@@ -196,7 +196,7 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_po
 def test_a_rank_killed_while_decoding_is_named_and_the_next_is_right(stock, setup):
     handle = PoolHandle(cpus(2), setup)
     try:
-        vae, latent = parallel(stock["video"], RemotePool(handle, shares_weights=True)), noise(1, 16, 2, 6, 4)
+        vae, latent = parallel(stock["video"], RemotePool(handle, shares_weights=True)), noise(1, 16, 1, 6, 4)
         truth = vae.decode(latent)
         pool = handle.live()
         once = Once(lambda: in_forward(pool, 1, 30), lambda: kill(pool, 1))
