@@ -248,12 +248,12 @@ def test_a_stage_patches_the_weights_it_has_and_no_others(broken_pipeline, truth
 
 def test_the_next_patch_comes_in_while_one_is_computed(broken_pipeline, truths):
     """The second stage holds it against what it could have posted."""
-    model, _client = broken_pipeline("must_receive_ahead")
-    truth = sample(truths.own_model(PLAIN, 3), case(), steps=3)
-    assert relative_error(sample(model, case(), steps=3), truth) <= truths.bound(case())
+    (model, _client), of = broken_pipeline("must_receive_ahead"), case(cfg=1.0)
+    truth = sample(truths.own_model(PLAIN, 3), of, steps=3)
+    assert relative_error(sample(model, of, steps=3), truth) <= truths.bound(of)
     model, _client = broken_pipeline("receives_late")
     with pytest.raises(PoolFailed, match="received late"):
-        sample(model, case(), steps=3)
+        sample(model, of, steps=3)
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (2, 2), (2, 1, 2)] if ALL else [(2, 1, 2)], ids=str)
@@ -349,7 +349,7 @@ def test_conditioning_is_looked_at_once_at_most_for_all_patches_of_an_evaluation
 
 
 def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pipeline, truths):
-    (model, client), of = broken_pipeline("dear_first_blocks"), case()
+    (model, client), of = broken_pipeline("dear_first_blocks"), case(cfg=1.0)
     first = sample(model, of, steps=3)
     held, name = client.session.pool.memory, model.remote.source.model
     costs = client.residency._balance._costs_of(name)
