@@ -326,7 +326,7 @@ REFUSED = {
     "APG": (lambda model: execute("nodes_apg", "APG", model, 0.0, 15.0, 0.5), Workflow()),
     "two models in one guider": (lambda model: model, TwoModels()),
     "uni_pc": (lambda model: model, Workflow("uni_pc")),
-    "dpm_adaptive": (lambda model: model, Workflow("dpm_adaptive")),
+    "dpm_adaptive": (lambda model: model, Workflow("dpm_adaptive", steps=2, cfg=1.0)),  # it takes many steps
 }
 
 
@@ -521,6 +521,7 @@ class Failing(GroupsHere):
         super().submit(request, group)
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize(
     "error",
     [OutOfMemory("No room."), ModelError("No."), torch.OutOfMemoryError("No room here.")],

@@ -15,6 +15,7 @@ from pipemesh.parallel_runtime.layout import Layout
 
 import nodes
 
+from .conftest import ALL
 from .in_groups import in_groups
 from .queues import Line, Workflow, node, tensors_of, unload_all_models
 from .test_ahead import Ahead, Failing, cancelled, suspended
@@ -157,5 +158,5 @@ class Queue(RuleBasedStateMachine):
         self.free()
 
 
-Queue.TestCase.settings = settings(max_examples=10, stateful_step_count=10, deadline=None)
+Queue.TestCase.settings = settings(max_examples=50 if ALL else 5, stateful_step_count=10, deadline=None)
 TestSequences = Queue.TestCase

@@ -155,6 +155,7 @@ def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, 
     assert len(asked) == 1
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("pipefusion", [1, 2])
 @pytest.mark.parametrize("shape", [(0, 16, 8, 8), (1, 16, 0, 8), (1, 16, 8, 0)])
 def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusion, shape):
