@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...launcher.commands.plan import parsed_size
 from ...parallel_runtime.errors import LayoutError
-from ...parallel_runtime.families.every import FAMILIES, PLAIN, RELEASED, SAMPLES
+from ...parallel_runtime.families.every import FAMILIES, RELEASED
 from ...parallel_runtime.families.sample import Family, Released
 from ...parallel_runtime.layout import Layout
 from . import dry_table
@@ -85,9 +85,8 @@ def cover() -> Iterator[Chosen]:
     quick = min(models, key=blocks_of)
     yield Chosen(quick.name, kinds, on_all=False)
     yield Chosen(quick.name, [kinds[1], kinds[3]], on_all=False, kept="sharded")
-    plain = SAMPLES[PLAIN].form.released[0]
-    yield Chosen(plain.name, [Layout(ulysses=4), Layout(ulysses=8), Layout(ring=8)], on_all=False)
     shown = min((one for _, one in RELEASED.values() if one.title), key=blocks_of)
+    yield Chosen(shown.name, [Layout(ulysses=4), Layout(ulysses=8), Layout(ring=8)], on_all=False)
     yield Chosen(shown.name, layouts(2)[:1], on_all=True)
 
 
