@@ -165,10 +165,14 @@ class Bench:
         self._clients, self._weights = clients, weights
         self.stock = cache(lambda heads, family=PLAIN: stock_model(heads, family=family))
         self.stock_bf16 = cache(lambda heads, family=PLAIN: stock_model(heads, torch.bfloat16, family=family))
-        self.truth = cache(lambda case: sample(self.stock(case.heads, case.family), case))
+        self.truth = cache(
+            lambda case, steps=STEPS: sample(self.stock(case.heads, case.family), case, steps=steps)
+        )
         self._bound = cache(
-            lambda case: bound(
-                partial(sample, case=case), self.stock(case.heads, case.family), self.truth(case)
+            lambda case, steps: bound(
+                partial(sample, case=case, steps=steps),
+                self.stock(case.heads, case.family),
+                self.truth(case, steps),
             )
         )
         self._rounded = cache(lambda case: sample(self.stock_bf16(case.heads, case.family), case))
@@ -184,13 +188,14 @@ class Bench:
 
         return parallelize(stock, self._clients(*layout), holds_ui_device=False, weights=self._weights)
 
-    def error(self, case: Case) -> float:
-        truth = self.truth(replace(case, method="ulysses1"))  # it does not depend on the method
-        return relative_error(sample(self.parallel(case.heads, case.layout, case.family), case), truth)
+    def error(self, case: Case, steps: int = STEPS) -> float:
+        truth = self.truth(replace(case, method="ulysses1"), steps)  # it does not depend on the method
+        ours = sample(self.parallel(case.heads, case.layout, case.family), case, steps=steps)
+        return relative_error(ours, truth)
 
-    def bound(self, case: Case) -> float:
+    def bound(self, case: Case, steps: int = STEPS) -> float:
         """Return the largest error that rounding explains, by stock's own sensitivity to it."""
-        return self._bound(replace(case, method="ulysses1"))
+        return self._bound(replace(case, method="ulysses1"), steps)
 
     def bf16_ratio(self, case: Case) -> float:
         """Return our bf16's distance from the fp32 truth over stock bf16's (root mean squares)."""

@@ -14,6 +14,7 @@ from pipemesh.lab.commands import parity
 from pipemesh.lab.commands.parity import (
     BF16_BOUNDS,
     BOUND,
+    STEPS,
     Bench,
     Case,
     conditioning,
@@ -57,8 +58,10 @@ def of_cover():
 
 @pytest.mark.parametrize("case", of_cover())
 def test_the_pool_computes_what_stock_computes(bench, case):
-    error = bench.error(case)
-    assert error <= BOUND or error <= bench.bound(case)
+    """A plan that brings no new word in a first evaluation and a later one."""
+    steps = STEPS if case.family in REPRESENTATIVES else 2
+    error = bench.error(case, steps)
+    assert error <= BOUND or error <= bench.bound(case, steps)
 
 
 def test_the_cover_holds_every_pair_of_values_of_two_axes_of_the_representatives():
