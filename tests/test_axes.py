@@ -83,7 +83,7 @@ def test_the_recipe_of_a_new_axis_names_every_file_that_is_edited():
 @pytest.fixture
 def copy(tmp_path):
     for name in COPIED:
-        left_out = shutil.ignore_patterns("__pycache__", "assets", "saved")
+        left_out = shutil.ignore_patterns("assets", "saved")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out)
     for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(file, tmp_path)
