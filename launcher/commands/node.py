@@ -46,14 +46,16 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         store = open_store(address, port, STORE_TIMEOUT_S)
-        own_address = own_address_towards(address, port)
+        with socket.create_connection((address, port), STORE_TIMEOUT_S) as sock:
+            own = sock.getsockname()[0]  # by which this machine speaks to that one
     except (RuntimeError, OSError) as error:
         raise LaunchError(
             f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's"
             " endpoint."
         ) from error
-    listener = listen(own_address, options.port)
-    known = "{}:{}".format(*listener.getsockname())
+    listener = listen(own, options.port)
+    known = f"[{own}]" if ":" in own else own
+    known += f":{listener.getsockname()[1]}"
     register(store, options.name, known)
     log.info(
         "[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous
@@ -71,17 +73,11 @@ def require_torchrun(environ: Mapping[str, str]) -> None:
         )
 
 
-def own_address_towards(address: str, port: int) -> str:
-    """The address by which this machine speaks to that one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((address, port))  # sends nothing
-        return sock.getsockname()[0]
-
-
 def listen(address: str, port: int) -> socket.socket:
     """Raises LaunchError."""
     try:
-        return socket.create_server((address, port))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family)
     except OSError as error:
         raise LaunchError(
             f"Nothing can listen at {address}:{port} ({error.strerror}): give another --port, or none."

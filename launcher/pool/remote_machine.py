@@ -60,7 +60,7 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, arena: Arena) -> R
         raise MachineMissing(f"Machine {name} has not joined the rendezvous at {setup.rendezvous}: {command}")
     where, _, port = known.rpartition(":")
     try:
-        sock = socket.create_connection((where, int(port)), timeout=setup.lost_s)
+        sock = socket.create_connection((where.strip("[]"), int(port)), timeout=setup.lost_s)
     except OSError as error:
         raise MachineMissing(
             f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or"

@@ -4,11 +4,8 @@ end and a leader share.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import socket
-import struct
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 SHORTEST_SECRET = 16
-SIOCGIFADDR = 0x8915
 NODE_COMMAND = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes={nodes} --nproc-per-node=1 --max-restarts=3 "
     "--rdzv-conf=read_timeout=600 --rdzv-backend=c10d --rdzv-endpoint={rendezvous} -m launcher node"
@@ -51,7 +47,7 @@ def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
             f"{SECRET_VARIABLE} has {len(setup.secret)} characters and machines trust each other by it: "
             f"start with the same {SECRET_VARIABLE} of at least {SHORTEST_SECRET} on every machine."
         )
-    return address, int(port)
+    return address.strip("[]"), int(port)
 
 
 def node_command(rendezvous: str, name: str = "") -> str:
@@ -108,18 +104,14 @@ def new_meeting() -> str:
 
 
 def interface_of(address: str) -> str:
-    """Returns the network interface that has this IPv4 address. Raises MachineMissing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    """Returns the network interface that has this address. Raises MachineMissing."""
+    import psutil  # ComfyUI has it
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
     raise MachineMissing(
-        f"No network interface here has {address} as its first address: set GLOO_SOCKET_IFNAME to the one"
-        " between the machines."
+        f"No network interface here has {address}: set GLOO_SOCKET_IFNAME to the one between the machines."
     )
 
 
