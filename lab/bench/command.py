@@ -40,6 +40,7 @@ NAMES = (
     "quality",
     "distribution",
     "plan",
+    "machines",
     "against",
     "trial",
 )

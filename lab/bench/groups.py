@@ -39,10 +39,18 @@ def speedup(rounds: Sequence[Round]) -> float:
 class GroupRuns:
     """One process of the bench: the sampler over the stock model, and, in the first process, over
     a pool with two groups for ``what`` there are two of; ``beside`` those by a pool of this layout.
+    ``devices`` of both pools; ``known``: more of their setup.
     """
 
     def __init__(
-        self, ranks: Ranks, what: str, comfyui: str, tokens: int = TOKENS, beside: Layout | None = None
+        self,
+        ranks: Ranks,
+        what: str,
+        comfyui: str,
+        tokens: int = TOKENS,
+        beside: Layout | None = None,
+        devices: str = "cpu",
+        **known: Any,
     ):
         import comfy.sd
 
@@ -70,12 +78,14 @@ class GroupRuns:
         # From a file, as users' are: other weights are looked into at every run
         file = write_model(Path(self._folder.name, "model.safetensors"), SAMPLE.form, SIZE)
         for name, layout in layouts.items():
-            setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
-            self.handles.append(PoolHandle(place(layout, "cpu", "gloo", ()), setup))
+            setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True}, **known)
+            placement = place(layout, devices, "gloo", ())
+            self.handles.append(PoolHandle(placement, setup))
             self.parallel[name] = parallelize(
                 comfy.sd.load_diffusion_model(str(file)),
-                RemotePool(self.handles[-1], shares_weights=True),
+                RemotePool(self.handles[-1], shares_weights=not placement.other_machines),
                 0.0,
+                can_join=not placement.other_machines,
                 ahead=LookAhead(lambda: self.prompts.now),
             )
 

@@ -57,16 +57,18 @@ def ideal_occupancy(patches: int) -> float:
     return submissions / (submissions + STAGES - 1)
 
 
-def pool_of_stages(comfyui: str) -> tuple[Any, Any]:
-    """The product's own pool, not started yet: its handle and the client's side of it."""
+def pool_of_stages(comfyui: str, devices: str = "cpu", **known: Any) -> tuple[Any, Any]:
+    """The product's own pool, not started yet: its handle and the client's side of it. ``known``:
+    more of its setup.
+    """
     from ...launcher.pool.devices import place
     from ...launcher.pool.handle import PoolHandle
     from ...launcher.pool.rank_setup import RankSetup
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ...parallel_runtime.layout import Layout
 
-    setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True})
-    handle = PoolHandle(place(Layout(pipefusion=STAGES), "cpu", "gloo", ()), setup)
+    setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True}, **known)
+    handle = PoolHandle(place(Layout(pipefusion=STAGES), devices, "gloo", ()), setup)
     return handle, RemotePool(handle, shares_weights=False)
 
 
@@ -75,13 +77,13 @@ class Pipeline:
     single timeline. ``modes`` collects how runs were sampled.
     """
 
-    def __init__(self, patches: int, comfyui: str):
+    def __init__(self, patches: int, comfyui: str, *where: str, **known: Any):
         from comfy.patcher_extension import WrappersMP
 
         from ...parallel_runtime.client.remote_patcher import Patching, parallelize
         from .forwards import SAMPLE, SIZE
 
-        self.handle, self.pool = pool_of_stages(comfyui)
+        self.handle, self.pool = pool_of_stages(comfyui, *where, **known)
         self.modes: list[str] = []
         self.free = parallelize(
             SAMPLE.form.random_model(SIZE), self.pool, 0.0, Patching(patches, WARM_UP), self.modes.append
@@ -97,7 +99,9 @@ class PipelineRuns:
     the first process, over a pipeline.
     """
 
-    def __init__(self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str):
+    def __init__(
+        self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str, *where: str, **known: Any
+    ):
         from ..in_process import reference
         from .forwards import SAMPLE, SIZE
 
@@ -105,7 +109,7 @@ class PipelineRuns:
         self.stock = SAMPLE.form.random_model(SIZE)
         self.in_turn = reference(SAMPLE.form.random_model(SIZE), patches, WARM_UP)
         self.all_cores = ranks.all_cores
-        self.pipeline = Pipeline(patches, comfyui) if ranks.rank == 0 else None
+        self.pipeline = Pipeline(patches, comfyui, *where, **known) if ranks.rank == 0 else None
 
     def sample(self, model: Any, steps: int, after_step: Callable[..., None] | None = None) -> Any:
         from .forwards import sampled

@@ -64,33 +64,43 @@ def unrelated() -> float:
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int, comfyui: str) -> dict[str, Any]:
+    from ...parallel_runtime.comm.cores import giving_way
+    from ...parallel_runtime.comm.mesh import connect
+
+    with giving_way():
+        exchange = connect(SEQUENCE, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence.ulysses
+    phases, counted = calibration(tokens, exchange)
+    runs = GroupRuns(ranks, "queue", comfyui, tokens, SEQUENCE)
+    phases["unrelated"] = Phase(unrelated, alone=True)
+    try:
+        measured = runs.measure(rounds, phases)
+        return {"rounds": measured, "counted": {count: asdict(one) for count, one in counted.items()}}
+    finally:
+        runs.close()
+
+
+def calibration(tokens: int, exchange: Any) -> tuple[dict[str, Phase], dict[int, Whole]]:
+    """Return the phases that speeds are measured by, of the model at smaller sizes, messages of
+    ``exchange`` and the memory; and counts at those sizes and at ``tokens``.
+    """
     import comfy.cli_args
     import torch
 
-    from ...parallel_runtime.comm.cores import giving_way
-    from ...parallel_runtime.comm.mesh import connect
     from .forwards import SAMPLE, SIZE
 
     comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
-    with giving_way():
-        exchange = connect(SEQUENCE, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence.ulysses
-    runs = GroupRuns(ranks, "queue", comfyui, tokens, SEQUENCE)
-    model, counted, phases = SAMPLE.form.random_model(SIZE).model, {}, dict[str, Phase]()
+    model, counted, phases = SAMPLE.form.random_model(SIZE).model, dict[int, Whole](), dict[str, Phase]()
     for count in (*CALIBRATED, tokens):
         small = released(count)
         forwards = Forwards(model, SAMPLE, small, small.extent)
-        counted[count] = asdict(forwards.whole)
+        counted[count] = forwards.whole
         if count in CALIBRATED:
             phases[f"{count} both"] = Phase(forwards.alone)
     for nbytes in MESSAGES:
         phases[f"message {nbytes}"] = Phase(message(exchange, torch.ones(nbytes // 4)))
     some = torch.ones(1 << 20)
     phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
-    phases["unrelated"] = Phase(unrelated, alone=True)
-    try:
-        return {"rounds": runs.measure(rounds, phases), "counted": counted}
-    finally:
-        runs.close()
+    return phases, counted
 
 
 def predicted(rounds: Sequence[Round], counted: Mapping[int, Whole], tokens: int, phase: str) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.lab.bench import against, hop, load, mixed, pipefusion, plan, sp, trial
+from pipemesh.lab.bench import against, hop, load, machines, mixed, pipefusion, plan, sp, trial
 from pipemesh.lab.bench import command as bench
 from pipemesh.lab.bench import compile as compile_bench
 from pipemesh.lab.bench import run as bench_run
@@ -19,6 +19,8 @@ from pipemesh.lab.bench.capacity import capacity
 from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, percentile
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
+from pipemesh.lab.bench.plan import MESSAGES
+from pipemesh.lab.bench.queue import CALIBRATED
 from pipemesh.lab.comfyui.api import Event, RunResult, Tick
 from pipemesh.lab.dry_run.expected import even_bytes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
@@ -32,6 +34,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.measured import read, this_machine
 from pipemesh.tests.conftest import ALL
 from pipemesh.tests.models import evaluate
+from pipemesh.tests.planned import attention_alone
 
 SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
 
@@ -284,6 +287,34 @@ def test_the_plan_bench_keeps_speeds_of_one_rank_of_two_and_of_one_on_all_cores(
     assert {name.partition(" ")[2] for name in kept} == {*plan.KEPT} and len(kept) == len(
         plan.KEPT
     ) * plan.FAMILIES
+
+
+def test_runs_over_two_machines_are_held_to_what_is_predicted_of_them_by_the_link_between():
+    counted = {count: attention_alone(count) for count in (*CALIBRATED, machines.TOKENS)}
+    # An evaluation takes 1 s; messages nearly nothing, or 1 s for 4 MiB
+    near = {f"{count} both": (count / machines.TOKENS) ** 2 for count in CALIBRATED} | {"memory": 1e-6}
+    near |= {f"message {nbytes}": 1e-6 * nbytes / MESSAGES[0] for nbytes in MESSAGES}
+    slow = near | {f"message {nbytes}": nbytes / MESSAGES[1] for nbytes in MESSAGES}
+    cfg, ulysses = machines.PHASES["cfg"].values()
+    of_near, of_slow = (
+        {layout: machines.predicted([one], counted, "cfg", layout) for layout in (cfg, ulysses)}
+        for one in (near, slow)
+    )
+    steps = machines.STEPS["cfg"]
+    assert of_near[cfg] == pytest.approx(of_slow[cfg]) == pytest.approx(steps)
+    assert of_near[ulysses] < 1.1 * steps < 8 * steps < of_slow[ulysses]
+    rounds = [slow | {"alone": 8.0, "both": 8.0, "parallel": of_slow[cfg], "beside": of_slow[ulysses]}]
+    found = {one.metric: one for one in machines.figures("case", "cfg", rounds, counted, ())}
+    assert found["over_predicted_cfg2"].estimate.value == pytest.approx(1)
+    assert found["over_predicted_ulysses2"].is_met and found["capacity"].estimate.value == 2
+
+
+@by_request
+def test_the_bench_of_two_machines_runs(monkeypatch):
+    monkeypatch.setattr(machines, "TOKENS", 192)
+    monkeypatch.setattr(machines, "STEPS", {"cfg": 4, "data": 4, "pipefusion": 4})
+    figures = {figure.metric: figure for figure in machines.bench(Options(host=host(), rounds=1))}
+    assert {"efficiency", "of_schedule", "ulysses2_over_one", "over_predicted_pipefusion2"} <= {*figures}
 
 
 @by_request
