@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from pipemesh.launcher.commands.node import listen, require_torchrun
 from pipemesh.launcher.commands.node import main as node_main
 from pipemesh.launcher.errors import LaunchError
@@ -64,6 +65,18 @@ def test_the_kernel_keeps_every_time_that_is_accepted(value):
         notice_loss(sock, rank_setup_from({"PIPEMESH_LOST_S": value}, "").lost_s)
 
 
+def test_machines_may_meet_at_an_ipv6_address_and_their_leaders_be_known_by_one():
+    here = replace(fake_setup(), rendezvous="[fd00::1]:29400", secret=SECRET)
+    assert check_rendezvous(here, "far") == ("fd00::1", 29400)
+    with listen("::1", 0) as leader:
+        assert leader.getsockname()[0] == "::1"
+    assert interface_of("::1") == "lo"
+    with pytest.raises(
+        MachineMissing, match=r"^No network interface here has 2001:db8::7: set GLOO_SOCKET_IFNAME"
+    ):
+        interface_of("2001:db8::7")
+
+
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -103,6 +116,31 @@ def test_the_manuals_script_for_slurm_is_a_script():
     )
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
+
+
+KUBERNETES = ROOT / "docs" / "examples" / "kubernetes.yaml"
+
+
+def test_the_example_for_kubernetes_has_the_manuals_command_and_needs_a_secret_of_ones_own():
+    documents = {one["kind"]: one for one in yaml.safe_load_all(KUBERNETES.read_text(encoding="utf-8"))}
+    (container,) = documents["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    variable, _torchrun, *flags = NODE_COMMAND.format(nodes=2, rendezvous='"$PIPEMESH_RDZV"').split()
+    env = {one["name"]: one.get("value", "") for one in container["env"]}
+    assert f"torch.distributed.run {' '.join(flags)};" in " ".join(script.replace("\\\n", "").split())
+    assert variable.split("=") in [[*one] for one in env.items()]
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    secret = documents["Secret"]["stringData"]["secret"]
+    setup = replace(fake_setup(), rendezvous=env["PIPEMESH_RDZV"], secret=secret)
+    with pytest.raises(LayoutError, match=r"^PIPEMESH_SECRET has 9 characters"):
+        check_rendezvous(setup, "far")
+
+
+def test_the_example_for_kubernetes_is_what_kubernetes_takes():
+    """By the schemas in the package, strictly: a field that Kubernetes does not know is refused."""
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for one in yaml.safe_load_all(KUBERNETES.read_text(encoding="utf-8")):
+        validator.validate(one, validator.latest_version(), strict=True)
 
 
 def test_a_name_stays_with_its_machine():
