@@ -115,17 +115,21 @@ def chosen(options: argparse.Namespace) -> Iterator[Chosen]:
             yield Chosen(name, [Layout(ulysses=size) for size in WORLD_SIZES], on_all=False, kept="sharded")
 
 
-def records(chosen: Chosen, extent: tuple[int, int, int] | None, patches: int) -> Iterator[dict[str, Any]]:
+def records(
+    chosen: Chosen, extent: tuple[int, int, int] | None, patches: int, built: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Run a model dry: first on one device, then each layout. ``refused``: why a pool would not
-    have it.
+    have it. ``built``: the last model and what it is alone, by its name.
     """
     from ...parallel_runtime.planner.prediction import sharded_bytes
     from ..dry_run import expected
     from ..dry_run.ranks import DryRanks
 
-    model = DryRanks(*RELEASED[chosen.name], extent)
-    whole = model.whole()
-
+    if chosen.name not in built:
+        built.clear()
+        model = DryRanks(*RELEASED[chosen.name], extent)
+        built[chosen.name] = model, model.whole()
+    model, whole = built[chosen.name]
     head = {"model": chosen.name, "title": model.released.title, "extent": model.extent}
 
     def place(layout: Layout, rank: int) -> dict[str, Any]:
@@ -252,9 +256,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         [item for family in FAMILIES for item in family.unreleased.items()] if options.all else ()
     ):
         print(f"left out: {name.partition(':')[2]}, {reason}", file=sys.stderr)
-    found = []
+    found, built = [], {}
     for one in chosen(options):
-        made = records(one, options.size, options.patches)
+        made = records(one, options.size, options.patches, built)
         while True:
             with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
                 record = next(made, None)
