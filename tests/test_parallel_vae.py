@@ -148,7 +148,7 @@ def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, cli
 def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(stock, client):
     import comfy.model_management as mm
 
-    vae, latent = parallel(stock["video"], client), noise(1, 16, 1, 8, 6)
+    vae, latent = parallel(stock["video"], client), noise(1, 16, 3, 8, 6)
     truth = vae.decode(latent)
     pool = client.session.pool
     once = Once(lambda: in_forward(pool, 1, 30), mm.interrupt_current_processing)
@@ -173,7 +173,7 @@ def test_a_long_work_shows_how_far_it_is_once_its_steps_were_counted(stock, clie
     assert len({total for _, total in told}) == 1 and told == sorted(told)
     assert told[0][0] < told[0][1]
     told.clear()
-    parallel(stock["image"], client).decode(noise(1, 16, 16, 16))
+    parallel(stock["image"], client).decode(noise(1, 16, 32, 32))
     assert told[0][0] < told[0][1], "as many as in the part that was compared"
 
 
@@ -197,7 +197,7 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_po
 def test_a_rank_killed_while_decoding_is_named_and_the_next_is_right(stock, setup):
     handle = PoolHandle(cpus(2), setup)
     try:
-        vae, latent = parallel(stock["video"], RemotePool(handle, shares_weights=True)), noise(1, 16, 1, 6, 4)
+        vae, latent = parallel(stock["video"], RemotePool(handle, shares_weights=True)), noise(1, 16, 2, 6, 4)
         truth = vae.decode(latent)
         pool = handle.live()
         once = Once(lambda: in_forward(pool, 1, 30), lambda: kill(pool, 1))

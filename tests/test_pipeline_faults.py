@@ -159,9 +159,9 @@ def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipelin
 
 
 def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline, truths):
-    (model, client), of = broken_pipeline("slow_stage"), case(cfg=1.0)
-    truth = sample(truths.own_model(PLAIN, 3), of, steps=2)
-    assert relative_error(sample(model, of, steps=2), truth) <= truths.bound(of)
+    model, client = broken_pipeline("slow_stage")
+    truth = sample(truths.own_model(PLAIN, 3), case(), steps=2)
+    assert relative_error(sample(model, case(), steps=2), truth) <= truths.bound(case())
     last = run_figures(client.last_run, "model", "gloo", stages=2)
     assert "; the others wait for rank 1" in run_text(last)
     assert last.busy[1] > 10 * last.busy[0]

@@ -130,7 +130,7 @@ class LookAhead:
         self._kept: dict[Key, Kept] = {}
         self._done: dict[Key, Done] = {}  # by the samplers of the prompt that runs
         # Of a prompt's sampler from another prompt's: asked for by the plan and by the sampler
-        self._differing: dict[tuple[str, str, str], frozenset[Place] | None] = {}
+        self._differing: dict[tuple[str, str, str], tuple[Graph, frozenset[Place] | None]] = {}
         self._useless: set[str] = set()  # nodes of this queue whose results were of no use
         self.images = Images()
 
@@ -295,9 +295,9 @@ class LookAhead:
         seeds = {tuple(seed_at(graph, one) for one in places)}
         for prompt, other in moment.others[:most]:
             pair = moment.prompt, node, prompt
-            if pair not in self._differing:
-                self._differing[pair] = differences(graph, other, node)
-            differing = self._differing[pair]
+            if pair not in self._differing or self._differing[pair][0] is not other:
+                self._differing[pair] = other, differences(graph, other, node)
+            differing = self._differing[pair][1]
             key, earlier = (prompt, node, moment.index), self._kept.get((prompt, before, moment.index))
             own_seeds = tuple(seed_at(other, one) for one in places)
             if not differing or not differing <= places or key in self._kept or own_seeds in seeds:

@@ -16,7 +16,7 @@ def slow_stage():
     def make(real):
         def receive(self, *args, **how):
             hidden = real(self, *args, **how)
-            time.sleep(0.25)
+            time.sleep(0.4)
             return hidden
 
         return receive
