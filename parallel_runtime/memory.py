@@ -55,15 +55,15 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def mapped_files() -> list[range]:
-    """Returns the addresses of files that are mapped privately: where others may write to memory of
-    a file, ``is_unwritten`` tells nothing of that.
+def mapped_privately(inode: int) -> list[range]:
+    """Returns the addresses at which this process has mapped a file for itself. Of shared mappings,
+    which others may write to, ``is_unwritten`` tells nothing.
     """
     found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _offset, _device, inode, *_path = line.split(maxsplit=5)
-        if access.endswith("p") and inode != "0":
-            found.append(range(*(int(end, 16) for end in addresses.split("-"))))
+    for line in Path("/proc/self/maps").read_bytes().split(b"\n"):  # a path may have any bytes
+        parts = line.split(maxsplit=5)
+        if len(parts) > 4 and parts[1].endswith(b"p") and int(parts[4]) == inode:
+            found.append(range(*(int(end, 16) for end in parts[0].split(b"-"))))
     return found
 
 

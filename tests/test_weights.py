@@ -5,6 +5,7 @@ however.
 import ctypes
 import errno
 import mmap
+import os
 
 import comfy.model_management as mm
 import comfy.sd
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from pipemesh.parallel_runtime import memory
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_files
+from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_privately
 from pipemesh.parallel_runtime.weights import comparison, stored_weights
 from pipemesh.parallel_runtime.weights.comparison import Weights, checksum
 from pipemesh.parallel_runtime.weights.slots import slots
@@ -131,12 +132,27 @@ def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_itse
     assert weights.changed == {NAME}
 
 
-def test_a_weight_that_others_can_write_to_is_compared_by_its_content(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(2 * PAGE_BYTES))
-    with open(tmp_path / "file", "r+b") as file:
-        shared, own = (mmap.mmap(file.fileno(), 0, kind) for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE))
-    places = [ctypes.addressof(ctypes.c_char.from_buffer(mapping)) for mapping in (shared, own)]
-    assert [any(place in file for file in mapped_files()) for place in places] == [False, True]
+@pytest.mark.parametrize("name", ["file", b"caf\xe9", "two\u2028lines"], ids=ascii)
+def test_pages_that_the_kernel_tells_of_are_those_of_the_file_alone_which_nobody_else_can_write_to(
+    tmp_path, name
+):
+    path, other = os.path.join(os.fsencode(tmp_path), os.fsencode(name)), tmp_path / "another"
+    mapped = []
+    for at, kind in ((path, mmap.MAP_SHARED), (path, mmap.MAP_PRIVATE), (other, mmap.MAP_PRIVATE)):
+        with open(at, "a+b") as file:
+            file.truncate(2 * PAGE_BYTES)
+            mapped.append(torch.frombuffer(mmap.mmap(file.fileno(), 0, kind), dtype=torch.uint8))
+    own = mapped_privately(os.stat(path).st_ino)
+    assert [comparison._is_within(one, own) for one in mapped] == [False, True, False]
+    assert not comparison._is_within(mapped[1].view(2, -1)[:, :9], own), "its last bytes are further on"
+
+
+def test_other_weights_at_the_address_of_those_that_are_gone_are_compared_anew(patcher):
+    weights, gone = compared(patcher), parameter(patcher)
+    mark = weights._seen[NAME]
+    assert mark.is_still(gone)
+    same = torch.asarray(gone.detach().view(torch.uint8).numpy(), copy=False).view(gone.dtype)
+    assert same.data_ptr() == gone.data_ptr() and not mark.is_still(same)
 
 
 def test_weights_in_another_dtype_than_the_files_are_compared_as_the_loader_cast_them(tmp_path):

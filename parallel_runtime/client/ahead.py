@@ -129,7 +129,7 @@ class LookAhead:
         self._most_bytes = most_bytes
         self._kept: dict[Key, Kept] = {}
         self._done: dict[Key, Done] = {}  # by the samplers of the prompt that runs
-        # Of a prompt's sampler from another prompt's: asked for by the plan and by the sampler
+        # Where a waiting prompt's graph differs from the running one's: plan and sampler both ask
         self._differing: dict[tuple[str, str, str], tuple[Graph, frozenset[Place] | None]] = {}
         self._useless: set[str] = set()  # nodes of this queue whose results were of no use
         self.images = Images()

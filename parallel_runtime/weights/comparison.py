@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+import weakref
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
 from ..forward import PREFIX
-from ..memory import give_back_freed, is_unwritten, mapped_files, merged
+from ..memory import give_back_freed, is_unwritten, mapped_privately, merged
 from .loan import Loan
 from .quantised import stored_bytes, taken_apart
 from .slots import Slot, slots
@@ -73,7 +74,7 @@ class Weights:
         if theirs is None:
             return
         self._nbytes = 0
-        files = mapped_files()
+        mapped = mapped_privately(self._file[3]) if self._file else []
         try:
             for slot in doubtful:
                 mm.throw_exception_if_processing_interrupted()
@@ -81,7 +82,7 @@ class Weights:
                 if not same or slot.name in self.changed:
                     self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
                     self.changed_id = uuid.uuid4().hex if self.changed else ""
-                on_file = same and (theirs.lend(slot) or _is_of_a_file(slot.tensor, files))
+                on_file = same and (theirs.lend(slot) or _is_within(slot.tensor, mapped))
                 self._seen[slot.name] = WeightMark(slot.tensor, on_file)
         finally:
             if self._loan is not None:
@@ -133,6 +134,7 @@ class WeightMark:
     def __init__(self, tensor: torch.Tensor, on_file: bool):
         self._place = _place(tensor)
         self.pages = (tensor.data_ptr(), tensor.nbytes) if on_file else None
+        self._memory = weakref.ref(tensor.untyped_storage()) if on_file else None
         self._content = None if on_file else _sampled(tensor)
 
     def is_still(self, tensor: torch.Tensor, unwritten: bool = False) -> bool:
@@ -141,7 +143,11 @@ class WeightMark:
         """
         if _place(tensor) != self._place:
             return False
-        if self._content is None:
+        if self._memory is not None:
+            if (
+                self._memory() is not tensor.untyped_storage()
+            ):  # another's, at the address of one that is gone
+                return False
             return unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes)
         return _sampled(tensor) == self._content
 
@@ -150,12 +156,13 @@ def _place(tensor: torch.Tensor) -> tuple:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _is_of_a_file(tensor: torch.Tensor, files: list[range]) -> bool:
-    """True for a weight on the pages of a file that its loader mapped, as ModelPatcherDynamic's."""
+def _is_within(tensor: torch.Tensor, mapped: list[range]) -> bool:
+    """True for a weight on pages of its file that ComfyUI mapped, as for ModelPatcherDynamic."""
     start, nbytes = tensor.data_ptr(), tensor.nbytes
     return (
         tensor.device.type == "cpu"
-        and any(start in file and start + nbytes in range(file.start, file.stop + 1) for file in files)
+        and tensor.is_contiguous()
+        and any(file.start <= start and start + nbytes <= file.stop for file in mapped)
         and is_unwritten(start, nbytes)
     )
 
