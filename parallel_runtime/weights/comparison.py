@@ -143,13 +143,11 @@ class WeightMark:
         """
         if _place(tensor) != self._place:
             return False
-        if self._memory is not None:
-            if (
-                self._memory() is not tensor.untyped_storage()
-            ):  # another's, at the address of one that is gone
-                return False
-            return unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes)
-        return _sampled(tensor) == self._content
+        if self._memory is None:
+            return _sampled(tensor) == self._content
+        # Not that of another weight, which came to the address of one that is gone
+        is_same = self._memory() is tensor.untyped_storage()
+        return is_same and (unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes))
 
 
 def _place(tensor: torch.Tensor) -> tuple:
