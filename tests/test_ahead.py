@@ -456,7 +456,7 @@ def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_ar
     assert not copied and ours.images == (0, 0)
 
 
-def test_the_plan_and_the_sampler_of_a_prompt_compare_its_graph_with_anothers_once(monkeypatch):
+def test_a_prompts_graph_is_compared_with_anothers_once_however_often_its_sampler_is_asked_for(monkeypatch):
     own, compared = ahead_module.differences, []
     monkeypatch.setattr(ahead_module, "differences", lambda *given: compared.append(1) or own(*given))
     line = [
@@ -466,7 +466,7 @@ def test_the_plan_and_the_sampler_of_a_prompt_compare_its_graph_with_anothers_on
     ahead = LookAhead(lambda: Moment(line[0][0], "1", None, line[0][1], tuple(line[1:])))
     while len(line) > 1:
         compared.clear()
-        for _ in ("plan", "sampler"):
+        for _ in range(2):  # as the plan asks, and the sampler after it
             ahead.forget()
             assert ahead.at_once(3, NotImplemented) == (1, 1)
         assert len(compared) == min(2, len(line) - 1)

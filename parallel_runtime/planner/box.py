@@ -85,8 +85,8 @@ class Box:
     main memory to each device. ``hop_s``: from the sampler to the pool and back, in one evaluation.
     ``overlaps``: messages travel while ranks compute, as where no core of theirs moves them.
     ``exchanges``: so many ranks, and the least that an exchange of all with all takes them.
-    ``patch_s``: of ComfyUI's process for each patch of a pipeline. ``machine``: so many
-    devices has each of several, ComfyUI being on the first; 0 where there is one.
+    ``patch_s``: of ComfyUI's process for each patch of a pipeline. ``machine``: devices of each
+    machine, ComfyUI being on the first; 0 where there is one.
     """
 
     name: str
