@@ -32,23 +32,34 @@ from ...parallel_runtime.planner.prediction import predict
 from ...parallel_runtime.planner.released_model import DryModel, arguments_of, empty_model, latent_shapes
 from ...parallel_runtime.planner.whole import Whole
 from ..dry_run.ranks import joined
-from .place import Broken, Line, Place, milliseconds, on_ranks, use_host, wait
+from .place import Broken, Line, Place, messages_on, milliseconds, on_ranks, use_host, wait
 
 MODEL = next(name for name, (_, one) in RELEASED.items() if one.title)  # of the documents' table
 SMALL = (64, 64, 1)  # pixels: a GPU computes them faster than a CPU starts the kernels
 ROOM = 30 << 30  # bytes, under which the model has fewer blocks
+MIB = 1 << 20
 BOUND = 0.85  # of the time: what a CPU takes alone
 
 
 class Taken(NamedTuple):
     """One evaluation: its time, that of its kernels, their number, and what the CPU takes to start
-    them.
+    them. ``replay``: of its CUDA graph, None where none is recorded.
     """
 
     ms: float
     busy_ms: float
     kernels: int
     starting_ms: float
+    replay: Replay | None = None
+
+
+class Replay(NamedTuple):
+    """``apart``: how far a replay is from the same evaluation computed, of its largest number."""
+
+    ms: float
+    recording_ms: float
+    nbytes: int
+    apart: float
 
 
 class Tried:
@@ -84,7 +95,31 @@ class Tried:
                 evaluate(self.small)
                 starting.append(1e3 * (perf_counter() - began))
             busy, kernels = profiled(lambda: evaluate(self.usual), self.device)
-        return Taken(large, busy, kernels, median(starting[2:]))
+            computed = evaluate(self._other)
+        replay = None
+        if mesh is not None and mesh.sequence.device.type == "cuda":
+            mesh.sequence.records = True
+            with torch.inference_mode(), self._evaluating(mesh) as evaluate:
+                replay = self._replay(evaluate, computed)
+            mesh.sequence.records = False
+        return Taken(large, busy, kernels, median(starting[2:]), replay)
+
+    @property
+    def _other(self) -> dict[str, Any]:
+        """Arguments like the usual ones, of other numbers."""
+        return {name: value * 0.5 if is_number(value) else value for name, value in self.usual.items()}
+
+    def _replay(self, evaluate: Any, computed: torch.Tensor) -> Replay:
+        """``computed``: of other arguments than the graph is recorded with."""
+        wait(self.device)
+        began, before = perf_counter(), held(self.device)
+        evaluate(self.usual)
+        wait(self.device)
+        recording, held_bytes = 1e3 * (perf_counter() - began), held(self.device) - before
+        apart = float((evaluate(self._other) - computed).abs().max() / computed.abs().max())
+        return Replay(
+            milliseconds(lambda: evaluate(self.usual), self.device, self.rounds), recording, held_bytes, apart
+        )
 
     @contextmanager
     def _evaluating(self, mesh: Mesh | None) -> Iterator[Any]:
@@ -98,13 +133,19 @@ class Tried:
         method.attach()
 
         def evaluate(arguments: dict[str, Any]) -> Any:
-            method.begin(Part(1, 0), Expected(confirmed=method.facts.confirmed))
+            known = method.facts
+            method.begin(Part(1, 0), Expected(confirmed=known.confirmed, recorded=known.recorded))
             return method.forward(forward, dict(arguments), 1)
 
         try:
             yield evaluate
         finally:
             method.detach()
+
+
+def held(device: torch.device) -> int:
+    """Return the bytes of the device that this process has taken, in use or not."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def sized(released: Released, place: Place, device: torch.device) -> Released:
@@ -172,7 +213,11 @@ def together(place: Place) -> Iterator[Line]:
 
     def of_rank(rank: int, backend: str) -> tuple[list[Taken], Released]:
         tried, via_cpu = Tried(place, place.own(rank)), backend == "gloo" and not place.on_cpu
-        how = {"device": place.own(rank), "via_cpu": via_cpu, "wants_stop": lambda: False}
+        how = {
+            "device": messages_on(place.own(rank), via_cpu),
+            "via_cpu": via_cpu,
+            "wants_stop": lambda: False,
+        }
         return [tried.taken(connect(layout, rank, **how)) for layout in layouts], tried.released
 
     _, found = on_ranks(place, ranks, False, of_rank, limit_s=240.0 * len(layouts))
@@ -205,5 +250,11 @@ def line_of(layout: Layout, taken: Taken, whole: Whole | None) -> Line:
         predicted = min((one.seconds for one in predict(Job(whole=whole), layout, box)), default=0.0)
         costs = costs_of(Job(whole=whole), layout, box)
         figure += f"; predicted {1e3 * predicted:.1f} ms, {launches_of(costs, 0)} kernels"
+    if taken.replay is not None:
+        ms, recording_ms, nbytes, apart = taken.replay
+        figure += (
+            f"; as a CUDA graph {ms:.1f} ms, recorded in {recording_ms:.0f} ms and {nbytes / MIB:.0f} MiB,"
+            f" {apart:.1g} apart"
+        )
     bound = taken.starting_ms > BOUND * taken.ms
     return Line(figure, "bound by the CPU that starts kernels" if bound else "bound by the device")

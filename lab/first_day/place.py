@@ -183,6 +183,11 @@ def backend_of(place: Place, share_one: bool) -> str:
     return "gloo" if share_one and tuple(torch.cuda.nccl.version())[:2] < SHARES_A_GPU else "nccl"
 
 
+def messages_on(device: torch.device, via_cpu: bool) -> torch.device:
+    """Return where a rank's messages lie: gloo sends no memory of a GPU."""
+    return torch.device("cpu") if via_cpu else device
+
+
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -22,7 +22,7 @@ from ...parallel_runtime.comm.mesh import connect
 from ...parallel_runtime.comm.parts import runs_of
 from ...parallel_runtime.layout import Layout
 from .one_rank import alone, together
-from .place import FORK, Broken, Line, Place, in_process, milliseconds, on_ranks, use_host
+from .place import FORK, Broken, Line, Place, in_process, messages_on, milliseconds, on_ranks, use_host
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB, KIB = 1 << 20, 1 << 10
@@ -236,7 +236,8 @@ def several_on_one(place: Place) -> Iterator[Line]:
 
 def passed(place: Place, ranks: int, rank: int, backend: str) -> float:
     via_cpu = backend == "gloo" and not place.on_cpu
-    mesh = connect(Layout(ulysses=ranks), rank, device=place.own(), via_cpu=via_cpu, wants_stop=lambda: False)
+    own = messages_on(place.own(), via_cpu)
+    mesh = connect(Layout(ulysses=ranks), rank, device=own, via_cpu=via_cpu, wants_stop=lambda: False)
     sent = torch.full((ranks, 1 << (10 if place.is_tiny else 18)), float(rank), device=place.own())
     came = torch.empty_like(sent)
     exchange = mesh.sequence.ulysses
