@@ -1,10 +1,11 @@
 """Makes sure that the UI and the ranks use the same checkpoint: they map the file, each for itself.
 
-A file is told apart by its path, size and time of change.
+A file is told apart by its path, size and time of change; on another machine by its size and ends.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
@@ -12,6 +13,7 @@ import time
 from .errors import ModelError, Refused
 
 File = tuple[str, int, int, int]  # path, bytes, mtime_ns, inode
+END_BYTES = 1 << 20
 
 
 def stat_file(path: str) -> File:
@@ -40,22 +42,33 @@ def check_file(file: File | None) -> None:
     refuse_change(file, found)
 
 
-def check_copy(path: str, size: int) -> None:
-    """Raises Refused if the file is missing on this machine, or of another size than where ComfyUI
-    runs. Its time may differ: a copy has one of its own.
+def ends_of(path: str) -> bytes:
+    """Returns a digest of a file's first and last MiB. Raises FileNotFoundError."""
+    with open(path, "rb") as file:
+        digest = hashlib.blake2b(file.read(END_BYTES), digest_size=16)
+        file.seek(max(0, os.fstat(file.fileno()).st_size - END_BYTES))
+        digest.update(file.read(END_BYTES))
+    return digest.digest()
+
+
+def check_copy(here: str, file: File, ends: bytes) -> None:
+    """Raises Refused unless the file ``here``, on another machine, has the size and the ``ends`` of
+    ComfyUI's ``file``. Its time may differ: a copy has one of its own.
     """
-    machine = socket.gethostname()
+    path, size, *_ = file
+    there = f"{here} on machine {socket.gethostname()}"
     try:
-        found = os.stat(path).st_size
+        found = os.path.getsize(here), ends_of(here)
     except FileNotFoundError:
         raise Refused(
-            f"The checkpoint {path} is missing on machine {machine}: put it back or choose another in the"
-            " loader node."
+            f"The checkpoint {path} of ComfyUI's machine is missing as {there}: copy it there, or choose"
+            " another in the loader node."
         ) from None
-    if found != size:
+    if found != (size, ends):
+        how = f"{found[0]} bytes, not {size}" if found[0] != size else "as many bytes, but others"
         raise Refused(
-            f"The checkpoint {path} has {found} bytes on machine {machine} and {size} where ComfyUI runs: "
-            "copy the same file to every machine."
+            f"The checkpoint {there} is another than {path} of ComfyUI's machine ({how}): copy the same file"
+            " to every machine."
         )
 
 

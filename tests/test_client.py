@@ -78,7 +78,8 @@ class Ledger:
     def ask(self, request, fds=(), interrupted=lambda: False):
         if isinstance(request, Release) and interrupted():
             raise RunCancelled
-        self.asked.append((type(request).__name__, request.model))
+        only_checks = isinstance(request, Load) and request.checks
+        self.asked.append(("check" if only_checks else type(request).__name__, request.model))
         self.ended += [request] if isinstance(request, EndRun) else []
         return [self.answer(request)]
 
@@ -87,7 +88,7 @@ class Ledger:
             self.models = [model for model in self.models if model != request.model]
         elif isinstance(request, self.short) and len(self.models) >= self.room:
             raise OutOfMemory("full")
-        elif isinstance(request, Load):
+        elif isinstance(request, Load) and not request.checks:
             self.models.append(request.model)
         return Done(
             request=request.request, memory=self.memory[0], output=encode_tree([0], lambda path, tensor: None)
@@ -423,6 +424,14 @@ def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatc
 def load(client: RemotePool, *models: str) -> None:
     for model in models:
         client.residency.load(Source(model=model, factory="f"), dict, lambda: False)
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cpu", ["Load"]), ("far/cpu", ["check", "Load"])])
+def test_where_another_machine_is_to_load_a_file_all_check_it_before_any_loads_it(device, asked):
+    pool = Ledger(room=1)
+    pool.facts = Facts((device,))
+    remote(pool, "a")
+    assert pool.asked == [(one, "a") for one in asked]
 
 
 def test_the_least_recently_used_model_makes_room_for_another():

@@ -9,31 +9,43 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import comfy.model_management
+import comfy.utils
 import psutil
 import pytest
-from pipemesh.lab.commands.every_layout import ALL_WARM, PATCHES, Asked, asked, stock_model
+from pipemesh.lab.commands.every_layout import (
+    ALL_WARM,
+    BLOCKS,
+    HEADS,
+    PATCHES,
+    Asked,
+    asked,
+    stock_model,
+)
 from pipemesh.lab.commands.parity import BOUND, Bench, Case, conditioning, relative_error
 from pipemesh.lab.in_process import reference
 from pipemesh.launcher.pool.devices import place
+from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.rank_setup import start_as
+from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
 from pipemesh.launcher.pool.remote_machine import RemoteMachine
 from pipemesh.launcher.pool.rendezvous import NODE_COMMAND, open_store, store_key
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.errors import PoolFailed
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.wire.messages import Forward, SetWeightPatches
 
 from .conftest import ALL
-from .models import load, run, with_lora
+from .models import load, run, with_lora, write_lora, write_model
 from .namespaces import Machines, NoNamespaces
 from .test_pool_faults import Once
 
@@ -112,16 +124,23 @@ def truths(leaders, files):
     return run(stock, cfg=2.0), run(with_lora(stock, files, 0.7))
 
 
+@pytest.fixture(scope="module")
+def near_setup(setup, machines, leaders):
+    """With a process of its own that ranks are forked from, on the machine that first asks it."""
+    server = ForkServer(tuple(KEEP_MEMORY), (*PRELOADED, "pipemesh.tests.comfyui_at_hand"))
+    yield replace(setup, rendezvous=rendezvous(machines), secret=SECRET, lost_s=LOST_S, start=server.start)
+    server.close()
+
+
 @pytest.fixture
-def handle(setup, machines, leaders):
+def handle(near_setup, machines):
     """Layout, devices -> ComfyUI's end of a pool, on the near machine: what is called here runs in
-    its namespace, and so does the process that ranks are forked from.
+    its namespace.
     """
-    setup = replace(setup, rendezvous=rendezvous(machines), secret=SECRET, lost_s=LOST_S, start=start_as({}))
     made = []
 
     def of(layout: Layout, devices: str) -> PoolHandle:
-        made.append(PoolHandle(place(layout, devices, "gloo", ()), setup))
+        made.append(PoolHandle(place(layout, devices, "gloo", ()), near_setup))
         return made[-1]
 
     with machines.inside(machines.near):
@@ -267,16 +286,105 @@ def test_every_layout_over_machines_samples_as_stock_does_and_leaves_early(
     assert relative_error(UNEQUAL(model), UNEQUAL(stock)) <= BOUND
 
 
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory):
+    """Files of equal size whose models every layout computes, and a LoRA of the first."""
+    folder = tmp_path_factory.mktemp("two")
+    model, other = (
+        str(write_model(folder / f"{seed}.safetensors", heads=HEADS, blocks=BLOCKS, seed=seed))
+        for seed in (1, 2)
+    )
+    return {"model": model, "other": other, "lora": str(write_lora(folder / "lora.safetensors", model))}
+
+
+TURNS = (0.7, None, -0.4, 0.0, None, 0.7)  # strengths of the LoRA; None: the other model
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"), CASES if ALL else [("far/cpu,far/cpu", Layout(cfg=2))], ids=str
+)
+def test_models_and_loras_take_turns_in_sight_and_each_lora_goes_once_to_a_machine(
+    machines, handle, two_models, devices, layout
+):
+    """Both prompts, and several images for groups of them; previews are of every step."""
+    handle = handle(layout, devices)
+    far = started(handle, machines).ranks._machines
+    client, patching = RemotePool(handle, shares_weights=False), Patching(PATCHES, ALL_WARM)
+    names = "model", "other"
+    stock = [load(two_models[name]) for name in names]
+    ours = [
+        parallelize(one, client, 0.0, patching if layout.stages > 1 else None, can_join=False)
+        for one in (load(two_models[name]) for name in names)
+    ]
+    if "far" in devices:
+        with (
+            has_instead(machines, "far", *(two_models[name] for name in names)),
+            pytest.raises(
+                Refused, match=r"^The checkpoint (\S+) on machine \S+ is another than \1 of ComfyUI's"
+            ),
+        ):
+            run(ours[0])
+        assert client.session.loads == 0
+    sent = [bytes_sent(machine, SetWeightPatches) for machine in far]
+    for strength in TURNS:
+        truths, came = (
+            watched(turn(strength, *models, two_models), cfg=4.0, batch=layout.data)
+            for models in (stock, ours)
+        )
+        assert len(truths) == len(came)
+        assert all(map(is_close, came, truths)), strength
+    lora = comfy.utils.load_torch_file(two_models["lora"])
+    due = sum(tensor.nbytes for name, tensor in lora.items() if not name.endswith(".alpha"))
+    for one in sent:
+        assert [nbytes >= due for nbytes in one] == [True, True, False, True]
+        assert sum(one) <= 1.05 * 3 * due, (one, due)
+
+
+def turn(strength, first, second, files):
+    if strength is None:
+        return second
+    return with_lora(first, files, strength) if strength else first
+
+
+def watched(model, **how) -> list:
+    """Every preview of a sampling, and what it makes."""
+    seen = []
+    made = run(model, callback=lambda _step, x0, *_: seen.append(x0.clone()), **how)
+    return [*seen, made]
+
+
+def is_close(one, truth) -> bool:
+    return relative_error(one, truth) <= BOUND
+
+
+@contextmanager
+def has_instead(machines: Machines, name: str, path: str, other: str):
+    """A machine has another file at a path."""
+    enter = ("nsenter", f"--mount=/proc/{machines.pids(name)[0]}/ns/mnt")
+    subprocess.run([*enter, "mount", "--bind", other, path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*enter, "umount", path], check=True)
+
+
+def bytes_sent(machine: RemoteMachine, kind: type) -> list[int]:
+    """Beside each request of this kind that goes to a machine from now on."""
+    sent, send = [], machine._link.send
+
+    def counting(message, fds=(), before_piece=lambda: None, ranges=()):
+        if isinstance(getattr(message, "request", None), kind):
+            sent.append(sum(os.fstat(fd).st_size for fd in fds) + sum(nbytes for *_, nbytes in ranges))
+        send(message, fds, before_piece, ranges)
+
+    machine._link.send = counting
+    return sent
+
+
 def test_a_group_on_another_machine_is_sent_its_prompt_once_and_its_latent_each_time(machines, handle, stock):
     handle = handle(Layout(cfg=2), "cpu,far/cpu")
     (far,) = started(handle, machines).ranks._machines
-    sent, send = [], far._link.send
-
-    def count(message, fds=(), before_piece=lambda: None, ranges=()):
-        sent.append(sum(nbytes for *_, nbytes in ranges))
-        send(message, fds, before_piece, ranges)
-
-    far._link.send = count
+    sent = bytes_sent(far, Forward)
     texts = {"positive": conditioning(1, 512), "negative": conditioning(2, 512)}
     of = partial(run, steps=3, size=(32, 32), cfg=4.0, **texts)
     assert (

@@ -166,10 +166,16 @@ def test_on_another_machine_the_checkpoint_is_the_one_that_lies_there(monkeypatc
     monkeypatch.setattr(handler_module, "find_here", lambda path: "/there/model.safetensors")
     monkeypatch.setattr(handler_module, "check_copy", lambda *args: looked.append(args))
     args = RequestHandler._checked(
-        SimpleNamespace(_away=True), ("/here/model.safetensors", 1), ("/here/model.safetensors", "a digest")
+        SimpleNamespace(_away=True), ("/here/model.safetensors", 1), ("/here/model.safetensors", 5), b"ends"
     )
     assert args == ("/there/model.safetensors", 1)
-    assert looked == [("/there/model.safetensors", "a digest")]
+    assert looked == [("/there/model.safetensors", ("/here/model.safetensors", 5), b"ends")]
+
+
+def test_a_load_that_only_checks_the_file_builds_nothing():
+    rank, of_none = Rank(), {"factory": "none:none", "args": (), "file": None, "ends": b"", "index": None}
+    assert not rank.ask(Load, "m", of_none, checks=True).unread
+    assert not rank.handler.models
 
 
 def test_of_shared_weights_a_rank_patches_its_own_alone(monkeypatch):

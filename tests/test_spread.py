@@ -6,19 +6,35 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from pipemesh.launcher.pool.leader import LentRanks
 from pipemesh.launcher.pool.remote_machine import RemoteMachine
-from pipemesh.parallel_runtime.checkpoint import check_copy
+from pipemesh.parallel_runtime.checkpoint import END_BYTES, check_copy, ends_of, stat_file
 from pipemesh.parallel_runtime.crossing.source import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.wire import tcp
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed, close_all
-from pipemesh.parallel_runtime.wire.messages import Done, Failed, FromMachine, Memory, Said, ToMachine
+from pipemesh.parallel_runtime.wire.messages import (
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    FromMachine,
+    Load,
+    Memory,
+    Release,
+    Said,
+    ToMachine,
+)
+from pipemesh.parallel_runtime.wire.segment import Segment
 from pipemesh.parallel_runtime.wire.tcp import PARCEL, Link, notice_loss
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 
@@ -171,30 +187,44 @@ def test_a_file_is_found_at_the_same_path_or_in_this_comfyuis_models(tmp_path, m
     assert find_here(str(own)) == str(own)
     assert find_here("/elsewhere/ComfyUI/models/unet/flux.safetensors") == str(own)
     assert find_here("/models/ComfyUI/models/unet/flux.safetensors") == str(own)
-    for path in ("/elsewhere/ComfyUI/models/unet/other.safetensors", "/elsewhere/flux.safetensors"):
-        assert find_here(path) == path
+    missing = "/elsewhere/ComfyUI/models/unet/other.safetensors"
+    assert find_here(missing) == str(own.with_name("other.safetensors"))
+    assert find_here("/elsewhere/flux.safetensors") == "/elsewhere/flux.safetensors"
 
 
-def test_on_another_machine_the_size_decides(tmp_path):
-    file = tmp_path / "flux.safetensors"
+def test_on_another_machine_size_and_ends_decide(tmp_path):
+    file, copy, content = tmp_path / "flux.safetensors", tmp_path / "copy", bytearray(3 * END_BYTES)
+    file.write_bytes(content)
+    checks = partial(check_copy, str(copy), stat_file(str(file)), ends_of(str(file)))
+    copy.write_bytes(content)
+    checks()
+    fewer, others = rf"{len(content) - 1} bytes, not {len(content)}", "as many bytes, but others"
+    for changed, how in (
+        (content[1:], fewer),
+        (b"1" + content[1:], others),
+        (content[1:] + b"1", others),
+    ):
+        copy.write_bytes(changed)
+        with pytest.raises(
+            Refused,
+            match=(
+                rf"^The checkpoint {copy} on machine .* is another than {file} of ComfyUI's machine \({how}\):"
+                r" copy the same file to every machine\.$"
+            ),
+        ):
+            checks()
+    copy.unlink()
+    with pytest.raises(
+        Refused,
+        match=(
+            rf"^The checkpoint {file} of ComfyUI's machine is missing as {copy} on machine .*: copy it there, or"
+            r" choose another in the loader node\.$"
+        ),
+    ):
+        checks()
     file.write_bytes(b"12345")
-    check_copy(str(file), 5)
-    with pytest.raises(
-        Refused,
-        match=(
-            r"^The checkpoint .* has 5 bytes on machine .* and 6 where ComfyUI runs: copy the same file to"
-            r" every machine\.$"
-        ),
-    ):
-        check_copy(str(file), 6)
-    with pytest.raises(
-        Refused,
-        match=(
-            r"^The checkpoint /none is missing on machine .*: put it back or choose another in the loader"
-            r" node\.$"
-        ),
-    ):
-        check_copy("/none", 6)
+    copy.write_bytes(b"12345")
+    check_copy(str(copy), stat_file(str(file)), ends_of(str(file)))
 
 
 def test_a_rank_calls_comfyuis_own_loaders_only():

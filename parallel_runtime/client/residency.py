@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from ..crossing.source import Source
@@ -134,21 +135,19 @@ class Residency:
             session.ask(EndRun, (), interrupted, model=source.model)
         ranks = session.pool.facts.names, self._sessions.layout, session.pool.memory
         weights, stages = wish.cut_for(*ranks, stages, self._sessions.speeds_of_stages())
-        resident = session.models[source.model] = Resident(stages, wish.asked, weights)
         parcel = Parcel(source.tree() if source.factory else state())
+        resident = session.models[source.model] = Resident(stages, wish.asked, weights)
+        title = title_in(source.title, stages)
+        fds, told = [parcel.segment.fd], {"model": source.model, "source": parcel.tree, "title": title}
+        load = partial(session.ask, Load, fds, interrupted, **told)
         try:
-            asked = {
-                "stages": stages,
-                "weights": weights.kept,
-                "budget": weights.budget,
-                "by_layer": weights.by_layer,
-                "title": title_in(source.title, stages),
-            }
-            answers = session.ask(
-                Load, [parcel.segment.fd], interrupted, model=source.model, source=parcel.tree, **asked
+            if source.factory and any("/" in name for name in session.pool.facts.names):
+                load(checks=True)
+            answers = load(
+                stages=stages, weights=weights.kept, budget=weights.budget, by_layer=weights.by_layer
             )
             if any(answer.unread for answer in answers):
-                session.ask(ReadWeights, (), interrupted, model=source.model, title=asked["title"])
+                session.ask(ReadWeights, (), interrupted, model=source.model, title=title)
         except (ModelError, Refused):
             self.release(source.model)  # ranks that did load it
             raise

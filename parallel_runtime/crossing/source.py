@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import File, stat_file
+from ..checkpoint import File, check_file, ends_of, stat_file
 from ..errors import Refused
 from ..forward import PREFIX
 from ..watch.attributes import Attributes
@@ -58,12 +58,16 @@ class Source:
         return Path(self.file[0]).name if self.file else self.model
 
     def tree(self) -> dict[str, Any]:
-        """What ``call_factory`` in a rank needs to know."""
+        """What ``call_factory`` in a rank needs to know. Raises Refused where the file is gone, or
+        has changed.
+        """
+        check_file(self.file)
         return {
             "factory": self.factory,
             "args": self.args,
             "index": self.index,
             "file": self.file,
+            "ends": ends_of(self.file[0]) if self.file else b"",
             "dtypes": self.dtypes,
         }
 
@@ -144,16 +148,14 @@ def call_factory(name: str, args: tuple, index: int | None, dtypes: Dtypes = (No
 
 
 def find_here(path: str) -> str:
-    """In a rank on another machine: the path of a model file of the UI's ComfyUI. It is the same
-    path, or the same place in this ComfyUI's own models folder.
+    """In a rank on another machine: the path of a model file of the UI's ComfyUI, or the one where
+    it belongs. It is the same path, or the same place in this ComfyUI's own models folder.
     """
     import comfy
 
-    if os.path.exists(path):
-        return path
     parts, root = Path(path).parts, Path(comfy.__path__[0]).parent
     places = [root.joinpath(*parts[index:]) for index, part in enumerate(parts) if part == "models"]
-    return next((str(place) for place in places if place.exists()), path)
+    return next((str(place) for place in (path, *places) if os.path.exists(place)), str([path, *places][-1]))
 
 
 def state_source(patcher: Any, weights: Weights | None = None) -> dict[str, Any]:

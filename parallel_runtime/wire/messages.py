@@ -59,6 +59,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     has; empty: as many each. ``weights``: whether a rank holds all of its blocks, its part of each
     block, or as much as ``budget`` bytes, the rest in the machine's memory. ``by_layer``: of parts,
     that each layer is gathered by itself. ``title``: the name by which users know the model.
+    ``checks``: only say whether the model's file is here.
     """
 
     request: int
@@ -69,6 +70,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     weights: Literal["whole", "sharded", "offloaded"] = "whole"
     budget: int = 0
     by_layer: bool = False
+    checks: bool = False
 
 
 class ReadWeights(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -107,7 +107,7 @@ class RequestHandler:
                 )
             case Load():
                 self._load(request, segments, rank)
-                model = self.models[request.model]
+                model = self.models.get(request.model)
                 unread = isinstance(model, ResidentModel) and model.weights.unread_bytes > 0
                 return Done(request=request.request, memory=self._memory.now(), unread=unread)
             case ReadWeights():
@@ -144,7 +144,9 @@ class RequestHandler:
             self._count_models()
             return
         if "factory" in source:
-            args = self._checked(source["args"], source["file"])
+            args = self._checked(source["args"], source["file"], source["ends"])
+            if request.checks:
+                return
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
@@ -164,7 +166,7 @@ class RequestHandler:
             self._release(request.model)
             raise
 
-    def _checked(self, args: tuple, file: File | None) -> tuple:
+    def _checked(self, args: tuple, file: File | None, ends: bytes) -> tuple:
         """Returns the factory's arguments, with the checkpoint's path on this machine. Raises
         Refused if it is not the file that the UI loaded.
         """
@@ -172,7 +174,7 @@ class RequestHandler:
             check_file(file)
             return args
         here = find_here(file[0])
-        check_copy(here, file[1])
+        check_copy(here, file, ends)
         return tuple(here if arg == file[0] else arg for arg in args)
 
     def _set_weight_patches(
