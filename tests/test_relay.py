@@ -4,6 +4,7 @@ by name.
 
 import os
 import re
+import select
 import socket
 import threading
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import (
+    Beat,
     ForRanks,
     Forward,
     FromMachine,
@@ -200,12 +202,13 @@ def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     lent._request(crew, arena, ForRanks((1, 2), forward(1 << 20)), [])
     assert arena.nbytes == 1 << 20
     with largest_file(1 << 20):
-        lent._request(crew, arena, ForRanks((1, 2), forward(2 << 20)), [])
+        later = msgspec.structs.replace(forward(2 << 20), request=6)
+        lent._request(crew, arena, ForRanks((1, 2), later), [])
     with lent._speaking():
         said = [ours.receive()[0] for _ in crew.ranks]
     assert [answer.rank for answer in said] == [1, 2]
     assert all(answer.message.text.startswith("Shared memory is full: ") for answer in said)
-    assert not lent._owing  # or it would send beats to a ComfyUI that waits for nothing
+    assert lent._owing == {1: 5, 2: 5}, "it beats as long as a ComfyUI waits for something"
     for end in (ours, theirs, arena):
         end.close()
 
@@ -328,6 +331,27 @@ def test_a_machine_that_has_left_is_told_the_command(leader):
         join("left", (1,), far.setup, Arena())
 
 
+def test_a_leader_beats_before_its_ranks_have_started(monkeypatch):
+    """Else one that is stopped then would not be missed."""
+    monkeypatch.setattr("pipemesh.launcher.pool.leader.BEAT_S", 0.01)
+    ours, theirs = ends()
+    leader = threading.Thread(target=LentRanks(theirs, "127.0.0.1", fake_setup()).run, daemon=True)
+    leader.start()
+    assert select.select([ours], [], [], DEADLINE_S)[0]
+    assert ours.receive()[0] == Beat({})
+    ours.close()
+    leader.join(DEADLINE_S)
+
+
+def test_a_machine_that_is_stopped_is_not_suspected_of_another_secret(store):
+    """Its kernel takes connections for it."""
+    setup = replace(fake_setup(), rendezvous=f"127.0.0.1:{store.port}", secret=SECRET, lost_s=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        store.set(store_key("deaf"), "{}:{}".format(*deaf.getsockname()))
+        with pytest.raises(MachineMissing, match=r"^Machine deaf does not answer at \S+ \(timed out\): see"):
+            join("deaf", (1,), setup, Arena())
+
+
 def test_a_rendezvous_that_is_not_there_is_named():
     setup = replace(fake_setup(), rendezvous="127.0.0.1:9", secret=SECRET, lost_s=0.5)
     with pytest.raises(
@@ -386,6 +410,20 @@ def test_a_leader_that_ends_in_mid_run_is_named(leader):
             ),
         ):
             call(pool, "Load", lose)
+
+
+def test_a_leader_that_falls_silent_while_its_ranks_compute_is_lost(leader, monkeypatch):
+    monkeypatch.setattr("pipemesh.launcher.pool.leader.BEAT_S", DEADLINE_S)
+    with running(leader("1:Load=hang")) as pool:
+        pool.ranks._machines[0]._link._lost_ms = 100
+        with pytest.raises(
+            PoolFailed,
+            match=(
+                r"^Machine far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; nothing came for"
+                r" 1\.1 s\)"
+            ),
+        ):
+            call(pool, "Load")
 
 
 def test_a_machine_lost_between_runs_costs_no_run(leader):

@@ -42,6 +42,7 @@ from .fake_pools import DEADLINE_S, TOO_LONG, fake_setup, forward
 from .test_arena import largest_file
 
 MEMORY = Memory(0, 0, 0)
+LOST_S = 3.0
 LARGE = 24 << 20  # bytes: more than sockets take that nobody reads
 
 
@@ -55,7 +56,7 @@ class TwoArenas:
             near = socket.create_connection(server.getsockname())
             far, _ = server.accept()
         for sock in (near, far):
-            notice_loss(sock, 3.0)
+            notice_loss(sock, LOST_S)
         self.here, self.there = Arena(), Arena()
         self.machine = RemoteMachine("far", (1,), near, self.here)
         self.link = Link(far, ToMachine)
@@ -85,9 +86,15 @@ class TwoArenas:
     def answer(self, answer, ranges=()):
         """What ComfyUI hears where rank 1 answers this."""
         self.lent._say(Said(1, answer), ranges)
-        select.select([self.machine], [], [], DEADLINE_S)
-        ((_rank, heard),) = self.machine.pump()
-        return heard
+        return self.heard()
+
+    def heard(self):
+        """The next answer; the leader beats when a second has passed."""
+        while True:
+            select.select([self.machine], [], [], DEADLINE_S)
+            for rank, heard in self.machine.pump():
+                assert rank == 1
+                return heard
 
 
 class Crewless:
@@ -134,10 +141,20 @@ def test_a_machine_without_room_for_inputs_says_that_its_ranks_have_begun_nothin
     arguments = arenas.tree(x=arenas.here.put(torch.ones(1 << 19)))
     with largest_file(1 << 20):
         assert arenas.send(arguments) == [1 << 21]
-    select.select([arenas.machine], [], [], DEADLINE_S)
-    ((rank, failure),) = arenas.machine.pump()
-    assert (rank, failure.kind, failure.messages_done) == (1, "error", "none")
+    failure = arenas.heard()
+    assert (failure.kind, failure.messages_done) == ("error", "none")
     assert failure.text.startswith("Shared memory is full: ")
+
+
+def test_what_had_no_room_is_told_of_its_own_message_also_where_another_came_with_it(arenas):
+    segment = Segment.create("model", 1 << 11)
+    with largest_file(1 << 10):
+        arenas.machine.send(Load(request=1, model="m", source=b""), (1,), [segment.fd], lambda: None)
+        arenas.machine.send(Release(request=2, model="m"), (1,), (), lambda: None)
+        arenas.lent._pass_on(arenas.crew, arenas.there.segment, None)
+    segment.close()
+    failure = arenas.heard()
+    assert (failure.request, failure.text[:22]) == (1, "Shared memory is full:")
 
 
 def test_an_output_comes_back_into_the_same_place(arenas):
@@ -245,6 +262,42 @@ def test_a_machine_that_stops_in_the_middle_of_a_message_is_lost():
         far.sendall(HEADER.pack(len(body), 1) + body + PARCEL.pack(1 << 20) + b"a part of it")
         with pytest.raises(ChannelClosed, match="in the middle of a message"):
             link.receive()
+
+
+def test_a_leader_that_falls_silent_is_lost(arenas, monkeypatch):
+    """Also one that never spoke. One that was just sent something has not had the time."""
+    machine, clock = arenas.machine, [time.monotonic()]
+    monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def beat():
+        arenas.link.send(Beat({}))
+        select.select([machine], [], [], DEADLINE_S)
+        machine.check()
+        assert machine.pump() == []
+
+    for hear in (lambda: None, beat, lambda: machine.cancel(1)):
+        hear()
+        machine.check()
+        clock[0] += 2 * LOST_S
+        with pytest.raises(ChannelClosed, match=r"^nothing came for 4 s$"):
+            check_until(time.monotonic() + DEADLINE_S, machine)
+
+
+def check_until(deadline, machine):
+    """A machine's kernel may take a moment to say that it has what was sent."""
+    while time.monotonic() < deadline:
+        machine.check()
+
+
+def test_messages_before_one_that_cannot_be_read_are_taken(arenas):
+    bodies = [msgspec.msgpack.encode(one) for one in (Beat({}), Cancel(1))]
+    arenas.link._sock.sendall(b"".join(HEADER.pack(len(body), 0) + body for body in bodies))
+    link = arenas.machine._link
+    select.select([link], [], [], DEADLINE_S)
+    came = link.pump()
+    assert next(came) == (Beat({}), [])
+    with pytest.raises(msgspec.ValidationError):
+        next(came)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from ..comfyui.host_record import ComfyInstall
 from ..errors import LaunchError
-from ..pool.devices import ELSEWHERE
+from ..pool.devices import ELSEWHERE, visible_gpus
 from ..pool.listener import accept
 from ..pool.rank_setup import RENDEZVOUS_VARIABLE, rank_setup_from
 from ..pool.rendezvous import check_rendezvous, node_command, open_store, own_hello, register
@@ -53,6 +53,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's"
             " endpoint."
         ) from error
+    visible_gpus(cpu_only=False)  # a driver's first answer takes long, and no thread beats meanwhile
     listener = listen(own, options.port)
     known = f"[{own}]" if ":" in own else own
     known += f":{listener.getsockname()[1]}"

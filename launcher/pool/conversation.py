@@ -182,6 +182,7 @@ class Conversation:
                 self._progress.look(
                     [self._board.phase(rank) for rank in owing], is_wanted=any(one.awaited for one in wanted)
                 )
+                self._ranks.check(owing)
                 if until == math.inf:  # else the wait ends by itself
                     self._fail_if_stalled(owing)
             if not cancelled and interrupted():

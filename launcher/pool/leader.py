@@ -7,10 +7,9 @@ from __future__ import annotations
 import contextlib
 import selectors
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import msgspec
 
@@ -30,7 +29,6 @@ from ...parallel_runtime.wire.messages import (
     ForRanks,
     Forward,
     FromMachine,
-    Memory,
     Open,
     Request,
     Said,
@@ -57,7 +55,7 @@ class LentRanks:
         self._own_address = own_address
         self._setup = setup
         self._owing: dict[int, int] = {}  # rank -> request it has not answered
-        self._last_beat = 0.0
+        self._lines: Callable[[], dict[int, tuple[int, int, int, int]]] = dict  # of its ranks on the board
         # What is on its way to ComfyUI, with ranges of the arena; None at the end
         self._said: SimpleQueue[tuple[FromMachine, Sequence[tuple[int, int, int]]] | None] = SimpleQueue()
 
@@ -95,7 +93,7 @@ class LentRanks:
 
     def _send_all_said(self) -> None:
         try:
-            while (one := self._said.get()) is not None:
+            while (one := self._next_said()) is not None:
                 message, ranges = one
                 self._link.send(message, ranges=ranges)
         except ChannelClosed:
@@ -104,11 +102,22 @@ class LentRanks:
             self._link.cut()  # nobody would hear of this machine any more
             raise
 
+    def _next_said(self) -> tuple[FromMachine, Sequence[tuple[int, int, int]]] | None:
+        """Returns what is said next: the progress of the ranks here where they owe an answer and
+        nothing else is said for a while.
+        """
+        while True:
+            with contextlib.suppress(Empty):
+                return self._said.get(timeout=BEAT_S)
+            if self._owing:
+                return Beat(self._lines()), ()
+
     def _say(self, message: FromMachine, ranges: Sequence[tuple[int, int, int]] = ()) -> None:
         self._said.put((message, ranges))
 
     def _serve(self, last: contextlib.ExitStack) -> None:
         """``last``: closed when all is sent, the arena too, as outputs are sent from there."""
+        self._owing = {-1: 0}  # whichever ranks they are: it beats from now on
         opening, _fds = self._link.receive()
         if not isinstance(opening, Open):
             raise LayoutError(
@@ -131,19 +140,17 @@ class LentRanks:
     def _relay(self, crew: Crew, arena: Segment) -> None:
         """Passes messages on, both ways, until Close. Raises ChannelClosed when ComfyUI is gone."""
         board = Board(arena)
+        self._lines = lambda: {rank: board.line(rank) for rank in crew.ranks}
         with selectors.DefaultSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ, None)
             for rank, channel in crew.channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             while True:
-                ready = selector.select(BEAT_S)
-                if self._owing and time.monotonic() - self._last_beat >= BEAT_S:
-                    self._beat(crew, board)
-                for key, _ in ready:
+                for key, _ in selector.select():
                     if key.data is None:
                         if self._pass_on(crew, arena, board):
                             return
-                    elif not self._pass_back(crew, arena, board, key.data):
+                    elif not self._pass_back(crew, arena, key.data):
                         selector.unregister(key.fileobj)
 
     def _pass_on(self, crew: Crew, arena: Segment, board: Board) -> bool:
@@ -168,7 +175,6 @@ class LentRanks:
         arena.
         """
         request, ranks = message.request, [rank for rank in crew.ranks if rank in message.ranks]
-        self._owing |= dict.fromkeys(ranks, request.request)
         try:
             if self._link.no_room is not None:
                 raise self._link.no_room
@@ -182,22 +188,20 @@ class LentRanks:
                 kind="error",
                 phase="receiving",
                 text=str(error),
-                trace="",
-                memory=Memory(0, 0, 0),
                 messages_done="none" if isinstance(request, Forward) else "all",
             )
             for rank in ranks:
-                del self._owing[rank]
                 self._say(Said(rank, full))
             return
+        self._owing |= dict.fromkeys(ranks, request.request)
         send_all(crew, request, fds[: len(fds) - bool(message.pieces)], ranks)
 
-    def _pass_back(self, crew: Crew, arena: Segment, board: Board, rank: int) -> bool:
+    def _pass_back(self, crew: Crew, arena: Segment, rank: int) -> bool:
         """Passes back the messages of ``rank``. False when it has ended."""
         try:
-            messages = crew.channels[rank].pump()
+            messages = list(crew.channels[rank].pump())
         except ChannelClosed:
-            self._beat(crew, board)
+            self._say(Beat(self._lines()))
             self._say(Ended(rank, crew.supervisor.exit_of(rank, 2.0), tuple(crew.supervisor.tail(rank))))
             return False
         for message, _fds in messages:
@@ -206,11 +210,6 @@ class LentRanks:
             offset, nbytes = message.wrote if isinstance(message, Done) else (0, 0)
             self._say(Said(rank, message), [(arena.fd, offset, nbytes)] if nbytes else ())
         return True
-
-    def _beat(self, crew: Crew, board: Board) -> None:
-        """Tells ComfyUI the progress of the ranks here."""
-        self._say(Beat({rank: board.line(rank) for rank in crew.ranks}))
-        self._last_beat = time.monotonic()
 
 
 def send_all(

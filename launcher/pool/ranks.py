@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ class Ranks:
         self._arena = arena
         self._crew = Crew(placement, "", setup)
         self._machines: list[RemoteMachine] = []
+        self._sides: dict[int, Supervisor | RemoteMachine] = {}  # of ranks on other machines
         self._selector = selectors.DefaultSelector()
 
     @property
@@ -64,8 +65,10 @@ class Ranks:
         """
         names = self._placement.other_machines
         for name in names:
-            self._machines.append(join(name, self._placement.ranks_on(name), self._setup, self._arena))
-            self._selector.register(self._machines[-1], selectors.EVENT_READ, self._machines[-1])
+            machine = join(name, self._placement.ranks_on(name), self._setup, self._arena)
+            self._machines.append(machine)
+            self._sides |= dict.fromkeys(machine.ranks, machine)
+            self._selector.register(machine, selectors.EVENT_READ, machine)
         net = net_for(self._setup, self._machines[0].own_address, new_meeting()) if names else None
         self._crew.start(self._arena.segment, net)
         for rank, channel in self._crew.channels.items():
@@ -143,6 +146,16 @@ class Ranks:
             )
             raise Lost(sentence, rank) from error
 
+    def check(self, owing: Collection[int]) -> None:
+        """Raises Lost where the leader of a machine whose ranks owe an answer has fallen silent."""
+        for machine in self._machines:
+            if not {*machine.ranks}.isdisjoint(owing):
+                try:
+                    machine.check()
+                except ChannelClosed as error:
+                    machine.close(0)  # it would not close its side
+                    raise self._gone(machine, error) from None
+
     def has_lost_one(self, idle: bool) -> bool:
         """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
         nothing unasked but that.
@@ -165,7 +178,7 @@ class Ranks:
         """Returns the last lines of the rank's log, as an error ends with them; empty where it has
         none.
         """
-        lines = self._side_of(rank).tail(rank)
+        lines = self._sides.get(rank, self._crew.supervisor).tail(rank)
         return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines) if lines else ""
 
     def kill(self) -> None:
@@ -191,9 +204,6 @@ class Ranks:
             machine.close(machines_s)
         self._selector.close()
 
-    def _side_of(self, rank: int) -> Supervisor | RemoteMachine:
-        return next((one for one in self._machines if rank in one.ranks), self._crew.supervisor)
-
     def _gone(self, source: int | RemoteMachine, error: ChannelClosed) -> Lost:
         if not isinstance(source, RemoteMachine):
             return self._died(source)
@@ -203,5 +213,5 @@ class Ranks:
         )
 
     def _died(self, rank: int) -> Lost:
-        status = self._side_of(rank).exit_of(rank, wait_s=DEATH_WAIT_S)
+        status = self._sides.get(rank, self._crew.supervisor).exit_of(rank, wait_s=DEATH_WAIT_S)
         return Lost(sentence_of_death(self._facts.where(rank), self._arena.board.phase(rank), status), rank)

@@ -59,18 +59,25 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, arena: Arena) -> R
     if not known:
         raise MachineMissing(f"Machine {name} has not joined the rendezvous at {setup.rendezvous}: {command}")
     where, _, port = known.rpartition(":")
+    own, sock = own_hello(socket.gethostname()), None
     try:
         sock = socket.create_connection((where.strip("[]"), int(port)), timeout=setup.lost_s)
+        theirs = shake_hands(sock, setup.secret, COMFYUI, own, setup.lost_s)
+        fault = version_conflict(name, theirs, own)
+    except SecretRefused as error:
+        fault = (
+            f"Machine {name} at {known} refused the exchange of secrets ({error}): set the same"
+            f" {SECRET_VARIABLE} on every machine."
+        )
     except OSError as error:
-        raise MachineMissing(
+        fault = (
             f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or"
             f" {command}"
-        ) from error
-    try:
-        trust(sock, name, known, setup)
-    except MachineMissing:
-        sock.close()
-        raise
+        )
+    if sock is None or fault:
+        if sock is not None:
+            sock.close()
+        raise MachineMissing(fault)
     notice_loss(sock, setup.lost_s)
     return RemoteMachine(name, ranks, sock, arena)
 
@@ -87,22 +94,6 @@ def leader_address(name: str, setup: RankSetup) -> str:
             f"Nothing answers at the rendezvous {setup.rendezvous} ({str(error).splitlines()[0]}): "
             f"run on every machine, in the checkout: {node_command(setup.rendezvous)}"
         ) from error
-
-
-def trust(sock: socket.socket, name: str, known: str, setup: RankSetup) -> None:
-    """Raises MachineMissing unless the leader holds the same secret and is of the same version."""
-    own = own_hello(socket.gethostname())
-    try:
-        theirs = shake_hands(sock, setup.secret, COMFYUI, own, setup.lost_s)
-    except OSError as error:
-        kind = "refused" if isinstance(error, SecretRefused) else "did not finish"
-        sentence = (
-            f"Machine {name} at {known} {kind} the exchange of secrets ({error}): set the same"
-            f" {SECRET_VARIABLE} on every machine."
-        )
-        raise MachineMissing(sentence) from error
-    if conflict := version_conflict(name, theirs, own):
-        raise MachineMissing(conflict)
 
 
 class RemoteMachine:
@@ -213,10 +204,8 @@ class RemoteMachine:
             try:
                 self._arena.segment.fill([answer.wrote], fds[0])
             except SharedMemoryFull as error:
-                text, memory = str(error), answer.memory
-                answer = Failed(
-                    request=answer.request, kind="error", phase="sending", text=text, trace="", memory=memory
-                )
+                text, number, memory = str(error), answer.request, answer.memory
+                answer = Failed(request=number, kind="error", phase="sending", text=text, memory=memory)
         if isinstance(answer, Failed):
             self._versions.clear()
             self._arguments.clear()
@@ -229,6 +218,10 @@ class RemoteMachine:
         poller = select.poll()
         poller.register(self._link.fileno(), select.POLLIN)
         return bool(poller.poll(0))
+
+    def check(self) -> None:
+        """Raises ChannelClosed where its leader beats no more. To be asked while ranks owe."""
+        self._link.check()
 
     def exit_of(self, rank: int, wait_s: float = 0) -> int | None:
         """Returns the exit status that the leader told; None if the rank is not known to have

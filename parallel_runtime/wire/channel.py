@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -52,15 +52,13 @@ class Channel:
             self._fill()
         return message
 
-    def pump(self) -> list[tuple[Any, list[int]]]:
-        """Reads once (the socket must be readable) and returns the messages that are whole by
-        now.
+    def pump(self) -> Iterator[tuple[Any, list[int]]]:
+        """Reads once (the socket must be readable) and yields the messages that are whole by now,
+        each before the next is looked at: one that cannot be read takes none before it along.
         """
         self._fill()
-        messages = []
         while (message := self._take()) is not None:
-            messages.append(message)
-        return messages
+            yield message
 
     def _fill(self) -> None:
         try:

@@ -230,8 +230,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kind: Literal["memory", "room", "refused", "error"]  # room: so much is not free, and nothing was begun
     phase: str
     text: str
-    trace: str
-    memory: Memory
+    trace: str = ""
+    memory: Memory = Memory(0, 0, 0)
     messages_done: Literal["none", "some", "all"] = "all"
 
 

@@ -8,11 +8,13 @@ torch.distributed's own traffic does.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import os
 import select
 import socket
 import struct
+import termios
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -164,6 +166,7 @@ class Link(Channel):
 
     def __init__(self, sock: socket.socket, incoming: Any):
         super().__init__(sock, incoming)
+        self._heard = time.monotonic()  # when something came, or was sent
         self._readable, self._lost_ms = select.poll(), lost_ms_of(sock)
         self._readable.register(sock, select.POLLIN)
 
@@ -199,10 +202,21 @@ class Link(Channel):
                         at += sent
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error
+        self._heard = time.monotonic()
+
+    def check(self) -> None:
+        """Raises ChannelClosed where a peer that is to speak says nothing for as long as makes it
+        lost, although it has all that was sent: its kernel answers for a process that is stopped.
+        """
+        limit_s = self._lost_ms / 1000 + 1.0  # by then the kernel has told of a lost connection
+        is_silent = time.monotonic() - self._heard > limit_s and not self._readable.poll(0)
+        if is_silent and not any(fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4))):
+            raise ChannelClosed(f"nothing came for {limit_s:g} s")
 
     def _fill(self) -> None:
         try:
             super()._fill()
+            self._heard = time.monotonic()
         except ChannelClosed as error:
             raise ChannelClosed("it closed the connection") from error
         except OSError as error:
