@@ -38,7 +38,7 @@ from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
-from ..parallel_runtime.planner.machine import Known, MachineBox, RankDevice, machine_box
+from ..parallel_runtime.planner.machine import Known, MachineBox, RankDevice, machine_box, over_machines
 from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
 from ..parallel_runtime.planner.prediction import Prediction
 from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
@@ -305,8 +305,6 @@ class Planning:
     ) -> PlannedLayout:
         """Raises NotCounted."""
         placement = choice.placement
-        if placement.other_machines:
-            raise NotCounted("links between machines are not known")
         if choice.weights == "sharded":
             raise NotCounted("weights are asked for as sharded, over all ranks of one sequence")
         here = self._here(placement, type(model.diffusion_model), room)
@@ -368,11 +366,14 @@ class Planning:
     def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> MachineBox:
         token_plan = plan_or_whole(model_class)
         family = token_plan.family if token_plan is not None else ""
+        own = len(placement.ranks_on("")) or 1
+        if placement.machines not in ((), tuple(rank // own for rank in range(len(placement.devices)))):
+            raise NotCounted("not as many devices of each machine are listed, ComfyUI's first")
         speeds = read(self._speeds, this_machine())
         measured, alone = (speeds_for(speeds, family, how) for how in ("both", "on all cores"))
-        return machine_box(
-            rank_devices(placement, room), staged=placement.backend == "gloo", measured=measured, alone=alone
-        )
+        staged = placement.backend == "gloo"
+        here = machine_box(rank_devices(placement, room), staged=staged, measured=measured, alone=alone)
+        return over_machines(here, len(placement.devices))
 
 
 def may_be_approximate(choice: Choice, token_plan: TokenPlan | None) -> bool:
@@ -404,10 +405,9 @@ def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevi
     """
     if not placement.devices[0].is_gpu:
         total = comfy.model_management.get_total_memory(torch.device("cpu"))
-        ranks = range(len(placement.devices))
-        return [RankDevice("CPU", total, max(1, placement.threads(rank))) for rank in ranks]
+        return [RankDevice("CPU", total, max(1, placement.threads(rank))) for rank in placement.ranks_on("")]
     found = []
-    for device in placement.devices:
+    for device in (placement.devices[rank] for rank in placement.ranks_on("")):
         properties = torch.cuda.get_device_properties(device.local_name)
         there = min(properties.total_memory, room.get(device.name, properties.total_memory))
         own = there // placement.devices.count(device) // STEP_BYTES * STEP_BYTES
@@ -420,7 +420,7 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
     devices share each image, or each prompt has its own where the model cannot be cut.
     """
     token_plan = plan_or_whole(type(model.model.diffusion_model))
-    if not choice.is_open or token_plan is None or token_plan.blocks or choice.placement.other_machines:
+    if not choice.is_open or token_plan is None or token_plan.blocks:
         return choice
     return replace(
         choice,

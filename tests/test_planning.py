@@ -42,9 +42,17 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choose import plan, with_running
 from pipemesh.parallel_runtime.planner.counts import NotCounted
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.machine import PLAIN_GPU, MachineBox, RankDevice, kind_of, machine_box
+from pipemesh.parallel_runtime.planner.machine import (
+    PLAIN_GPU,
+    MachineBox,
+    RankDevice,
+    kind_of,
+    machine_box,
+    over_machines,
+)
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
 from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
+from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.planner.warm_up import FOLDER, digest_of
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
@@ -112,6 +120,29 @@ def test_prompts_and_images_go_to_groups_and_one_alone_is_shared_by_all_ranks():
     ]
     assert layouts[0] in (Layout(cfg=2), Layout(data=2)) and layouts[1] == Layout(data=2)
     assert layouts[2].world_size == 2 and layouts[2].groups == 1
+
+
+def test_over_machines_what_sends_least_goes_between_them_and_what_is_assumed_is_said():
+    def opened(devices):
+        return Choice(place(Layout(ulysses=devices.count("cpu")), devices, "auto", ()), is_open=True)
+
+    def chosen(devices, *how):
+        return planning().choose(unet().model, opened(devices), asked(*how), ())
+
+    two, groups = "cpu,cpu,far/cpu,far/cpu", Layout(ulysses=2, cfg=2)
+    assert placed(opened(two), chosen(two, 2)).placement == place(groups, two, "auto", ())
+    assert chosen(two, 1, 2).layout == Layout(ulysses=2, data=2)
+    assert chosen(two).box == "2x2xCPU-10G"
+    assert chosen(two).why.endswith(", each machine as this one, and 10 Gbit/s between them, not measured")
+    for devices in ("far/cpu,far/cpu", "far/cpu,cpu", "cpu,far/cpu,far/cpu"):
+        assert chosen(devices).why == "not as many devices of each machine are listed, ComfyUI's first"
+
+
+def test_machines_alike_are_the_box_that_plan_names_so():
+    here, named = machine_box([RankDevice("NVIDIA L40", 48 * 10**9)] * 8), published_box("2x8xL40-PCIe-10G")
+    assert over_machines(here, 16).box == named
+    assert over_machines(here, 8) is here
+    assert over_machines(here, 12).box == named.first(12), "the last machine has fewer"
 
 
 def test_what_cannot_be_counted_keeps_all_devices_on_one_image_and_says_why():

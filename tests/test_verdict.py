@@ -174,13 +174,11 @@ def test_a_death_is_one_sentence_with_its_cause_and_the_next_move(status, cause)
 
 def test_a_stall_names_the_limit_and_where_machines_meet_the_ports():
     assert (
-        sentence_of_stall("Rank 1 on cpu", "computing", 2.0, over_machines=True)
+        sentence_of_stall("Rank 1 on cpu", "computing", 2.0)
         == "Rank 1 on cpu made no progress for 2 s while computing: run again, a fresh pool will be started"
         " (PIPEMESH_STALL_S sets the limit)."
     )
-    assert "see that every port is open" in sentence_of_stall(
-        "Rank 1 on cpu", "joining", 2.0, over_machines=True
-    )
+    assert "see that every port is open" in sentence_of_stall("Rank 1 on cpu", "joining", 2.0)
 
 
 def test_a_rank_answers_a_request_once_what_it_says_later_is_dropped():

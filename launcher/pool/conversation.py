@@ -198,10 +198,8 @@ class Conversation:
         stall_s = self.stall_s * (1.0 if self._leave_by == math.inf else LEAVE_STALLS_AFTER)
         rank = self._stalls.stalled_rank(owing, stall_s)
         if rank is not None:
-            phase, over_machines = self._board.phase(rank), any("/" in name for name in self._facts.names)
-            raise Lost(
-                sentence_of_stall(self._facts.where(rank), phase, stall_s, over_machines=over_machines), rank
-            )
+            where, phase = self._facts.where(rank), self._board.phase(rank)
+            raise Lost(sentence_of_stall(where, phase, stall_s), rank)
 
     def _pass_judgement(self, *, forgiven: bool = False) -> None:
         """Raises the error of what failed in flight. Then all that was answered in connected groups

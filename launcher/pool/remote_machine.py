@@ -74,8 +74,8 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, arena: Arena) -> R
             f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or"
             f" {command}"
         )
-    if sock is None or fault:
-        if sock is not None:
+    if not sock or fault:
+        if sock:
             sock.close()
         raise MachineMissing(fault)
     notice_loss(sock, setup.lost_s)

@@ -140,14 +140,14 @@ def cause_of_end(status: int | None) -> str:
     return f"ended with {'signal ' + str(-status) if status < 0 else 'exit status ' + str(status)}"
 
 
-def sentence_of_stall(where: str, phase: str, stall_s: float, *, over_machines: bool) -> str:
+def sentence_of_stall(where: str, phase: str, stall_s: float) -> str:
     ports = (
-        "see that every port is open between the machines, or set GLOO_SOCKET_IFNAME to the interface between"
-        " them; "
+        "with several machines, see that every port is open between them, or set GLOO_SOCKET_IFNAME to the"
+        " interface between them; "
     )
     return (
         f"{where} made no progress for {stall_s:g} s while {phase}: "
-        f"{ports if over_machines and phase == 'joining' else ''}{AGAIN} (PIPEMESH_STALL_S sets the limit)."
+        f"{ports if phase == 'joining' else ''}{AGAIN} (PIPEMESH_STALL_S sets the limit)."
     )
 
 

@@ -13,7 +13,18 @@ from typing import Literal
 from .box import Box, Device, Level
 from .cost import MERGE_BYTES, UNFUSED_MERGE_BYTES
 from .measured import Speeds
-from .published import GIGA, MICRO, TERA, device, figures, links, of_any_box, pcie, slowest_link
+from .published import (
+    GIGA,
+    MICRO,
+    TERA,
+    device,
+    figures,
+    links,
+    network_of,
+    of_any_box,
+    pcie,
+    slowest_link,
+)
 from .whole import ITEM_BYTES
 
 PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
@@ -21,6 +32,7 @@ PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
 ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")
 NOT_LINKED = re.compile(r"PCIe|NVL\b")  # of cards
 FP32_BYTES = 4
+NETWORK_GBITS = 10  # between machines: nothing measures it
 Known = Literal["measured", "published", "plain"]
 
 
@@ -86,6 +98,22 @@ def machine_box(
             box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken"
         )
     return MachineBox(box, "published", f"by published figures of {name}")
+
+
+def over_machines(here: MachineBox, devices: int) -> MachineBox:
+    """Return the box of so many devices in machines that are all taken to be as this one is."""
+    box, count = here.box, len(here.box.devices)
+    if devices == count:
+        return here
+    whole = replace(
+        box,
+        name=f"{-(-devices // count)}x{box.name}-{NETWORK_GBITS}G",
+        devices=(box.devices * devices)[:devices],
+        levels=(*box.levels, network_of(count, NETWORK_GBITS)),
+        machine=count,
+    )
+    said = f"{here.said}, each machine as this one, and {NETWORK_GBITS} Gbit/s between them, not measured"
+    return replace(here, box=whole, said=said)
 
 
 def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tuple[Device, ...]:
