@@ -92,7 +92,7 @@ class PoolWorld(LateWorld):
     """``ui(remote)``: what ComfyUI's process does; ``prepare(rank, model)``: what is odd there."""
 
     idle_turns = done = 0
-    records = False
+    records = "never"
 
     def __init__(self, layout, box, monkeypatch, ui, prepare):
         super().__init__(layout, box, monkeypatch)
@@ -160,7 +160,9 @@ class PoolWorld(LateWorld):
         segment.close()
 
 
-def pooled(layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None, records=False):
+def pooled(
+    layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None, records="never"
+):
     """Has ``ui`` use a pool; returns its ranks' GPUs. ``pins``: whether its arena is pinned; else
     it is so at even seeds.
     """

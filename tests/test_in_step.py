@@ -14,7 +14,7 @@ import torch
 from greenlet import getcurrent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.client.session import Resident, Session
+from pipemesh.parallel_runtime.client.session import Like, Resident, Session
 from pipemesh.parallel_runtime.comm.in_step import KEPT_KINDS, Expected, KnownSteps, Step, Stopped
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.layout import Layout
@@ -114,7 +114,7 @@ class Asking:
                 self._session.end_run()
             if act.succeeded:
                 ticket = SimpleNamespace(
-                    run=SimpleNamespace(model=act.model), kind=act.looks, ranks=act.ranks, part=Part(1, 0)
+                    run=SimpleNamespace(model=act.model), like=Like(Part(0, 0), act.looks, act.ranks)
                 )
                 self._session.confirm(
                     ticket,

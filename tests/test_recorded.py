@@ -13,7 +13,10 @@ import torch
 from greenlet import getcurrent
 from pipemesh.lab.commands.parity import BOUND, PLAIN, relative_error, sampled, stock_model
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
-from pipemesh.parallel_runtime.client.session import Resident, Session
+from pipemesh.parallel_runtime.client.branch import Branch
+from pipemesh.parallel_runtime.client.evaluations import Work
+from pipemesh.parallel_runtime.client.replayed import Replayed
+from pipemesh.parallel_runtime.client.session import Like, Resident, Session
 from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.crossing.in_block import PatchesHere
@@ -24,7 +27,7 @@ from pipemesh.parallel_runtime.families.plan import COMPILE
 from pipemesh.parallel_runtime.forward import binder, forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
-from pipemesh.parallel_runtime.methods.recorded import RecordedForward, Region, Unlike, is_wanted
+from pipemesh.parallel_runtime.methods.recorded import RecordedForward, Recording, Region, Unlike, when_wanted
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.messages import Load
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
@@ -36,7 +39,8 @@ from .late_queues import DEVICE
 from .late_ranks import LateWorld, own_gpu
 from .test_collectives import Rank
 from .test_late_methods import on_gpu
-from .test_late_pool import Sampler, assert_same, at_once
+from .test_late_pool import Sampler, arguments_of, assert_same, at_once
+from .test_late_pool import asked as asked_of
 from .test_prefix import PLAN as PROMPTED
 from .test_prefix import Prompted, arguments
 
@@ -66,17 +70,20 @@ def stock(family):
 
 
 class Asked(NamedTuple):
-    """An evaluation. ``changed`` and ``foreign``: as ``Expected`` has it; ``model``: which one."""
+    """An evaluation. ``changed`` and ``foreign``: as ``Expected`` has it; ``model``: which one.
+    ``run``: where it is another than before, that one has ended.
+    """
 
     arguments: dict
     changed: bool = False
     foreign: bool = False
     model: int = 0
     attempt: int = 0
+    run: int = 0
 
     @property
     def part(self):
-        return Part(self.model + 1, 0, attempt=self.attempt)
+        return Part(2 * self.run + self.model + 1, 0, attempt=self.attempt)
 
 
 class UI:
@@ -93,7 +100,8 @@ class UI:
             getcurrent().parent.switch(None)
         kind, model = self.kind_of(asked), str(asked.model)
         confirmed = self.session.known_steps(model, kind, self.ranks)
-        recorded = (asked.part, kind, self.ranks) in self.session.models[model].recorded
+        like = Like(asked.part._replace(run=0), kind, self.ranks)
+        recorded = like in self.session.models[model].recorded
         return Expected(kind, confirmed, recorded, changed=asked.changed, foreign=asked.foreign)
 
     def kind_of(self, asked):
@@ -103,16 +111,29 @@ class UI:
         self.answers[at].append(facts)
         if len(self.answers[at]) == len(self.ranks):
             kind, run = self.kind_of(asked), SimpleNamespace(model=str(asked.model))
-            ticket = SimpleNamespace(run=run, kind=kind, ranks=self.ranks, part=asked.part)
+            like = Like(asked.part._replace(run=0), kind, self.ranks)
+            ticket = SimpleNamespace(run=run, like=like)
             self.session.confirm(ticket, self.answers[at])
 
 
-def evaluated(layout, asked, models, *, plan=None, seed=0, prepare=lambda mesh, run, models, at: None):
-    """What ranks compute of all that is asked; how often each has replayed a graph by then."""
+def evaluated(
+    layout,
+    asked,
+    models,
+    *,
+    plan=None,
+    seed=0,
+    prepare=lambda mesh, run, models, at: None,
+    records="always",
+    room=1 << 30,
+):
+    """What ranks compute of all that is asked; how often each has replayed a graph by then.
+    ``room``: of what may stay from run to run.
+    """
     outputs, replays, ui = {}, defaultdict(list), UI(layout.world_size)
 
     def work(mesh, run):
-        mesh.sequence.records = True
+        mesh.sequence.records = records
         run.wants_stop = lambda: bool(getcurrent().gpu.require_no_recording("a flag"))
         own, methods = deepcopy(models), []
         for model in own:
@@ -123,6 +144,8 @@ def evaluated(layout, asked, models, *, plan=None, seed=0, prepare=lambda mesh, 
         for at, one in enumerate(asked):
             prepare(mesh, run, own, at)
             model, method = own[one.model], methods[one.model]
+            if at and one.run != asked[at - 1].run:
+                method.end_run((), room)
             expected = ui.expected(at, one)
             method.begin(one.part, expected)
             try:
@@ -194,6 +217,95 @@ def test_another_shape_another_model_and_other_weights_have_no_graph_of_these():
     assert replays == [[0, 1, 1, 1, 2, 3, 4, 4, 5]] * 2
 
 
+def of_two_runs(*numbers):
+    return [Asked(given(PLAIN, number), run=int(at > 2)) for at, number in enumerate(numbers)]
+
+
+@pytest.mark.parametrize(("room", "later"), [(1 << 30, [3, 4]), (1 << 10, [2, 2])], ids=["room", "none"])
+def test_another_run_replays_what_was_recorded_where_there_is_room_for_it(room, later):
+    asked = of_two_runs(0, 1, 2, 3, 4)
+    outputs, replays = evaluated(Layout(ulysses=2), asked, [stock(PLAIN)], room=room)
+    assert replays == [[0, 1, 2, *later]] * 2
+    assert all(is_right(outputs[0, at], stock(PLAIN), one.arguments) for at, one in enumerate(asked))
+
+
+def test_graphs_that_last_stay_while_they_take_no_more_than_there_is_room_for():
+    lasting = Recording(None, [], None, [], {}, 7, 10, True)
+    for recording, room, stays in (
+        (lasting, 10, True),
+        (lasting, 9, False),
+        (lasting._replace(lasts=False), 99, False),
+    ):
+        graphs = RecordedForward()
+        graphs._recordings["a"] = recording
+        graphs.end_run(room)
+        assert ("a" in graphs) == stays and graphs.number_of("a") == 7 * stays
+
+
+def test_a_graph_that_was_recorded_anew_is_compared_anew():
+    session = UI(2).session
+    session.models |= {"m": Resident()}
+    like, run = Like(Part(0, 0), 1, (0, 1)), SimpleNamespace(model="m")
+
+    def compared(*numbers):
+        """Whether graphs of these numbers count as compared, when ranks have told of them."""
+        answers = [SimpleNamespace(confirmed=1, recorded=number) for number in numbers]
+        session.confirm(SimpleNamespace(run=run, like=like), answers)
+        return like in session.models["m"].recorded and session.models["m"].recorded[like].are_right
+
+    def hold_to(numbers):
+        ticket = SimpleNamespace(run=run, like=like, unproven=numbers)
+        Replayed([ticket], [(torch.ones(2), None)]).hold_to([(torch.ones(2), None)], session)
+
+    assert not compared(3, 4)
+    hold_to((1, 2))  # what was replayed then is gone
+    assert not compared(3, 4)
+    hold_to((3, 4))
+    assert compared(4, 3) and not compared(4, 5)
+    hold_to((4, 5))
+    assert compared(4, 5) and not compared(0, 5) and not compared(4, 5)
+
+
+def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
+    """It adds to each image what it made of the run's first."""
+    first = {}
+
+    def add_first(model, inputs):
+        (image,) = inputs
+        if id(model) not in first:
+            first[id(model)] = image * 1.5
+        return (image + first[id(model)],)
+
+    def prepare(mesh, run, models, at):
+        if at == 0:
+            models[0].img_in.register_forward_pre_hook(add_first)
+        if at == 3:
+            del first[id(models[0].img_in)]
+
+    asked, truth = of_two_runs(0, 1, 2, 3, 4), deepcopy(stock(PLAIN))
+    outputs, replays = evaluated(Layout(ring=2), asked, [stock(PLAIN)], prepare=prepare)
+    assert replays == [[0, 1, 2, 2, 2]] * 2
+    truth.img_in.register_forward_pre_hook(add_first)
+    for at, one in enumerate(asked):
+        if at == 3:
+            del first[id(truth.img_in)]
+        assert is_right(outputs[0, at], truth, one.arguments), at
+
+
+@pytest.mark.parametrize(("seed", "is_bound"), [(0, False), (1, True)], ids=["by the GPU", "by the CPU"])
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout()], ids=Layout.equation)
+def test_by_itself_a_rank_records_where_the_gpu_waits_for_it_and_messages_are_known(layout, seed, is_bound):
+    asked = [Asked(given(PLAIN, number)) for number in range(4)]
+
+    def prepare(mesh, run, models, at):
+        mesh.sequence.device = own_gpu()  # as a rank over NCCL has it
+
+    outputs, replays = evaluated(layout, asked, [stock(PLAIN)], seed=seed, records="late", prepare=prepare)
+    for first, second, _, last in replays:
+        assert first == second == 0 and bool(last) == is_bound
+    assert all(is_right(outputs[0, at], stock(PLAIN), one.arguments) for at, one in enumerate(asked))
+
+
 def pins(model, _inputs):
     torch.empty(1, pin_memory=True)
 
@@ -243,7 +355,7 @@ def test_a_rank_that_computes_or_fails_where_others_replay_leaves_none_waiting()
 
     def prepare(mesh, run, models, at):
         if mesh.rank == 1:
-            mesh.sequence.records = at not in (2, 4)
+            mesh.sequence.records = "never" if at in (2, 4) else "always"
         if mesh.rank == 1 and at == 4:
             run.failing = models[0].img_in.register_forward_pre_hook(fail)
         if mesh.rank == 1 and at == 5:
@@ -267,7 +379,7 @@ class StopsTheSecond(Sampler):
 
 def test_stop_ends_a_run_that_is_replayed_and_the_next_is_right():
     sampler = StopsTheSecond(Layout(ulysses=2), runs=3)
-    gpus = pooled(sampler.layout, sampler, records=True)
+    gpus = pooled(sampler.layout, sampler, records="always")
     assert sampler.runs[1] is RunCancelled and all(gpu.replays for gpu in gpus)
     for outputs in (sampler.runs[0], sampler.runs[2]):
         assert_same(outputs, at_once(sampler.layout))
@@ -277,10 +389,38 @@ def test_stop_ends_a_run_that_is_replayed_and_the_next_is_right():
 def test_a_pool_that_replays_computes_what_one_does_that_does_not(seed):
     layout = Layout(ulysses=2)
     sampler = Sampler(layout)
-    gpus = pooled(layout, sampler, seed, records=True)
+    gpus = pooled(layout, sampler, seed, records="always")
     for outputs in sampler.runs:
         assert_same(outputs, at_once(layout))
     assert all(gpu.replays for gpu in gpus)
+
+
+class WholeEvaluations(Sampler):
+    """Each is dispatched, as one that ranks share is."""
+
+    def sampled(self, remote):
+        run, outputs = remote.runs.begin("m"), []
+        for step, branch, _ in asked_of(self.layout):
+            arguments = {**on_gpu(arguments_of(step, branch)), "transformer_options": {}}
+            work = Work(arguments, Branch((str(branch),)))
+            outputs += remote.evaluations.dispatch(run, [work], lambda: False)
+        return [one.to("cpu", copy=True) for one in outputs]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, float("nan")], ids=["right", "other", "NaN"])
+def test_a_graph_that_computes_something_else_is_told_of_and_changes_no_image(monkeypatch, caplog, factor):
+    """Of each graph the first replay is compared."""
+    real = RecordedForward.replay
+    monkeypatch.setattr(RecordedForward, "replay", lambda self, *args: real(self, *args) * factor)
+    sampler = WholeEvaluations(Layout(ulysses=2))
+    gpus = pooled(sampler.layout, sampler, records="always")
+    for outputs in sampler.runs:
+        assert_same(outputs, at_once(sampler.layout))
+    replays, warned = (
+        {gpu.replays for gpu in gpus},
+        [line for line in caplog.messages if "A CUDA graph came" in line],
+    )
+    assert (replays == {1}) == (len(warned) == 1) == (factor != 1)
 
 
 def test_a_pool_records_nothing_where_that_is_off():
@@ -298,6 +438,7 @@ def test_a_rank_tells_its_method_of_other_weights_and_of_nodes_code(monkeypatch)
     for number in range(4):
         if number == 2:
             resident.patch("b", {}, {}, None, None, rank)
+            resident.end_run()  # of a run that ended before this rank had anything to compute
         if number == 3:
             resident._in_block = PatchesHere(methods={"blocks.0.forward": print})
         resident.begin(Part(1, 0))
@@ -329,8 +470,8 @@ def test_what_was_there_is_kept_and_what_outlives_a_recording_is_seen():
         assert region.left(output) == 1
         kept.clear()
         assert region.left(output) == 0
-        graphs = RecordedForward()
-        graphs.record("a", {"x": output}, lambda given: given["x"] * there, Counter())
+        graphs = RecordedForward("always")
+        graphs.record("a", {"x": output}, lambda given: given["x"] * there, Counter(), [], 1)
         assert any(one is there for one in graphs._recordings["a"].read)
 
 
@@ -338,10 +479,12 @@ def test_an_evaluation_with_code_or_on_the_cpu_has_no_graph_and_one_with_other_n
     with late_device():
         there = torch.ones(2, device=DEVICE)
         options = {"transformer_options": {"a": [1, "b"]}}
-        assert RecordedForward().key_of({"x": there, **options}) is not None
+        assert RecordedForward("always").key_of({"x": there, **options}) is not None
         for unlike in ({"x": torch.ones(2)}, {"patch": print}, {"transformer_options": {COMPILE: {}}}):
-            assert RecordedForward().key_of({"y": there, **unlike}) is None
-        numbers = [RecordedForward().key_of({"x": there, "n": number}) for number in (1, 1.0, True, 2)]
+            assert RecordedForward("always").key_of({"y": there, **unlike}) is None
+        numbers = [
+            RecordedForward("always").key_of({"x": there, "n": number}) for number in (1, 1.0, True, 2)
+        ]
         assert len(set(numbers)) == 4
     assert len(caplog.messages) == 3
 
@@ -359,13 +502,13 @@ def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family, monk
 
     monkeypatch.setattr(transformer, name, note)
     sampled(patcher, SAMPLES[family], "odd", 4.0, False, "euler", 0, 3)
-    graphs = RecordedForward()
+    graphs = RecordedForward("always")
     with late_device():
         keys = [graphs.key_of(on_gpu(one)) for one in asked]
     assert len(asked) == 6 and len(set(keys)) == 2 and None not in keys
 
 
 def test_graphs_are_off_unless_they_are_asked_for_and_nccl_moves_messages():
-    on = {"PIPEMESH_GRAPHS": "1"}
-    asked = [("nccl", on), ("gloo", on), ("nccl", {}), ("nccl", {"PIPEMESH_GRAPHS": "0"})]
-    assert [is_wanted(*one) for one in asked] == [True, False, False, False]
+    asked = [(backend, {"PIPEMESH_GRAPHS": one}) for backend in ("nccl", "gloo") for one in ("all", "1", "0")]
+    assert [when_wanted(*one) for one in asked] == ["always", "late", "never", *["never"] * 3]
+    assert when_wanted("nccl", {}) == "never"

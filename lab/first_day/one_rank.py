@@ -37,7 +37,6 @@ from .place import Broken, Line, Place, messages_on, milliseconds, on_ranks, use
 MODEL = next(name for name, (_, one) in RELEASED.items() if one.title)  # of the documents' table
 SMALL = (64, 64, 1)  # pixels: a GPU computes them faster than a CPU starts the kernels
 ROOM = 30 << 30  # bytes, under which the model has fewer blocks
-MIB = 1 << 20
 BOUND = 0.85  # of the time: what a CPU takes alone
 
 
@@ -54,12 +53,10 @@ class Taken(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """``apart``: how far a replay is from the same evaluation computed, of its largest number."""
+    """``recording_ms``: of the evaluation behind which the graph was recorded, with that."""
 
     ms: float
     recording_ms: float
-    nbytes: int
-    apart: float
 
 
 class Tried:
@@ -95,31 +92,21 @@ class Tried:
                 evaluate(self.small)
                 starting.append(1e3 * (perf_counter() - began))
             busy, kernels = profiled(lambda: evaluate(self.usual), self.device)
-            computed = evaluate(self._other)
         replay = None
         if mesh is not None and mesh.sequence.device.type == "cuda":
-            mesh.sequence.records = True
+            mesh.sequence.records = "always"
             with torch.inference_mode(), self._evaluating(mesh) as evaluate:
-                replay = self._replay(evaluate, computed)
-            mesh.sequence.records = False
+                replay = self._replay(lambda: evaluate(self.usual))
+            mesh.sequence.records = "never"
         return Taken(large, busy, kernels, median(starting[2:]), replay)
 
-    @property
-    def _other(self) -> dict[str, Any]:
-        """Arguments like the usual ones, of other numbers."""
-        return {name: value * 0.5 if is_number(value) else value for name, value in self.usual.items()}
-
-    def _replay(self, evaluate: Any, computed: torch.Tensor) -> Replay:
-        """``computed``: of other arguments than the graph is recorded with."""
+    def _replay(self, evaluate: Any) -> Replay:
         wait(self.device)
-        began, before = perf_counter(), held(self.device)
-        evaluate(self.usual)
+        began = perf_counter()
+        evaluate()
         wait(self.device)
-        recording, held_bytes = 1e3 * (perf_counter() - began), held(self.device) - before
-        apart = float((evaluate(self._other) - computed).abs().max() / computed.abs().max())
-        return Replay(
-            milliseconds(lambda: evaluate(self.usual), self.device, self.rounds), recording, held_bytes, apart
-        )
+        recording = 1e3 * (perf_counter() - began)
+        return Replay(milliseconds(evaluate, self.device, self.rounds), recording)
 
     @contextmanager
     def _evaluating(self, mesh: Mesh | None) -> Iterator[Any]:
@@ -131,21 +118,19 @@ class Tried:
         assert plan is not None
         method = SequenceParallel(self.transformer, plan, mesh.sequence)
         method.attach()
+        expected = Expected()
 
         def evaluate(arguments: dict[str, Any]) -> Any:
-            known = method.facts
-            method.begin(Part(1, 0), Expected(confirmed=known.confirmed, recorded=known.recorded))
-            return method.forward(forward, dict(arguments), 1)
+            nonlocal expected
+            method.begin(Part(1, 0), expected)
+            output = method.forward(forward, dict(arguments), 1)
+            expected = Expected(confirmed=method.facts.confirmed, recorded=method.facts.recorded > 0)
+            return output
 
         try:
             yield evaluate
         finally:
             method.detach()
-
-
-def held(device: torch.device) -> int:
-    """Return the bytes of the device that this process has taken, in use or not."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def sized(released: Released, place: Place, device: torch.device) -> Released:
@@ -251,10 +236,7 @@ def line_of(layout: Layout, taken: Taken, whole: Whole | None) -> Line:
         costs = costs_of(Job(whole=whole), layout, box)
         figure += f"; predicted {1e3 * predicted:.1f} ms, {launches_of(costs, 0)} kernels"
     if taken.replay is not None:
-        ms, recording_ms, nbytes, apart = taken.replay
-        figure += (
-            f"; as a CUDA graph {ms:.1f} ms, recorded in {recording_ms:.0f} ms and {nbytes / MIB:.0f} MiB,"
-            f" {apart:.1g} apart"
-        )
+        ms, recording_ms = taken.replay
+        figure += f"; as a CUDA graph {ms:.1f} ms, recorded in {recording_ms:.0f} ms"
     bound = taken.starting_ms > BOUND * taken.ms
     return Line(figure, "bound by the CPU that starts kernels" if bound else "bound by the device")

@@ -4,6 +4,7 @@ CUDA context.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -19,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.cuda.nccl
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
@@ -180,7 +180,18 @@ def on_ranks(
 def backend_of(place: Place, share_one: bool) -> str:
     if place.on_cpu or not dist.is_nccl_available():
         return "gloo"
-    return "gloo" if share_one and tuple(torch.cuda.nccl.version())[:2] < SHARES_A_GPU else "nccl"
+    return "gloo" if share_one and nccl_version()[:2] < SHARES_A_GPU else "nccl"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the library that is loaded: torch tells the one it was built with."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:
+        return (0,)
+    major, rest = divmod(number.value, 10_000)
+    return major, rest // 100, rest % 100
 
 
 def messages_on(device: torch.device, via_cpu: bool) -> torch.device:

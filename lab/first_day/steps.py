@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.cuda.nccl
 import torch.distributed as dist
 
 from ...launcher.pool.gpu_modes import SHARED, ask_driver, modes_in
@@ -22,7 +21,18 @@ from ...parallel_runtime.comm.mesh import connect
 from ...parallel_runtime.comm.parts import runs_of
 from ...parallel_runtime.layout import Layout
 from .one_rank import alone, together
-from .place import FORK, Broken, Line, Place, in_process, messages_on, milliseconds, on_ranks, use_host
+from .place import (
+    FORK,
+    Broken,
+    Line,
+    Place,
+    in_process,
+    messages_on,
+    milliseconds,
+    nccl_version,
+    on_ranks,
+    use_host,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB, KIB = 1 << 20, 1 << 10
@@ -49,7 +59,7 @@ def machine(place: Place) -> Iterator[Line]:
 
     facts = doctor.gather(place.host)
     gpus = ", ".join(f"{one.name} ({doctor.gib(one.memory_bytes)})" for one in facts.torch.gpus) or "no GPU"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if facts.torch.gpus else "none"
+    nccl = ".".join(map(str, nccl_version())) if facts.torch.gpus else "none"
     yield Line(f"{gpus}; torch {facts.torch.version}, NCCL {nccl}, ComfyUI {place.host.version}")
     modes = {*modes_in(ask_driver()).values()}
     mps = Path(os.environ.get(MPS, "/tmp/nvidia-mps")).exists()

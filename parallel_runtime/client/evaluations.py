@@ -27,9 +27,10 @@ from ..wire.messages import Done, Fetch, Forward
 from ..wire.segment import Segment, TensorRef, aligned, mib
 from ..wire.tree import NotPlain, decode_tree, encode_tree
 from .branch import Branch
+from .replayed import Replayed
 from .residency import Residency
 from .run import Run, measured
-from .session import Session, Sessions, Ticket, WrittenArguments
+from .session import Like, Session, Sessions, Ticket, WrittenArguments
 
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
 IN_PLACE = (CONTROL, "samples")  # ranks take the rows that they need from where it lies
@@ -80,13 +81,15 @@ class Evaluations:
     ) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again after other models
         are released where the ranks ran out of memory, if that ``makes_room``, and where
-        conditioning was not what it was assumed to be, or an output is larger than its latent.
+        conditioning was not what it was assumed to be, an output is larger than its latent, or
+        ranks replayed a CUDA graph for the first time: then what they compute is held to it.
 
         Nothing cancelled may be outstanding: ranks may still read what is to be written over.
         Returns own tensors.
         """
         began = time.perf_counter()
         answered: list[tuple[Any, Answers]] = []
+        replayed: Replayed | None = None
         with one_thread():
             while not answered:
                 try:
@@ -97,11 +100,16 @@ class Evaluations:
                             Part(run.id, run.number_of(work.branch), attempt=self._failed.get(run, 0)),
                             assume=True,
                             began=began,
+                            may_replay=replayed is None,
                         )
                         for work in works
                     ]
                     if all([ticket.written.is_right() for ticket in tickets]):
                         answered = [self._await_output(ticket, interrupted) for ticket in tickets]
+                        if any([ticket.unproven for ticket in tickets]):
+                            replayed, answered = Replayed(tickets, answered), []  # now it is computed
+                        elif replayed is not None:
+                            replayed.hold_to(answered, self._sessions.latest)
                     else:
                         self._retract(tickets, interrupted)
                 except OutputTooLarge as error:
@@ -121,7 +129,14 @@ class Evaluations:
         return [output for output, _ in answered]
 
     def submit(
-        self, run: Run, work: Work, part: Part, *, assume: bool = False, began: float | None = None
+        self,
+        run: Run,
+        work: Work,
+        part: Part,
+        *,
+        assume: bool = False,
+        began: float | None = None,
+        may_replay: bool = True,
     ) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
         submission, or ``abandon``. Call it where torch computes on ``one_thread``.
@@ -129,7 +144,7 @@ class Evaluations:
         Patches of the same arguments that are in flight together share what was written of them.
         ``assume``: names the conditioning that this branch sent last without looking at it; then
         ``written.is_right`` is to be asked while the ranks compute. ``began``: of the first
-        attempt; now, where there was none. Raises PoolFailed.
+        attempt; now, where there was none. ``may_replay``: a CUDA graph. Raises PoolFailed.
         """
         arguments = work.arguments
         session = self._sessions.latest
@@ -159,22 +174,16 @@ class Evaluations:
         # Tokens that ranks kept spare them messages from a branch's second evaluation on
         keeps = KEPT in arguments.get("transformer_options", {}) and part in self._looked_at.get(run, ())
         kind = hash((written.kind, part.patch, keeps))
-        ticket = Ticket(
-            session.pool.next_request(),
-            run,
-            part,
-            ranks,
-            written,
-            frame,
-            out.nbytes,
-            latents[0].device,
-            began,
-            kind,
-        )
-        session.tickets.append(ticket)
         confirmed = session.known_steps(run.model, kind, ranks)
+        may_replay = may_replay and session.replays and confirmed > 0
+        like = Like(part._replace(run=0), kind, ranks)
+        graphs = session.models[run.model].recorded.get(like) if may_replay else None
+        unproven = graphs.numbers if graphs is not None and not graphs.are_right else ()
+        number, device = session.pool.next_request(), latents[0].device
+        ticket = Ticket(number, run, part, written, frame, out.nbytes, device, began, like, unproven)
+        session.tickets.append(ticket)
         request = Forward(
-            request=ticket.number,
+            request=number,
             model=run.model,
             patches_id=work.branch.weights,
             arguments=written.tree,
@@ -184,7 +193,7 @@ class Evaluations:
             width=work.width,
             kind=kind,
             confirmed=confirmed,
-            recorded=confirmed > 0 and (part, kind, ranks) in session.models[run.model].recorded,
+            recorded=graphs is not None,
         )
         try:
             session.pool.submit(request, ranks)
@@ -236,7 +245,7 @@ class Evaluations:
         """Has ``rank`` write its last output, which took more room than the latent, into a larger
         place. Returns it. Raises OutputTooLarge where the rank may have computed another since.
         """
-        if session.pool.facts.stages > 1 and len(ticket.ranks) > 1:
+        if session.pool.facts.stages > 1 and len(ticket.like.ranks) > 1:
             raise ModelError(
                 f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1."
             )
@@ -255,7 +264,8 @@ class Evaluations:
         """
         run, tensor = ticket.run, session.pool.arena.segment.tensor
         seen = self._looked_at.setdefault(run, set())
-        if run.is_told and (branch := ticket.part._replace(patch=None)) not in seen:
+        told = run.is_told and not ticket.unproven
+        if told and (branch := ticket.part._replace(patch=None)) not in seen:
             seen.add(branch)
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
@@ -263,9 +273,7 @@ class Evaluations:
         return own_tensors(session.pool.arena.segment, reply.output, ticket.device)
 
     def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
-        """Calls the ranks back from all evaluations in flight. They have as long as they need for
-        that: nobody has cancelled.
-        """
+        """Calls the ranks back from all evaluations in flight, however long they need for that."""
         session = self._sessions.latest
         assert session is not None and session.tickets == tickets
         session.pool.call_back()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -78,13 +78,32 @@ class ResidentState(Enum):
     READY = "every rank holds it, under the weight patches of ``patches_id``"
 
 
+class Like(NamedTuple):
+    """What evaluations have in common that ranks replay one graph for. ``part``: of no run.
+    ``kind``: equal where ranks exchange the same messages, as a rule.
+    """
+
+    part: Part
+    kind: int
+    ranks: tuple[int, ...]
+
+
+class Graphs(NamedTuple):
+    """The CUDA graphs that all ranks of an evaluation have of it. ``numbers``: of the requests
+    behind which they were recorded. ``are_right``: a replay was compared with what ranks compute.
+    """
+
+    numbers: tuple[int, ...]
+    are_right: bool = False
+
+
 @dataclass(eq=False)
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``weights``: what was asked for of them, and what came of it. ``sets``: the
     bytes of each set of patched weights that ranks keep, least recently used first. ``confirmed``:
     which steps of a kind of evaluation all these ranks have told that they know; they have had
-    memory for the messages since. ``recorded``: of which evaluations they have a CUDA graph.
+    memory for the messages since. ``recorded``: their CUDA graphs.
     """
 
     stages: tuple[int, ...] = ()
@@ -94,7 +113,7 @@ class Resident:
     patches_id: str = ""
     sets: dict[str, int] = field(default_factory=dict)
     confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
-    recorded: set[tuple[Part, int, tuple[int, ...]]] = field(default_factory=set)
+    recorded: dict[Like, Graphs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +140,13 @@ class Ticket:
     number: int
     run: Run
     part: Part
-    ranks: tuple[int, ...]
     written: WrittenArguments
     out: Frame
     out_bytes: int
     device: torch.device
     began: float
-    kind: int  # equal where ranks exchange the same messages, as a rule
+    like: Like
+    unproven: tuple[int, ...] = ()  # the numbers of graphs that are replayed and were not compared
 
 
 class Session:
@@ -146,6 +165,7 @@ class Session:
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
+        self.replays = True  # graphs have computed what ranks do
 
     def known_steps(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
         """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
@@ -155,11 +175,13 @@ class Session:
         """Notes which steps all ranks of an evaluation know now, and whether all can replay it."""
         known = {answer.confirmed for answer in answers}
         if ticket.run.model in self.models:
-            model, key = self.models[ticket.run.model], (ticket.kind, ticket.ranks)
-            model.confirmed[key] = known.pop() if len(known) == 1 else 0
-            model.recorded.discard((ticket.part, *key))
-            if all(answer.recorded for answer in answers):
-                model.recorded.add((ticket.part, *key))
+            model, like = self.models[ticket.run.model], ticket.like
+            model.confirmed[like.kind, like.ranks] = known.pop() if len(known) == 1 else 0
+            numbers = tuple(sorted(answer.recorded for answer in answers))
+            if not all(numbers):
+                model.recorded.pop(like, None)
+            elif like not in model.recorded or model.recorded[like].numbers != numbers:
+                model.recorded[like] = Graphs(numbers)
 
     def lasting_steps(self, model: str) -> tuple[int, ...]:
         """Returns the steps that ranks are to know in the next run of ``model``: the latest that
@@ -168,7 +190,6 @@ class Session:
         if model not in self.models:
             return ()
         known = self.models[model].confirmed
-        self.models[model].recorded.clear()  # they end with the run
         latest = sorted(filter(None, known.values()))[-KEPT_KINDS:]
         self.models[model].confirmed = {key: steps for key, steps in known.items() if steps in latest}
         return tuple(latest)
@@ -179,6 +200,7 @@ class Session:
         """
         for resident in self.models.values():
             resident.confirmed.clear()
+            resident.recorded.clear()
 
     def ask(
         self,

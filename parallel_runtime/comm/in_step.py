@@ -86,6 +86,7 @@ class Mover:
         self.in_step: InStep | None = None
         self.traffic = Traffic()
         self._buffers: dict[tuple, torch.Tensor] = {}
+        self._of_flags: list[torch.Tensor] = []
         self._laid: dict[Hashable, Any] = {}  # message -> its places, views of the buffers
 
     def make_room(self, what: Hashable) -> None:
@@ -103,18 +104,22 @@ class Mover:
         raise NotImplementedError
 
     @property
-    def held_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+    def buffers(self) -> list[torch.Tensor]:
+        return [*self._buffers.values(), *self._of_flags]
 
     def free_buffers(self) -> None:
         self._buffers.clear()
+        self._forget_places()
+
+    def _forget_places(self) -> None:
         self._laid.clear()
+        self._of_flags.clear()
 
     def _buffer(self, use: Hashable, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the first ``count`` elements of a buffer that is kept for this use."""
         key = (use, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
-            self._laid.clear()  # else a buffer would live on in views of it
+            self._forget_places()  # else a buffer would live on in views of it
             self._buffers[key] = torch.empty(
                 count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available()
             )
@@ -125,7 +130,9 @@ class Mover:
         sent: a rank that has no memory fails before others wait for it.
         """
         wishes = torch.empty(self.size, dtype=dtype, device=device)
-        return wishes, wishes.new_empty(())
+        room = wishes, wishes.new_empty(())
+        self._of_flags += room
+        return room
 
 
 class KnownSteps:

@@ -50,7 +50,7 @@ class SequenceComm:
     the numbers that were given to ``join``; ``ALONE``: this rank by itself.
     """
 
-    records = False  # evaluations, as CUDA graphs
+    records = "never"  # evaluations as CUDA graphs (methods/recorded.py)
 
     def __init__(
         self,
@@ -127,15 +127,23 @@ class SequenceComm:
         self.traffic.clear()
         self.stop.begin(attentions)
 
+    @property
+    def _movers(self) -> list[Exchange | Ring]:
+        return [
+            part for paths in self._by_width.values() for part in (paths.ulysses, paths.ring, paths.world)
+        ]
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of messages."""
+        return [buffer for part in self._movers for buffer in part.buffers]
+
     def free_buffers(self, room: int = -1) -> bool:
         """Free the memory of messages, unless it is at most ``room`` bytes; return whether it
         stays. What the ranks know of them does in any case: it belongs to models.
         """
-        movers = [
-            part for paths in self._by_width.values() for part in (paths.ulysses, paths.ring, paths.world)
-        ]
-        stays = sum(part.held_bytes for part in movers) <= room
-        for part in () if stays else movers:
+        stays = sum(buffer.nbytes for buffer in self.buffers) <= room
+        for part in () if stays else self._movers:
             part.free_buffers()
         return stays
 

@@ -23,13 +23,14 @@ class Facts:
     """Figures of the evaluation at hand. ``messages_done``: how many of its messages to other ranks
     have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
     each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
-    ``InStep`` has it. ``recorded``: this rank has a CUDA graph of such evaluations.
+    ``InStep`` has it. ``recorded``: behind which evaluation this rank recorded a CUDA graph of
+    such ones, 0 where it has none.
     """
 
     messages_done: Progress = "all"
     confirmed: int = 0
     block_s: Callable[[], Mapping[int, float]] = dict
-    recorded: bool = False
+    recorded: int = 0
 
 
 class Rank(Protocol):

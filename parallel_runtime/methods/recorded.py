@@ -11,7 +11,8 @@ import gc
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 from ..families.plan import COMPILE
 
 VARIABLE = "PIPEMESH_GRAPHS"
-MOST = 8  # graphs of a run
+MOST = 8  # graphs of a model
 COPIES = {"aten::_to_copy", "aten::to", "aten::copy_"}
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 OF_ITS_TIME = {  # what a graph has of the moment in which it was recorded
@@ -31,8 +32,10 @@ OF_ITS_TIME = {  # what a graph has of the moment in which it was recorded
 log = logging.getLogger("pipemesh")
 
 
-def is_wanted(backend: str, environ: Mapping[str, str]) -> bool:
-    return backend == "nccl" and environ.get(VARIABLE) == "1"
+def when_wanted(backend: str, environ: Mapping[str, str]) -> str:
+    """Return when graphs are recorded: never, always, or late, where the GPU waits for the CPU."""
+    named = {"1": "late", "all": "always"}
+    return named.get(environ.get(VARIABLE, ""), "never") if backend == "nccl" else "never"
 
 
 class Unlike(ValueError):
@@ -40,13 +43,19 @@ class Unlike(ValueError):
 
 
 class Recording(NamedTuple):
-    """``read``: what lay in memory before, and must stay there. ``sent_bytes``: by axis."""
+    """``read``: what lay in memory before, and must stay there. ``sent_bytes``: by axis.
+    ``number``: of the evaluation behind which it was recorded. ``nbytes``: of the GPU. ``lasts``:
+    another run may replay it, as it reads nothing that a run keeps.
+    """
 
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
     output: Any
     read: list[torch.Tensor]
     sent_bytes: Mapping[str, int]
+    number: int
+    nbytes: int
+    lasts: bool
 
 
 class Region(TorchDispatchMode):
@@ -65,7 +74,7 @@ class Region(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
-        given = tree_leaves((args, kwargs))
+        given = [*flat(args), *flat(kwargs.values())]
         tensors = [one for one in given if isinstance(one, torch.Tensor)]
         devices = {one.type for one in given if isinstance(one, torch.device)} | {
             one.device.type for one in tensors if one.ndim or one.is_cuda or name in COPIES
@@ -74,13 +83,13 @@ class Region(TorchDispatchMode):
             raise Unlike(f"{name} takes pinned memory")
         if {"cpu", "cuda"} <= devices:
             raise Unlike(f"{name} is on the CPU and the GPU")
-        for tag in set(func.tags) & set(OF_ITS_TIME) if "cuda" in devices else ():
-            raise Unlike(f"{name} {OF_ITS_TIME[tag]}")
+        for why in reasons(func) if "cuda" in devices else ():
+            raise Unlike(f"{name} {why}")
         for one in tensors:
             if not self._has_made(one) and not isinstance(one, torch.nn.Parameter):
                 self.read[id(one)] = one
         made = func(*args, **kwargs)
-        for one in tree_leaves(made):
+        for one in flat([made]):
             if isinstance(one, torch.Tensor) and not any(one is other for other in tensors):
                 self._made[id(one)] = weakref.ref(one)
         return made
@@ -91,23 +100,33 @@ class Region(TorchDispatchMode):
 
     def left(self, output: Any) -> int:
         """Return how many tensors somebody else than ``output`` keeps: replays overwrite them."""
-        gc.collect()  # rows refer to what refers to them
         returned = {id(one) for one in tree_leaves(output)}
-        alive = [one for one in (made() for made in self._made.values()) if one is not None]
-        return sum(one.is_cuda and id(one) not in returned for one in alive)
+
+        def count() -> int:
+            alive = [one for one in (made() for made in self._made.values()) if one is not None]
+            return sum(one.is_cuda and id(one) not in returned for one in alive)
+
+        if count():
+            gc.collect()  # rows refer to what refers to them
+        return count()
 
 
 class RecordedForward:
-    """The graphs of one model's evaluations in one run, by what each is like. Of what cannot be
-    recorded, the log says once why.
+    """The graphs of one model's evaluations, by what each is like. Of what cannot be recorded, the
+    log says once why, as a warning where they are wanted ``always``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when: str = "late") -> None:
+        self._level = logging.WARNING if when == "always" else logging.INFO
         self._recordings: dict[Hashable, Recording] = {}
         self._refused: set[Hashable] = set()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recordings
+
+    def number_of(self, key: Hashable) -> int:
+        """Return behind which evaluation the graph was recorded, 0 where there is none."""
+        return self._recordings[key].number if key in self else 0
 
     def key_of(self, arguments: dict[str, Any], *others: Hashable) -> Hashable:
         """Return what evaluations have in common that one graph computes: all but what tensors
@@ -122,7 +141,7 @@ class RecordedForward:
 
     def refuse(self, why: Any, key: Hashable = None) -> None:
         if not self._refused:
-            log.warning("[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
+            log.log(self._level, "[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
         self._refused.add(key)
 
     def replay(self, key: Hashable, arguments: dict[str, Any], sent_bytes: Counter[str]) -> Any:
@@ -140,33 +159,66 @@ class RecordedForward:
         return output
 
     def record(
-        self, key: Hashable, arguments: dict[str, Any], compute: Callable, sent_bytes: Counter[str]
+        self,
+        key: Hashable,
+        arguments: dict[str, Any],
+        compute: Callable,
+        sent_bytes: Counter[str],
+        lasting: Collection[torch.Tensor],
+        number: int,
     ) -> None:
         """Record ``compute`` of such arguments behind an evaluation like it, which has chosen
-        kernels, taken memory and connected ranks. Recording computes and sends nothing.
+        kernels, taken memory and connected ranks, and is the ``number``-th. Recording computes and
+        sends nothing. ``lasting``: what another run reads in the same place.
         """
         if key in self or key in self._refused:
             return
         try:
             if len(self._recordings) == MOST:
-                raise Unlike(f"the run has {MOST} of them")
+                raise Unlike(f"the model has {MOST} of them")
             inputs = tree_map_only(torch.Tensor, torch.clone, arguments)
-            self._recordings[key] = self._recorded(inputs, compute, sent_bytes)
+            self._recordings[key] = self._recorded(inputs, compute, sent_bytes, lasting, number)
         except Exception as error:  # noqa: BLE001 it was computed already
             self.refuse(error, key)
 
-    def _recorded(self, arguments: dict[str, Any], compute: Callable, sent_bytes: Counter[str]) -> Recording:
+    def _recorded(
+        self,
+        arguments: dict[str, Any],
+        compute: Callable,
+        sent_bytes: Counter[str],
+        lasting: Collection[torch.Tensor],
+        number: int,
+    ) -> Recording:
         graph, region, sent = torch.cuda.CUDAGraph(), Region(), sent_bytes.copy()
-        pool = next((one.graph.pool() for one in self._recordings.values()), None)
+        pool, inputs = (
+            next((one.graph.pool() for one in self._recordings.values()), None),
+            tensors_in(arguments),
+        )
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), region:
+                before = torch.cuda.memory_reserved()
                 output = compute(arguments)
+                nbytes = torch.cuda.memory_reserved() - before
         finally:
             sent_bytes.clear()
             sent_bytes.update(sent)
         if left := region.left(output):
             raise Unlike(f"the model keeps {left} tensors of an evaluation")
-        return Recording(graph, tensors_in(arguments), output, [*region.read.values()], sent)
+        read = [*region.read.values()]
+        lasts = all(lies_in(one, (*inputs, *lasting)) for one in read)
+        nbytes += sum(one.nbytes for one in inputs)
+        return Recording(graph, inputs, output, read, sent, number, nbytes, lasts)
+
+    def end_run(self, room: int) -> None:
+        """Keep the graphs that other runs may replay, in at most ``room`` bytes. What is not kept
+        is not recorded again, unless nothing may be (-1).
+        """
+        recorded, self._recordings = self._recordings, {}
+        lasting = {key: one for key, one in recorded.items() if one.lasts}
+        if sum(one.nbytes for one in lasting.values()) <= room:
+            self._recordings = lasting
+        if room >= 0:
+            self._refused |= recorded.keys() - self._recordings.keys()
 
 
 def described(leaf: Any) -> Hashable:
@@ -176,6 +228,25 @@ def described(leaf: Any) -> Hashable:
     if not isinstance(leaf, PLAIN):
         raise Unlike(f"an argument is a {type(leaf).__name__}, not a number or on the GPU")
     return type(leaf), leaf
+
+
+def flat(values: Iterable[Any]) -> list[Any]:
+    """Return an operation's arguments, or results, those in lists too."""
+    found: list[Any] = []
+    for one in values:
+        found += one if isinstance(one, (list, tuple)) else [one]
+    return found
+
+
+@cache
+def reasons(func: Any) -> list[str]:
+    """Return why what ``func`` does on a GPU cannot be recorded."""
+    return [OF_ITS_TIME[tag] for tag in OF_ITS_TIME if tag in func.tags]
+
+
+def lies_in(tensor: torch.Tensor, places: Collection[torch.Tensor]) -> bool:
+    """Whether ``tensor`` is one of ``places``, or of its memory."""
+    return any(0 <= tensor.data_ptr() - one.data_ptr() < max(1, one.nbytes) for one in places)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -57,14 +57,15 @@ class SequenceParallel:
             if not comm.stop.is_whole:
                 on_progress()
 
-        ticking = tick if comm.records else on_progress
+        ticking = on_progress if comm.records == "never" else tick
         self._comm = comm
+        self._model = model
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, ticking, kernels))
         self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
         self._known = KnownSteps()
         self._keeps_tokens = not (plan.prefix is None and plan.kept is None)
-        self._recorded = RecordedForward()
+        self._recorded = RecordedForward(self._comm.records)
         self._foreign = False
         self._key: Hashable = None  # of the evaluation at hand; None: no graph stands for it
 
@@ -81,13 +82,15 @@ class SequenceParallel:
 
     def detach(self) -> None:
         self._hooks.detach()
+        self._recorded = RecordedForward(self._comm.records)
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
         before = self._part
         if before is None or part.run != before.run:
             self._hooks.end_run()
-        if expected.changed or before is None or (part.run, part.attempt) != (before.run, before.attempt):
-            self._recorded = RecordedForward() if self._comm.records else self._recorded
+        failed = before.attempt if before is not None and before.run == part.run else 0
+        if expected.changed or part.attempt != failed:
+            self._recorded = RecordedForward(self._comm.records)
         self._part, self._foreign, self._key = part, expected.foreign, None
         self._comm.begin(self._attentions)
         self._comm.stop.is_whole = expected.recorded
@@ -95,7 +98,8 @@ class SequenceParallel:
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         in_step, sent = self._comm.in_step, self._comm.traffic.sent_bytes
-        self._key = self._key_of(arguments) if self._comm.records else None
+        self._key = None if self._comm.records == "never" else self._key_of(arguments)
+        asks = not in_step.has_asked
         try:
             if self._key is not None and self._comm.stop.is_whole and self._key in self._recorded:
                 output = self._recorded.replay(self._key, arguments, sent)
@@ -109,8 +113,11 @@ class SequenceParallel:
             free_frames(error)
             self.fail(number)
             raise
-        if self._key is not None:
-            self._recorded.record(self._key, arguments, partial(self._again, forward), sent)
+        # By the CPU, which starts kernels
+        is_bound = not (asks or self._comm.stop.is_whole or self._comm.stop.has_waited)
+        if self._key is not None and (is_bound or self._comm.records == "always"):
+            lasting = (*self._comm.buffers, *self._model.buffers())
+            self._recorded.record(self._key, arguments, partial(self._again, forward), sent, lasting, number)
         return output
 
     def _key_of(self, arguments: dict[str, Any]) -> Hashable:
@@ -140,15 +147,15 @@ class SequenceParallel:
     def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
         self._hooks.end_run()
         self._known.end_run(named)
-        if self._comm.records:
-            self._recorded = RecordedForward()
-        return self._comm.free_buffers(room)
+        stays = self._comm.free_buffers(room)
+        self._recorded.end_run(room if stays else min(room, 0))
+        return stays
 
     @property
     def facts(self) -> Facts:
         in_step = self._comm.in_step
         done = "all" if in_step.is_even else "some"
-        recorded = self._key is not None and self._key in self._recorded
+        recorded = 0 if self._key is None else self._recorded.number_of(self._key)
         return Facts(done, in_step.confirmed, recorded=recorded)
 
 
@@ -165,6 +172,8 @@ class SequenceSharding(SequenceAttention):
         self._on_progress()
         if self._comm.size == 1:
             self._comm.in_step.decide(self._comm.stop.wish())
+            if self._comm.records == "late" and not self._comm.stop.is_whole:
+                self._comm.stop.pass_by(self._comm.device)
 
     def acts_behind(self, path: str, block: int) -> bool:
         return True

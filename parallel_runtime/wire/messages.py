@@ -212,7 +212,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sent_bytes: int = 0
     block_s: dict[int, float] = {}
     confirmed: int = 0
-    recorded: bool = False
+    recorded: int = 0
     keeps: bool = False
     unread: bool = False
 

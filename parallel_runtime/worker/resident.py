@@ -40,6 +40,7 @@ from ..wire.segment import Segment
 from .patched_sets import PatchedSet, PatchedSets, Places
 
 log = logging.getLogger("pipemesh")
+NO_RUN = -1
 NOT_COMPILED = (
     "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; whole weights"
     " would be compiled."
@@ -76,7 +77,8 @@ class ResidentModel:
         self.device = device
         self._mesh = mesh
         self.patches_id = ""
-        self._run: int | None = None  # that the model knows to be on
+        # That the model knows to be on; None where its weights or objects changed since
+        self._run: int | None = None
         # What takes object patches away, in the order in which they were put
         self._take_away: list[Callable[[], Any]] = []
         self.sets = PatchedSets()
@@ -228,7 +230,8 @@ class ResidentModel:
         """
         keeps = run is not None and self.weights.turns is None
         self.patcher.model.current_patcher = self.patcher if keeps else None
-        self._run = run
+        if run is not None or self._run is not None:
+            self._run = NO_RUN if run is None else run
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named."""

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pipemesh.lab.first_day.place import SHARES_A_GPU
+from pipemesh.lab.first_day.place import SHARES_A_GPU, nccl_version
+from pipemesh.parallel_runtime.methods.recorded import VARIABLE
 
 from ..conftest import COMFYUI
 
@@ -35,8 +36,9 @@ def setup(device):
 @pytest.fixture(scope="session")
 def pools(setup, device):
     """layout, backend -> a RemotePool and its placement. Over gloo all ranks are on one device;
-    over NCCL each has its own. A pool ends when another one starts.
+    over NCCL each has its own, and replays what can be recorded. A pool ends when another starts.
     """
+    os.environ.setdefault(VARIABLE, "all")
     from pipemesh.launcher.pool.devices import place, visible_gpus
     from pipemesh.launcher.pool.handle import PoolKeeper
     from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -48,7 +50,7 @@ def pools(setup, device):
         if device == "cpu":
             backend, names = "gloo", ["cpu"] * layout.world_size
         shares = backend == "nccl" and torch.cuda.device_count() < layout.world_size
-        if shares and not (os.environ.get(ALLOWED) == "1" and torch.cuda.nccl.version() >= SHARES_A_GPU):
+        if shares and not (os.environ.get(ALLOWED) == "1" and nccl_version() >= SHARES_A_GPU):
             pytest.skip(f"needs {layout.world_size} GPUs, and torch sees {torch.cuda.device_count()}")
         names = ["cuda:0"] * len(names) if shares else names
         placement = place(

@@ -86,11 +86,28 @@ def test_fp32_is_stocks_over_gloo(truth, parallel, figure, layout):
 
 
 @pytest.mark.parametrize("layout", TWO + FOUR + STAGES, ids=Layout.equation)
-def test_fp32_is_stocks_over_nccl_on_a_gpu_each(truth, parallel, figure, layout):
+def test_fp32_is_stocks_over_nccl_on_a_gpu_each(truth, parallel, pools, figure, layout):
     stock, computed, allowed = truth
-    error = relative_error(sample(parallel(stock(), layout, "nccl", patching_of(layout)), CASE), computed())
-    figure(f"off by {error:.2g} of the image's scale")
-    assert error <= allowed()
+    model = parallel(stock(), layout, "nccl", patching_of(layout))
+    errors = [relative_error(sample(model, CASE), computed()) for _ in range(2)]
+    figure(
+        f"off by {max(errors):.2g} of the image's scale; CUDA graphs of"
+        f" {len(pools(layout, 'nccl').remote.session.models[model.remote.model].recorded)} evaluations"
+    )
+    assert max(errors) <= allowed()
+
+
+@pytest.mark.parametrize("layout", [*TWO[:2], Layout(ulysses=4)], ids=Layout.equation)
+def test_what_is_replayed_over_nccl_follows_a_lora(parallel, pools, device, files, figure, layout):
+    stock = load_exactly(files["model"])
+    twin, errors = parallel(stock, layout, "nccl"), []
+    for strength in (0.0, 0.0, 1.0, 1.0, 0.0):
+        model, due = (with_lora(one, files, strength) if strength else one for one in (twin, stock))
+        errors.append(relative_error(run(model), run(due)))
+        graphs = pools(layout, "nccl").remote.session.models[twin.remote.model].recorded.values()
+        assert device == "cpu" or any(one.are_right for one in graphs), "none was replayed"
+    figure(f"off by {max(errors):.2g} of the image's scale")
+    assert max(errors) <= BOUND
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -98,18 +115,40 @@ def test_fp32_is_stocks_over_nccl_on_a_gpu_each(truth, parallel, figure, layout)
 def test_weights_that_are_not_whole_compute_what_whole_ones_do_under_a_lora(
     parallel, pools, files, figure, monkeypatch, weights, backend
 ):
-    """Offloaded: half of them."""
+    """Offloaded: half of them. To what lies on a GPU ComfyUI adds a LoRA in fp16, and elsewhere in
+    the weight's precision (comfy/model_management.py lora_compute_dtype, comfy/model_patcher.py
+    LowVramPatch @ ComfyUI 0.30.0): halves are no further apart than all of both.
+    """
     layout, images = TWO[0], []
-    nbytes = stored_bytes(load(files["model"]).model.diffusion_model.parameters())
+    nbytes = stored_bytes(load_exactly(files["model"]).model.diffusion_model.parameters())
     monkeypatch.setattr(WeightsWish, "kept_in", half_of(WeightsWish.kept_in, nbytes))
     for kept in ("whole", weights):
-        model = parallel(load(files["model"]), layout, backend, weights=kept)
+        model = parallel(load_exactly(files["model"]), layout, backend, weights=kept)
         images.append(run(with_lora(model, files, 1.0)))
         held = pools(layout, backend).remote.session.models[model.remote.model].weights
         assert held.kept == kept
     error = relative_error(images[1], images[0])
-    figure(f"off by {error:.2g} of the image's scale")
-    assert error <= BOUND
+    allowed = BOUND + lora_rounding(files, monkeypatch) * (weights == "offloaded")
+    figure(f"off by {error:.2g} of the image's scale, {allowed:.2g} would be rounding")
+    assert error <= allowed
+
+
+def lora_rounding(files, monkeypatch):
+    import comfy.model_management as mm
+
+    images = []
+    for dtype in (mm.lora_compute_dtype(mm.get_torch_device()), torch.float32):
+        monkeypatch.setitem(mm.LORA_COMPUTE_DTYPES, mm.get_torch_device(), dtype)
+        images.append(run(with_lora(load_exactly(files["model"]), files, 1.0)))
+    return relative_error(*images)
+
+
+def load_exactly(path):
+    """In fp32: on a GPU ComfyUI would choose bf16, to which a LoRA is rounded where it is added."""
+    import comfy.sd
+
+    with torch.inference_mode():
+        return comfy.sd.load_diffusion_model(str(path), {"dtype": torch.float32})
 
 
 def half_of(real, nbytes):
@@ -310,14 +349,15 @@ def test_memory_comes_back(device, parallel, pools, figure, layout):
         assert after <= SLACK
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("layout", [*TWO, Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
-def test_stop_leaves_the_pool_warm(truth, parallel, pools, figure, layout):
+def test_stop_leaves_the_pool_warm(truth, parallel, pools, figure, layout, backend):
     import comfy.model_management as mm
 
     stock, computed, allowed = truth
-    model, asked = parallel(stock(), layout, patching=patching_of(layout)), []
+    model, asked = parallel(stock(), layout, backend, patching_of(layout)), []
     sample(model, CASE)
-    pids = pools(layout).remote.session.pool.ranks.pids
+    pids = pools(layout, backend).remote.session.pool.ranks.pids
 
     def interrupt():
         asked.append(time.perf_counter())
@@ -328,5 +368,5 @@ def test_stop_leaves_the_pool_warm(truth, parallel, pools, figure, layout):
     figure(f"stopped after {1e3 * (time.perf_counter() - asked[0]):.0f} ms")
     mm.interrupt_current_processing(False)
     assert relative_error(sample(model, CASE), computed()) <= allowed()
-    assert pools(layout).remote.session.pool.ranks.pids == pids
+    assert pools(layout, backend).remote.session.pool.ranks.pids == pids
     assert not math.isnan(float(computed().std()))

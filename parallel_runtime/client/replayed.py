@@ -1,0 +1,53 @@
+"""What ranks replayed as CUDA graphs for the first time, to be held to what they compute."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..crossing.rows import tensors_in
+from .session import Session, Ticket
+
+ROUNDING = 0.02  # of an output's size: what kernels that were chosen anew may be apart
+log = logging.getLogger("pipemesh")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What was ``answered`` by ranks that replayed, by ticket: the output, and their replies."""
+
+    tickets: Sequence[Ticket]
+    answered: Sequence[tuple[Any, Any]]
+
+    def hold_to(self, computed: Sequence[tuple[Any, Any]], session: Session | None) -> None:
+        """Rely on the graphs from now on, or on none of the pool where one is not right."""
+        assert session is not None  # that computed them
+        apart = max(
+            distance(one, other) for (one, _), (other, _) in zip(self.answered, computed, strict=True)
+        )
+        if apart <= ROUNDING:
+            for ticket in self.tickets:  # a graph that was lost meanwhile has another number
+                graphs = session.models[ticket.run.model].recorded.get(ticket.like)
+                if graphs is not None and graphs.numbers == ticket.unproven:
+                    session.models[ticket.run.model].recorded[ticket.like] = graphs._replace(are_right=True)
+            return
+        session.replays = False
+        log.warning(
+            "[PipeMesh] A CUDA graph came %.1f%% off what its kernels compute. The image is theirs, and"
+            " no graph is replayed any more. Please report it.",
+            100 * apart,
+        )
+
+
+def distance(replayed: Any, computed: Any) -> float:
+    """Returns the root mean square of what outputs differ by, over that of the computed one."""
+    ours, theirs = (
+        torch.cat([one.float().flatten() for one in tensors_in(of)]) for of in (replayed, computed)
+    )
+    apart = float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt().clamp(min=1e-30))
+    return math.inf if math.isnan(apart) else apart
