@@ -22,7 +22,7 @@ python3 -m launcher COMMAND [options]
   demo        a stock workflow on one process and on two, side by side
   test        the tests (options go to pytest)
   plan        which layout is the fastest for a job on given GPUs, and why the others lose
-  node        lends this machine to a ComfyUI on another; torchrun starts it (docs/MULTI_NODE.md)
+  node        lends this machine to a ComfyUI on another; torchrun starts it (MULTI_NODE.md of the repository)
 
 python3 -m lab has the measurements, the parity runs and the rest of the laboratory.
 

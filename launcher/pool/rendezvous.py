@@ -40,7 +40,7 @@ def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
         raise LayoutError(
             f"Machine {name} is met at torchrun's rendezvous, and {RENDEZVOUS_VARIABLE} is"
             f" {setup.rendezvous or 'not set'}: start with {RENDEZVOUS_VARIABLE}=ADDRESS:PORT, the"
-            " --rdzv-endpoint (docs/MULTI_NODE.md in its repository)."
+            " --rdzv-endpoint (docs/MULTI_NODE.md of the repository)."
         )
     if len(setup.secret) < SHORTEST_SECRET:
         raise LayoutError(

@@ -32,9 +32,10 @@ class Replayed:
         )
         if apart <= ROUNDING:
             for ticket in self.tickets:  # a graph that was lost meanwhile has another number
-                graphs = session.models[ticket.run.model].recorded.get(ticket.like)
+                recorded = session.models[ticket.run.model].recorded
+                graphs = recorded.get(ticket.like)
                 if graphs is not None and graphs.numbers == ticket.unproven:
-                    session.models[ticket.run.model].recorded[ticket.like] = graphs._replace(are_right=True)
+                    recorded[ticket.like] = graphs._replace(are_right=True)
             return
         session.replays = False
         log.warning(

@@ -190,10 +190,8 @@ class RecordedForward:
         number: int,
     ) -> Recording:
         graph, region, sent = torch.cuda.CUDAGraph(), Region(), sent_bytes.copy()
-        pool, inputs = (
-            next((one.graph.pool() for one in self._recordings.values()), None),
-            tensors_in(arguments),
-        )
+        pool = next((one.graph.pool() for one in self._recordings.values()), None)
+        inputs = tensors_in(arguments)
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), region:
                 before = torch.cuda.memory_reserved()
