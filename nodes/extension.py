@@ -16,7 +16,6 @@ import folder_paths
 from aiohttp import web
 from comfy.cli_args import args
 from comfy_api.latest import ComfyExtension, io
-from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ..launcher.pool.devices import Placement, visible_gpus
@@ -26,7 +25,7 @@ from .auto.mode import Auto
 from .auto.switch import FILE, Switch
 from .here import all_devices, setup_or_fault
 from .ksampler import sampler_nodes
-from .notices import Notice, Notices
+from .notices import Notice, Notices, executed_now
 from .once import Once
 from .pool import pool_nodes
 from .prompt_times import PromptTimes
@@ -45,25 +44,20 @@ PACK = Path(__file__).resolve().parents[1]
 
 def show_on_node(text: str) -> None:
     """Put a line of text on the node that ComfyUI executes now."""
-    executing = get_executing_context()
-    if executing is not None:
-        show_text(text, executing.node_id)
+    if node := executed_now()[0]:
+        show_text(text, node)
 
 
-def show_notice(notice: Notice) -> None:
-    """Put a notice on its node, and a badge there in the browser that has queued the prompt."""
-    if notice.node:
-        show_text(f"PipeMesh: {notice.text}", notice.node)
-        send_event("pipemesh.notice", notice)
-
-
-def show_after(waiting: Waiting, notice: Notice) -> None:
-    """Show a notice behind the wait that it ends: what samples on one GPU waits for no pool, and
-    the line that the wait leaves would cover the notice.
+def show_notice(waiting: Waiting, notice: Notice) -> None:
+    """Put a notice on its node, and a badge there in the browser that has queued the prompt. Behind
+    the wait that it ends: what samples on one GPU waits for no pool, and the line that the wait
+    leaves would cover the notice.
     """
     if notice.one_gpu:
         waiting.end()
-    show_notice(notice)
+    if notice.node:
+        show_text(f"PipeMesh: {notice.text}", notice.node)
+        send_event("pipemesh.notice", notice)
 
 
 def settings_file() -> Path | None:
@@ -101,9 +95,9 @@ class PipeMeshExtension(ComfyExtension):
         self._setup, fault = setup_or_fault(os.environ)
         screen = NodeScreen()
         waiting = Waiting(screen)
-        notices = Notices(partial(show_after, waiting))
+        notices = Notices(partial(show_notice, waiting))
         switch = Switch(os.environ, settings_file)
-        prompts = PromptTimes(lambda: (screen.node_now() or ("", ""))[1], span_of)
+        prompts = PromptTimes(lambda: executed_now()[1], span_of)
         times = StepTimes(
             lambda run: self._runtime().predicted(run), first_step=waiting.came, prompts=prompts
         )

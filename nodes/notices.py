@@ -37,6 +37,14 @@ class Notice:
         return self.prompt, self.node, self.text
 
 
+def executed_now() -> tuple[str, str]:
+    """Return the ids of the node and the prompt that this thread executes; empty where it does
+    none.
+    """
+    executing = get_executing_context()
+    return (str(executing.node_id), executing.prompt_id) if executing is not None else ("", "")
+
+
 class Notices:
     """Keeps the last notices; writes each to the log and hands it to ``show``.
 
@@ -49,8 +57,7 @@ class Notices:
         self._kept: tuple[Notice, ...] = ()  # the newest first; replaced whole, for others read it meanwhile
 
     def tell(self, text: str, detail: str = "", *, one_gpu: bool = True, stays: bool = False) -> None:
-        executing = get_executing_context()
-        node, prompt = (str(executing.node_id), executing.prompt_id) if executing is not None else ("", "")
+        node, prompt = executed_now()
         notice = Notice(time.time(), node, prompt, text, detail, one_gpu=one_gpu, stays=stays)
         before = next((one for one in self._kept if one.subject == notice.subject), None)
         others = tuple(one for one in self._kept if one is not before)

@@ -11,7 +11,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..parallel_runtime.layout import OF_A_GROUP
-from .settings import Choice, PoolSettings, Takes, TakesNumber, TakesOneOf
+from .settings import Choice, PoolSettings, Takes
 from .sockets import Pool, require_links, schema
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def socket(name: str, takes: Takes) -> io.Input:
     shown = {"default": takes.default, "optional": True, "advanced": takes.advanced}
-    if isinstance(takes, TakesNumber):
-        return io.Int.Input(name, min=takes.least, max=takes.most, **shown)
-    if isinstance(takes, TakesOneOf):
+    if takes.options:
         return io.Combo.Input(name, options=list(takes.options), **shown)
+    if isinstance(takes.default, int):
+        return io.Int.Input(name, min=takes.least, max=takes.most, **shown)
     return io.String.Input(name, **shown)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .latest import Latest
+
 if TYPE_CHECKING:
     from ..parallel_runtime.client.run import Run
-
-KEPT = 10  # prompts whose VAEs are remembered
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,12 @@ class PromptTimes:
     ):
         self._prompt_now = prompt_now
         self._span_of = span_of
-        self._vae: dict[str, list[VAEWork]] = {}
+        self._vae: Latest[str, tuple[VAEWork, ...]] = Latest(10)
         self._runs: weakref.WeakKeyDictionary[Run, RunParts] = weakref.WeakKeyDictionary()
 
     def note_vae(self, work: str, seconds: float, in_pool: bool) -> None:
-        self._vae.setdefault(self._prompt_now(), []).append(VAEWork(work, seconds, in_pool))
-        if len(self._vae) > KEPT:
-            del self._vae[next(iter(self._vae))]
+        prompt = self._prompt_now()
+        self._vae[prompt] = *self._vae.get(prompt, ()), VAEWork(work, seconds, in_pool)
 
     def note_run(self, run: Run, began: float, ended: float) -> None:
         """Notes a run that ends now, by the clock of its evaluations."""
@@ -95,7 +94,7 @@ class PromptTimes:
         if own is None:
             return None
         runs = [one for one in list(self._runs.values()) if one.prompt == own.prompt] if own.prompt else [own]
-        works, span = tuple(self._vae.get(own.prompt, ())), self._span_of(own.prompt)
+        works, span = self._vae.get(own.prompt, ()), self._span_of(own.prompt)
         by_ranks = sum(one.first_s + one.sampling_s for one in runs)
         by_ranks += sum(one.seconds for one in works if one.in_pool)
         others = sum(one.loading_s for one in runs) + sum(one.seconds for one in works if not one.in_pool)

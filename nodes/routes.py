@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -67,17 +68,12 @@ def add_routes(
         said = status_of(runtime(), auto, control().is_busy)
         return web.json_response(asdict(said), headers=NOT_CACHED)
 
-    @routes.post("/pipemesh/pools/{id}/restart")
-    async def restart(request: web.Request) -> web.Response:
-        return await answer(lambda pool: control().restart(pool), request)
+    async def acted(name: str, request: web.Request) -> web.Response:
+        return await answer(lambda pool: getattr(control(), name)(pool), request)
 
-    @routes.post("/pipemesh/pools/{id}/unload")
-    async def unload(request: web.Request) -> web.Response:
-        return await answer(lambda pool: control().unload(pool), request)
-
-    @routes.post("/pipemesh/pools/{id}/release")
-    async def release(request: web.Request) -> web.Response:
-        return await answer(lambda pool: control().release(pool), request)
+    routes.post("/pipemesh/pools/{id}/restart")(partial(acted, "restart"))
+    routes.post("/pipemesh/pools/{id}/unload")(partial(acted, "unload"))
+    routes.post("/pipemesh/pools/{id}/release")(partial(acted, "release"))
 
 
 async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: web.Request) -> web.Response:
@@ -86,17 +82,18 @@ async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: w
 
     if "Origin" in request.headers:
         if not is_own_page(request.headers["Origin"], request.headers.get("Host", "")):
-            refused = NOT_OWN.format(request.headers["Origin"], request.headers.get("Host", ""))
-            return web.json_response({"error": refused}, status=403, headers=NOT_CACHED)
+            return refused(403, NOT_OWN.format(request.headers["Origin"], request.headers.get("Host", "")))
     elif request.content_type != JSON:
-        return web.json_response({"error": NOT_JSON}, status=415, headers=NOT_CACHED)
+        return refused(415, NOT_JSON)
     try:
         handle, pool = await asyncio.to_thread(act, request.match_info["id"])
     except PipeMeshError as error:
-        return web.json_response(
-            {"error": str(error)}, status=getattr(error, "code", 500), headers=NOT_CACHED
-        )
+        return refused(getattr(error, "code", 500), str(error))
     return web.json_response(asdict(pool_status(handle, pool)), headers=NOT_CACHED)
+
+
+def refused(code: int, why: str) -> web.Response:
+    return web.json_response({"error": why}, status=code, headers=NOT_CACHED)
 
 
 def is_own_page(origin: str, host: str) -> bool:

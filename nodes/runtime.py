@@ -5,22 +5,28 @@ asks for it first.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import comfy.cli_args
+import comfyui_version
 from comfy.model_patcher import ModelPatcher
 
+from ..launcher.cache import cache_folder
 from ..launcher.pool.counter import Counter
 from ..launcher.pool.devices import Device, Placement, cost_of_order, visible_gpus
 from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup
 from ..launcher.pool.rendezvous import check_rendezvous
+from ..launcher.trial.host_trials import FOLDER, HostTrials, Progress, Trials, Verdicts
+from ..launcher.trial.process import try_in_process
 from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alone import Admission
 from ..parallel_runtime.client.asked import Asked
@@ -37,12 +43,11 @@ from ..parallel_runtime.refusals import require_plan
 from .auto.switch import ALL_SOONEST
 from .here import all_devices, own_device, why_one_gpu
 from .notices import Notices
-from .one_gpu import predicted
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
 from .room import room_on_devices
 from .settings import AUTO, BY_HAND, PLACED_BY, Choice, PoolSettings
+from .status.sums import longer_alone
 from .timing import StepTimes
-from .trials import compared, host_trials
 from .waiting import Waiting
 
 CROWDED = (
@@ -110,10 +115,6 @@ class Runtime:
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
-
-    @property
-    def times(self) -> StepTimes:
-        return self.planning.times
 
     def choose(self, **values: Any) -> Choice:
         """Make the choice that these inputs of PipeMesh Pool stand for. Raises LayoutError."""
@@ -247,7 +248,11 @@ class Runtime:
         """Return how many times as long a run would take on one GPU; None where that is not
         known.
         """
-        return predicted(self._pools, self.planning.of(run), run)
+        for placement, pool in list(self._pools.items()):
+            if any(one is run for one in list(pool.runs.recent)):
+                alone = partial(longer_alone, run, placement, self.planning.of(run))
+                return pool.runs.once(run, "alone", alone)
+        return None
 
     def last_run(self, only: Choice | None = None) -> tuple[PoolHandle, RemotePool, Run] | None:
         """Return the run that began last in a live pool, of all or of ``only`` one, with its pool.
@@ -322,6 +327,28 @@ def device_of_ranks(default_choice: Callable[[], Choice]) -> Device:
         return default_choice().placement.devices[0]
     except LayoutError:
         return Device("cpu")
+
+
+def host_trials(setup: RankSetup, device: Callable[[], Device], notices: Notices) -> HostTrials:
+    return HostTrials(
+        Path(setup.comfyui),
+        Trials(
+            comfyui_version.__version__,
+            partial(try_in_process, setup, device),
+            Verdicts(cache_folder(os.environ) / FOLDER),
+        ),
+        is_on=setup.tries_hosts and bool(setup.comfyui),
+        notice=lambda text: notices.tell(text, one_gpu=False),
+    )
+
+
+def compared(now: Progress) -> Told:
+    """Say what a pool by hand waits for."""
+    return Told(
+        f"PipeMesh: this ComfyUI's model is compared with stock on the CPU, once ({now.text})",
+        now.done,
+        now.total,
+    )
 
 
 def tell_of_restart(

@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from comfy_execution.progress import get_progress_state
-from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from .waiting import Waited
 
 
 class NodeScreen:
-    """Shows what is waited for on the node that samples, in the browser that has queued it.
+    """Shows what is waited for on the node that samples, in the browser that has queued it. May be
+    called from any thread.
 
     The bar goes through ComfyUI's registry alone: what its event ``progress`` says of steps stays
     as without the pack.
@@ -22,14 +22,12 @@ class NodeScreen:
     def __init__(self) -> None:
         self._left = (0.0, 1.0)  # how the node's bar was before, or was drawn here last
 
-    def node_now(self) -> tuple[str, str] | None:
-        executing = get_executing_context()
-        return (str(executing.node_id), executing.prompt_id) if executing is not None else None
-
     def begin(self, node: str) -> None:
+        """Notes how far the node's own bar is now."""
         self._left = bar_of(node)
 
     def is_sampling(self, node: str) -> bool:
+        """Returns whether the node itself has moved its bar since, as samplers do at each step."""
         return bar_of(node) != self._left
 
     def show(self, waited: Waited) -> None:
@@ -40,6 +38,7 @@ class NodeScreen:
         send_event("pipemesh.progress", waited)
 
     def end(self, node: str, text: str) -> None:
+        """Leaves a last line on the node."""
         show_text(text, node)
 
 

@@ -27,66 +27,36 @@ FOR_EVERY_LAYOUT = {"devices", "layout", "quality", "weights", "queue"}
 PLACED_BY = {"layout", "devices", *(axis.name for axis in AXES)}  # what decides which GPU each rank has
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Takes:
-    """The values that an input takes, for its socket and for its check."""
+    """The values that an input takes, for its socket and for its check: one of ``options``; where
+    there are none and the default is a number, one from ``least`` to ``most``; else any text.
+    """
 
     default: str | int
+    least: int = 0
+    most: int = 0
+    options: tuple[str, ...] = ()
     advanced: bool | None = None
 
     def check(self, name: str, value: object) -> None:
         """Raises LayoutError."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakesText(Takes):
-    def check(self, name: str, value: object) -> None:
-        if not isinstance(value, str):
-            raise LayoutError(f"{name} {short(value)} is no text: connect text, or type it in.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakesNumber(Takes):
-    least: int
-    most: int
-
-    def check(self, name: str, value: object) -> None:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise LayoutError(
-                f"{name} {short(value)} is no whole number: choose one from {self.least} to {self.most}."
-            )
-        if not self.least <= value <= self.most:
-            raise LayoutError(f"{name} {short(value)} is out of range: choose {self.least} to {self.most}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakesOneOf(Takes):
-    options: tuple[str, ...]
-
-    def check(self, name: str, value: object) -> None:
-        if value not in self.options:
-            raise LayoutError(
-                f"{name} {short(value)} is not known: choose {', '.join(self.options[:-1])} or"
-                f" {self.options[-1]}."
-            )
+        said, least, most = f"{name} {short(value)}", self.least, self.most
+        if self.options:
+            if value not in self.options:
+                known = f"{', '.join(self.options[:-1])} or {self.options[-1]}"
+                raise LayoutError(f"{said} is not known: choose {known}.")
+        elif isinstance(self.default, str):
+            if not isinstance(value, str):
+                raise LayoutError(f"{said} is no text: connect text, or type it in.")
+        elif not isinstance(value, int) or isinstance(value, bool):
+            raise LayoutError(f"{said} is no whole number: choose one from {least} to {most}.")
+        elif not least <= value <= most:
+            raise LayoutError(f"{said} is out of range: choose {least} to {most}.")
 
 
 def taking(takes: Takes) -> Any:
     return field(default=takes.default, metadata={"takes": takes})
-
-
-def text(default: str, *, advanced: bool | None = None) -> str:
-    return taking(TakesText(default=default, advanced=advanced))
-
-
-def number(default: int, least: int, most: int, *, advanced: bool | None = None) -> int:
-    return taking(TakesNumber(default=default, least=least, most=most, advanced=advanced))
-
-
-def one_of(options: tuple[str, ...], *, advanced: bool | None = None) -> str:
-    """The first of ``options`` is the default."""
-    return taking(TakesOneOf(default=options[0], options=options, advanced=advanced))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +65,20 @@ class PoolSettings:
     of a layout by hand. ``checked`` makes one. Labels and tooltips are in ``locales/``.
     """
 
-    devices: str = text("auto")
-    layout: str = one_of((AUTO, BY_HAND))
-    quality: str = one_of((EXACT, APPROXIMATE))
-    weights: str = one_of(ASKED)
-    ulysses: int = number(2, 1, 32)
-    ring: int = number(1, 1, 32)
-    cfg: int = number(1, 1, 32)
-    data: int = number(1, 1, 32)
-    pipefusion: int = number(1, 1, 32)
-    patches: int = number(0, 0, 64, advanced=True)
-    warm_up: int = number(1, 1, 10000, advanced=True)
-    stages: str = text("", advanced=True)
-    backend: str = one_of(("auto", "nccl", "gloo"), advanced=True)
-    queue: str = one_of((ALL_SOONEST, FIRST_SOONEST))
+    devices: str = taking(Takes("auto"))
+    layout: str = taking(Takes(AUTO, options=(AUTO, BY_HAND)))
+    quality: str = taking(Takes(EXACT, options=(EXACT, APPROXIMATE)))
+    weights: str = taking(Takes(ASKED[0], options=ASKED))
+    ulysses: int = taking(Takes(2, 1, 32))
+    ring: int = taking(Takes(1, 1, 32))
+    cfg: int = taking(Takes(1, 1, 32))
+    data: int = taking(Takes(1, 1, 32))
+    pipefusion: int = taking(Takes(1, 1, 32))
+    patches: int = taking(Takes(0, 0, 64, advanced=True))
+    warm_up: int = taking(Takes(1, 1, 10000, advanced=True))
+    stages: str = taking(Takes("", advanced=True))
+    backend: str = taking(Takes("auto", options=("auto", "nccl", "gloo"), advanced=True))
+    queue: str = taking(Takes(ALL_SOONEST, options=(ALL_SOONEST, FIRST_SOONEST)))
 
     @property
     def allows_approximate(self) -> bool:

@@ -7,17 +7,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
 from ..parallel_runtime.layout import Layout
+from .latest import Latest
 
 JUDGED = 3  # steps, beside the first, from which on a run is judged
 RUNS = 2
 # Shares of the time: from run to run; of what one GPU would take by what ranks computed
 LEAST, PREDICTED = 0.05, 0.1
-MOST = 200  # kinds of runs that are remembered
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,17 @@ class StepTime:
         )
 
 
-@dataclass
 class Slower:
     """Remembers the last runs of each kind and layout, for as long as ComfyUI runs: each one's time
     of a step, and what is predicted for one GPU.
     """
 
-    _runs: dict[tuple[Any, Layout], deque[tuple[StepTime, StepTime | None]]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._runs: Latest[tuple[Any, Layout], deque[tuple[StepTime, StepTime | None]]] = Latest()
 
     def note(self, kind: Any, layout: Layout, own: StepTime, predicted: StepTime | None) -> None:
-        runs = self._runs.pop((kind, layout), None) or deque(maxlen=RUNS)
-        self._runs[kind, layout] = runs
-        runs.append((own, predicted))
-        if len(self._runs) > MOST:
-            del self._runs[next(iter(self._runs))]
+        before = self._runs.get((kind, layout), ())
+        self._runs[kind, layout] = deque([*before, (own, predicted)], maxlen=RUNS)
 
     def why(self, kind: Any, layout: Layout, one_gpu: StepTime | None) -> str:
         """Says that the last runs were slower than one GPU; empty where they were not, or that is

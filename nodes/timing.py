@@ -12,6 +12,7 @@ import torch
 
 from ..parallel_runtime.client.in_pool import InPool
 from ..parallel_runtime.layout import Layout
+from .latest import Latest
 from .prompt_times import PromptTimes
 from .slower import Slower, StepTime
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ..parallel_runtime.client.run import Run
 
 Key = tuple[Any, ...]
-MOST = 200  # kinds of samplings that are remembered
 OF_ALL = 3  # the place, behind the step's own, in which a sampler tells its callback how many steps there are
 
 
@@ -71,7 +71,7 @@ class StepTimes:
         self._predict = predict
         self._clock = clock
         self._first_step = first_step
-        self._one_gpu: dict[Key, StepTime] = {}
+        self._one_gpu: Latest[Key, StepTime] = Latest()
         self._slower = Slower()
         self._runs: weakref.WeakKeyDictionary[Run, tuple[Key, float]] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Run, Stepped] = weakref.WeakKeyDictionary()
@@ -107,10 +107,7 @@ class StepTimes:
                     steps.key, steps.layout, timed, None if longer is None else timed.times(longer)
                 )
         elif steps.is_on_one_gpu:
-            self._one_gpu.pop(steps.key, None)
             self._one_gpu[steps.key] = timed
-            if len(self._one_gpu) > MOST:
-                del self._one_gpu[next(iter(self._one_gpu))]
 
     def why_slower(self, kind: Key, layout: Layout) -> str:
         """Says that a pool of this layout is slower than one GPU for such samplings; empty where

@@ -8,9 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..launcher.pool.progress import Told
+from .notices import executed_now
+
+if TYPE_CHECKING:
+    from .screen import NodeScreen
 
 FIRST_BEAT_S, BEAT_S = 0.5, 1.0
 SHOWN_EVERY_S = 0.25
@@ -36,28 +40,6 @@ class Waited:
     seconds: float
 
 
-class Screen(Protocol):
-    """Shows what is waited for. May be called from any thread."""
-
-    def node_now(self) -> tuple[str, str] | None:
-        """Returns the ids of the node and the prompt that this thread executes."""
-        ...
-
-    def begin(self, node: str) -> None:
-        """Notes how far the node's own bar is now."""
-        ...
-
-    def is_sampling(self, node: str) -> bool:
-        """Returns whether the node itself has moved its bar since, as samplers do at each step."""
-        ...
-
-    def show(self, waited: Waited) -> None: ...
-
-    def end(self, node: str, text: str) -> None:
-        """Leaves a last line on the node."""
-        ...
-
-
 class Waiting:
     """Shows the wait of one sampling at a time, again and again, so that a user sees it go on also
     where ComfyUI's own process is at work, or a first step takes minutes.
@@ -67,7 +49,7 @@ class Waiting:
 
     def __init__(
         self,
-        screen: Screen,
+        screen: NodeScreen,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[], Any] = threading.Event,
     ):
@@ -84,9 +66,9 @@ class Waiting:
 
     def begin(self) -> None:
         """Begins where a node samples, unless its wait has begun."""
-        where = self._screen.node_now()
+        where = executed_now()
         with self._lock:
-            if where is None or (self._over is not None and where == self._where):
+            if not where[0] or (self._over is not None and where == self._where):
                 return
             self._end()
             self._screen.begin(where[0])
@@ -134,13 +116,12 @@ class Waiting:
                 self._screen.end(self._where[0], self._stays or line.format(self._clock() - self._began))
 
     def _beat(self, over: Any) -> None:
-        if not over.wait(FIRST_BEAT_S):
-            while self._shown_again(over) and not over.wait(BEAT_S):
-                pass
-
-    def _shown_again(self, over: Any) -> bool:
-        with self._lock:
-            return self._show(over)
+        pause = FIRST_BEAT_S
+        while not over.wait(pause):
+            with self._lock:
+                if not self._show(over):
+                    return
+            pause = BEAT_S
 
     def _show(self, over: Any) -> bool:
         """Returns whether the wait goes on."""

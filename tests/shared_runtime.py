@@ -1,9 +1,16 @@
 """A runtime of auto mode with one pool, of two ranks."""
 
+import json
 from pathlib import Path
 
+import pytest
+import torch
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.trial.host_trials import HostTrials, Trials, Verdicts
+from pipemesh.nodes.auto import decoding
+from pipemesh.nodes.auto.mode import Auto
+from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
+from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.planning import PlannedLayout, Planning
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
@@ -59,3 +66,32 @@ class SharedRuntime:
     def parallelize(self, model, choice, left_open=None):
         self.choices.append(choice)
         return remote_patcher.parallelize(model, self._client, holds_ui_device=1.0)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Sets the switch of auto mode, as ComfyUI does."""
+    file = tmp_path / FILE
+
+    def switch(on):
+        file.write_text(json.dumps({"Comfy.Other": 1, SETTING: on}))
+
+    switch.file = file
+    return switch
+
+
+@pytest.fixture
+def switched(client, settings, monkeypatch):
+    """Auto mode that takes a pool for whatever it saves of a VAE or an upscale model;
+    ``switched(False)`` switches it off.
+    """
+    monkeypatch.setattr(decoding, "WORTH_S", 0.0)
+    notices, runtime, times = Notices(), SharedRuntime(client), StepTimes()
+    auto = Auto(lambda: runtime, Switch({}, lambda: settings.file), notices, times)
+    settings.said = lambda: [one.text for one in notices.latest()]
+    settings.runtime, settings.notices, settings.times = runtime, notices, times
+    settings(True)
+    auto.install()
+    with torch.inference_mode():
+        yield settings
+    auto.remove()

@@ -2,7 +2,6 @@
 edit; what the pool cannot honour is stock's own result, with one notice that says why.
 """
 
-import json
 from types import SimpleNamespace
 
 import comfy.sample
@@ -14,7 +13,7 @@ from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS
 from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged, Run
-from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
+from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
@@ -24,21 +23,10 @@ from pipemesh.parallel_runtime.wire.tree import NotPlain
 from .conftest import ALL
 from .foreign_pack import halved_keys, unet, without_plan
 from .models import conditioning, load, run, with_lora
-from .shared_runtime import SharedRuntime
+from .shared_runtime import SharedRuntime, settings
 
+__all__ = ["settings"]  # a fixture
 STOCK = {name: vars(comfy.samplers.CFGGuider)[name] for name in ("sample", "outer_sample")}
-
-
-@pytest.fixture
-def settings(tmp_path):
-    """Sets the switch, as ComfyUI does."""
-    file = tmp_path / FILE
-
-    def switch(on):
-        file.write_text(json.dumps({"Comfy.Other": 1, SETTING: on}))
-
-    switch.file = file
-    return switch
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.nodes.auto.late import MOST, LateFailures
 from pipemesh.nodes.auto.sampling import FAILED_LATE, reason_of
 from pipemesh.nodes.slower import JUDGED
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, Refused
@@ -126,13 +125,6 @@ def test_what_fails_after_a_step_is_raised_as_it_is_and_the_next_prompt_samples_
         in_pool.append(bool(requests["Forward"]))
     assert in_pool == [False, False, True]
     assert said(notices) == [FAILED_LATE.format(reason_of(error))]
-
-
-def test_late_failures_of_the_last_kinds_are_remembered_and_no_more():
-    late = LateFailures()
-    for kind in range(MOST + 1):
-        late.note((kind,), "why")
-    assert [late.why((kind,), "") for kind in (0, 1, 1, MOST)] == ["", "why", "", "why"]
 
 
 def test_the_wait_ends_at_the_first_step_also_without_a_progress_bar(auto, settings, files):

@@ -2,7 +2,6 @@
 nothing of the pool is asked for.
 """
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,21 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from pipemesh.nodes.auto.mode import Auto
-from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
+from pipemesh.nodes.auto.switch import FILE, Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.once import Once
 
+from .shared_runtime import settings
 
-@pytest.fixture
-def settings(tmp_path):
-    """Sets the switch, as ComfyUI does."""
-    file = tmp_path / FILE
-
-    def switch(on):
-        file.write_text(json.dumps({SETTING: on}))
-
-    switch.file = file
-    return switch
+__all__ = ["settings"]  # a fixture
 
 
 @pytest.mark.parametrize(

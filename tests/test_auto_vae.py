@@ -3,7 +3,6 @@ stock, with a notice, what the pool cannot.
 """
 
 import gc
-import json
 import weakref
 
 import comfy.sd
@@ -13,17 +12,13 @@ from comfy_execution.utils import CurrentNodeContext
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.nodes.auto import decoding
 from pipemesh.nodes.auto.decoding import TRIES, WORTH_S, VAETimes
-from pipemesh.nodes.auto.mode import Auto
-from pipemesh.nodes.auto.replaced import HostChanged
-from pipemesh.nodes.auto.seam import OF_VAES, VAESeam
-from pipemesh.nodes.auto.switch import SETTING, Switch
-from pipemesh.nodes.notices import Notices
+from pipemesh.nodes.auto.seam import OF_VAES, HostChanged, VAESeam
 
-from .shared_runtime import SharedRuntime
+from .shared_runtime import settings, switched
 from .vaes import image_weights, loaded, noise, video_weights
 
+__all__ = ["settings", "switched"]  # fixtures
 KIND = (torch.nn.Module, 10**6, torch.float32, "decode")
 LATENT, PIXELS = noise(1, 16, 1, 7, 4), noise(1, 57, 40, 3).sigmoid()
 USES = {
@@ -31,26 +26,6 @@ USES = {
     "tiles": lambda vae: vae.decode_tiled(LATENT, tile_x=4, tile_y=4, overlap=1),
     "encode": lambda vae: vae.encode(PIXELS),
 }
-
-
-@pytest.fixture
-def switched(client, tmp_path, monkeypatch):
-    """Auto mode that takes a pool for whatever it saves; ``on(False)`` switches it off."""
-    monkeypatch.setattr(decoding, "WORTH_S", 0.0)
-    file, notices = tmp_path / "settings.json", Notices()
-    runtime = SharedRuntime(client)
-
-    def on(value):
-        file.write_text(json.dumps({SETTING: value}))
-
-    auto = Auto(lambda: runtime, Switch({}, lambda: file), notices)
-    on.said = lambda: [one.text for one in notices.latest()]
-    on.runtime, on.notices = runtime, notices
-    on(True)
-    auto.install()
-    with torch.inference_mode():
-        yield on
-    auto.remove()
 
 
 @pytest.mark.host

@@ -45,8 +45,8 @@ HUNKS = (
     Hunk("parallel_runtime/layout.py", "    data: int = 1\n", "    echo: int = 1\n"),
     Hunk(
         "nodes/settings.py",
-        "    data: int = number(1, 1, 32)\n",
-        "    echo: int = number(1, 1, 32)\n",
+        "    data: int = taking(Takes(1, 1, 32))\n",
+        "    echo: int = taking(Takes(1, 1, 32))\n",
     ),
     Hunk(
         "locales/en/main.json",

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.nodes.one_gpu import times_as_long
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.room import room_on_devices
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.status.reasons import unlike_shares
+from pipemesh.nodes.status.sums import times_as_long
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize

@@ -16,8 +16,6 @@ from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
-from pipemesh.nodes.one_gpu import foretold
-from pipemesh.nodes.one_gpu import predicted as longer_alone
 from pipemesh.nodes.planning import (
     STEP_BYTES,
     PlannedLayout,
@@ -31,7 +29,7 @@ from pipemesh.nodes.report.text import plan_heads, plan_text
 from pipemesh.nodes.room import room_on_devices
 from pipemesh.nodes.runtime import tell_of_restart
 from pipemesh.nodes.settings import Choice
-from pipemesh.nodes.status.sums import plan_figures
+from pipemesh.nodes.status.sums import longer_alone, plan_figures
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -523,13 +521,12 @@ def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and
     ran = Run(
         evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0}
     )
-    runs = SimpleNamespace(recent=[ran], once=lambda _run, _what, sum_up: sum_up())
     devices = tuple(Device(f"cuda:{index}") for index in range(2))
-    pools = {Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"): SimpleNamespace(runs=runs)}
-    assert longer_alone(pools, planned, ran) == pytest.approx(made.alone().prediction.seconds / 0.5)
+    pair = Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl")
+    assert longer_alone(ran, pair, planned) == pytest.approx(made.alone().prediction.seconds / 0.5)
     for unknown in (None, replace(planned, known="plain"), replace(planned, plan=None)):
-        assert longer_alone(pools, unknown, ran) is None
-    assert foretold(planned, Run()) is None and longer_alone(pools, planned, Run()) is None
+        assert longer_alone(ran, pair, unknown) is None
+    assert longer_alone(Run(), pair, planned) is None
 
 
 @pytest.mark.parametrize("sigmas", [None, torch.zeros(1)])

@@ -6,6 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from pipemesh.nodes.ksampler import sampler_nodes
+from pipemesh.nodes.pool import pool_nodes
+from pipemesh.nodes.report.node import report_node
+from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import PoolSettings
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.texts import english
@@ -78,22 +82,17 @@ UNLIKE = [  # what only a link can bring
 ]
 
 
+def made_nodes():
+    """Every node by its id, of a runtime that can start nothing."""
+    runtime = Runtime(fake_setup())
+    made = (*pool_nodes(lambda: runtime), *sampler_nodes(lambda: runtime), report_node(lambda: runtime))
+    return {one.GET_SCHEMA().node_id: one for one in made}
+
+
 @pytest.fixture(scope="module")
 def node():
     """PipeMesh Pool."""
     return made_nodes()["PipeMeshPool"]
-
-
-def made_nodes():
-    """Every node by its id, of a runtime that can start nothing."""
-    from pipemesh.nodes.ksampler import sampler_nodes
-    from pipemesh.nodes.pool import pool_nodes
-    from pipemesh.nodes.report.node import report_node
-    from pipemesh.nodes.runtime import Runtime
-
-    runtime = Runtime(fake_setup())
-    made = (*pool_nodes(lambda: runtime), *sampler_nodes(lambda: runtime), report_node(lambda: runtime))
-    return {one.GET_SCHEMA().node_id: one for one in made}
 
 
 @pytest.fixture
@@ -148,8 +147,6 @@ OTHERS = {  # of each input a value that is not its default
 
 
 def test_a_queue_is_sampled_at_once_unless_the_pool_or_without_one_the_setting_says_no():
-    from pipemesh.nodes.runtime import Runtime
-
     runtime, cpu = Runtime(fake_setup()), {"layout": "auto", "devices": "cpu"}
     assert runtime.choose(**cpu).looks_ahead
     assert not runtime.choose(**cpu, queue="first image soonest").looks_ahead
@@ -161,8 +158,6 @@ def test_a_queue_is_sampled_at_once_unless_the_pool_or_without_one_the_setting_s
 
 
 def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():
-    from pipemesh.nodes.runtime import Runtime
-
     runtime, inputs = Runtime(fake_setup()), PoolSettings.inputs()
     assert OTHERS.keys() == inputs.keys() - {"layout"}
     plain = runtime.choose(layout="auto", devices="cpu")
@@ -181,19 +176,14 @@ def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_
     )
 
 
-SAMPLED = {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+SAMPLED = dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK)
+SAMPLED |= {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 SOCKETS = {
     "PipeMeshParallelize": {"model": LINK},
     "PipeMeshParallelizeVAE": {"vae": LINK},
     "PipeMeshReport": {"latent": LINK},
-    "PipeMeshKSampler": {
-        **dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK),
-        **SAMPLED,
-        "seed": 1,
-        "denoise": 1.0,
-    },
+    "PipeMeshKSampler": {**SAMPLED, "seed": 1, "denoise": 1.0},
     "PipeMeshKSamplerAdvanced": {
-        **dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK),
         **SAMPLED,
         "add_noise": "enable",
         "noise_seed": 1,
@@ -257,6 +247,7 @@ def test_what_can_never_be_is_refused_when_queued_whatever_a_link_brings(complai
     ("linked", "changes"),
     [
         ("ulysses", {"devices": "cpu,cpu,cpu"}),
+        ("layout", {"devices": "cpu,cpu,cpu"}),
         ("devices", {"ulysses": 3}),
         ("pipefusion", {"stages": "9,10,3"}),
         ("pipefusion", {"patches": 1}),

@@ -4,6 +4,13 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.launcher.pool.devices import Device, Placement
+from pipemesh.nodes.auto.mode import Auto
+from pipemesh.nodes.auto.switch import Switch
+from pipemesh.nodes.here import why_one_gpu
+from pipemesh.nodes.pool import pool_nodes
+from pipemesh.nodes.runtime import Runtime
+from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.status.collection import pool_status, run_status, status_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import LayoutError, Refused
 from pipemesh.parallel_runtime.layout import Layout
@@ -17,9 +24,6 @@ STAGES = {"devices": "cpu", "layout": "by hand", "ulysses": 1, "pipefusion": 2}
 @pytest.fixture
 def node():
     """Of a runtime that can start nothing."""
-    from pipemesh.nodes.pool import pool_nodes
-    from pipemesh.nodes.runtime import Runtime
-
     runtime = Runtime(fake_setup())
     return pool_nodes(lambda: runtime)[0]
 
@@ -45,23 +49,14 @@ def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_eva
     assert node.execute(**STAGES, stages=" 20, 37 ").result[0].patching == Patching(3, 1, (20, 37))
 
 
-def test_a_linked_warm_up_of_none_is_refused_when_the_node_runs(node):
-    with pytest.raises(LayoutError, match="warm_up"):
-        node.execute(**STAGES, warm_up=0)
-
-
 def test_without_stages_patches_and_warm_up_mean_nothing(node):
-    chosen = STAGES | {"pipefusion": 1, "patches": 5, "warm_up": 9}
-    assert (
-        node.validate_inputs(**{name: value for name, value in chosen.items() if name != "warm_up"}) is True
-    )
-    assert node.execute(**chosen).result[0].patching is None
+    chosen = STAGES | {"pipefusion": 1, "patches": 5}
+    assert node.validate_inputs(**chosen) is True
+    assert node.execute(**chosen, warm_up=9).result[0].patching is None
 
 
 @pytest.fixture(scope="module")
 def one_runtime(setup):
-    from pipemesh.nodes.runtime import Runtime
-
     said = []
     runtime = Runtime(setup, lambda text: said.append(text) if "in patches" in text else None)
     runtime.said = said
@@ -77,16 +72,12 @@ def runtime(one_runtime):
 
 
 def only_pool(runtime):
-    from pipemesh.nodes.status.collection import pool_status
-
     (pool,) = runtime.pools()
     return pool_status(*pool)
 
 
 def last_run(runtime, choice=None):
     """How the last run was sampled in patches."""
-    from pipemesh.nodes.status.collection import run_status
-
     return run_status(runtime, *runtime.last_run(choice)).figures.in_patches
 
 
@@ -110,9 +101,6 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
 
 
 def test_a_variable_that_cannot_be_read_is_told_where_one_gpu_would_sample_by_itself_too(monkeypatch):
-    from pipemesh.nodes.runtime import Runtime
-    from pipemesh.nodes.settings import Choice
-
     broken = Runtime(fake_setup(), fault="PIPEMESH_STALL is x: set it to seconds.")
     one = Choice(Placement(layout=Layout(), devices=(Device("cuda:0", "0"),), backend="nccl"))
     monkeypatch.setattr(broken, "default_choice", lambda: one)
@@ -131,19 +119,13 @@ def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_w
 
     model = load(files["model"])
     truth = run(model, positive=hooked(), cfg=2.0)
-    for warm_up, whole in ((100, None), (1, 2)):
-        ours = run(
-            runtime.parallelize(model, runtime.choose(**STAGES, warm_up=warm_up)), positive=hooked(), cfg=2.0
-        )
-        assert (
-            runtime.said.pop()
-            == "PipeMesh samples in patches, single-timeline, because of hooks on the positive conditioning."
-        )
-        in_patches = last_run(runtime)
-        if whole is None:
-            assert relative_error(ours, truth) <= BOUND
-        else:
-            assert in_patches.whole == whole and in_patches.patches == 3
+    mode = "single-timeline, because of hooks on the positive conditioning"
+    for warm_up in (100, 1):
+        choice = runtime.choose(**STAGES, warm_up=warm_up)
+        ours = run(runtime.parallelize(model, choice), positive=hooked(), cfg=2.0)
+        assert runtime.said.pop() == f"PipeMesh samples in patches, {mode}."
+        assert relative_error(ours, truth) <= BOUND or warm_up == 1
+    assert (last_run(runtime).whole, last_run(runtime).patches) == (2, 3)
 
 
 def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, files, monkeypatch):
@@ -159,8 +141,6 @@ def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, 
 @pytest.mark.parametrize("pipefusion", [1, 2])
 @pytest.mark.parametrize("shape", [(0, 16, 8, 8), (1, 16, 0, 8), (1, 16, 8, 0)])
 def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusion, shape):
-    from pipemesh.nodes.runtime import Runtime
-
     runtime = Runtime(setup)
     model = runtime.parallelize(
         load(files["model"]), runtime.choose(**STAGES | {"ulysses": 3 - pipefusion, "pipefusion": pipefusion})
@@ -192,8 +172,6 @@ def test_an_empty_latent_is_refused_before_a_pool_starts(files, setup, pipefusio
 def test_whichever_ranks_compute_on_the_uis_device_their_part_is_counted(
     layout, names, stages, part, computed
 ):
-    from pipemesh.nodes.settings import Choice
-
     placement = Placement(layout=layout, devices=tuple(map(Device, names)), backend="gloo")
     choice = Choice(placement, None if stages is None else Patching(3, stages=stages))
     assert choice.held_on("cuda:0") == part and choice.computed_on("cuda:0") == computed
@@ -213,31 +191,26 @@ def test_the_host_counts_a_stages_part_of_the_weights(files, client, requests):
 def test_auto_takes_every_device_and_no_other_input_counts(node):
     by_hand = STAGES | {"pipefusion": 3, "patches": 4, "backend": "gloo"}
     for devices, ranks in {"auto": 2, "cpu": 2, "cpu, cpu ,cpu": 3}.items():
-        assert node.validate_inputs(**by_hand | {"devices": devices, "layout": "auto"}) is True
-        (choice,) = node.execute(**by_hand | {"devices": devices, "layout": "auto"}).result
-        assert (choice.placement.layout, len(choice.placement.devices), choice.patching) == (
-            Layout(ulysses=ranks),
-            ranks,
-            None,
-        )
+        chosen = by_hand | {"devices": devices, "layout": "auto"}
+        assert node.validate_inputs(**chosen) is True
+        (choice,) = node.execute(**chosen).result
+        assert (choice.placement.layout, choice.patching) == (Layout(ulysses=ranks), None)
+        assert len(choice.placement.devices) == ranks
 
 
 def test_auto_takes_all_gpus(node, monkeypatch):
     gpus = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(3))
     monkeypatch.setattr("pipemesh.nodes.runtime.visible_gpus", lambda cpu_only: gpus)
-    (choice,) = node.execute(**STAGES | {"layout": "auto"}).result
-    assert (choice.placement.layout, choice.placement.backend) == (
-        Layout(ulysses=2),
-        "gloo",
-    ), "cpu was chosen"
-    (choice,) = node.execute(**STAGES | {"devices": "auto", "layout": "auto"}).result
-    assert (choice.placement.layout, choice.placement.devices, choice.placement.backend) == (
-        Layout(ulysses=3),
-        gpus,
-        "nccl",
-    )
-    (choice,) = node.execute(devices="auto", layout="by hand", ulysses=2).result
-    assert choice.placement.devices == gpus[:2], "by hand, the degrees count"
+
+    def chosen(**inputs):
+        return node.execute(**inputs).result[0].placement
+
+    pair = chosen(**STAGES | {"layout": "auto"})
+    assert (pair.layout, pair.backend) == (Layout(ulysses=2), "gloo"), "cpu was chosen"
+    every = chosen(**STAGES | {"devices": "auto", "layout": "auto"})
+    assert (every.layout, every.devices, every.backend) == (Layout(ulysses=3), gpus, "nccl")
+    by_hand = chosen(devices="auto", layout="by hand", ulysses=2)
+    assert by_hand.devices == gpus[:2], "by hand, the degrees count"
 
 
 @pytest.fixture
@@ -263,12 +236,6 @@ NO_RANKS = (
 def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_and_the_log_have_too(
     elsewhere, node, files, caplog
 ):
-    from pipemesh.nodes.auto.mode import Auto
-    from pipemesh.nodes.auto.switch import Switch
-    from pipemesh.nodes.pool import pool_nodes
-    from pipemesh.nodes.runtime import Runtime
-    from pipemesh.nodes.status.collection import status_of
-
     runtime = Runtime(fake_setup())
     sentence = NO_RANKS.format(elsewhere)
     with pytest.raises(LayoutError) as caught:
@@ -289,10 +256,6 @@ def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_an
 
 
 def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_why(monkeypatch, files):
-    from pipemesh.nodes.here import why_one_gpu
-    from pipemesh.nodes.pool import pool_nodes
-    from pipemesh.nodes.runtime import Runtime
-
     runtime, model = Runtime(fake_setup()), load(files["model"])
     for gpus, is_itself in ((1, True), (2, False)):
         seen = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(gpus))
@@ -307,11 +270,6 @@ def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_
     assert why_one_gpu().startswith(
         "ComfyUI sees one of the 4 GPUs here, as CUDA_VISIBLE_DEVICES is 1. Start"
     )
-
-
-def test_a_linked_layout_is_queued_whatever_the_degrees_are(node):
-    assert node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu", "layout": None}) is True
-    assert "3 devices listed" in node.validate_inputs(**STAGES | {"devices": "cpu,cpu,cpu"})
 
 
 def test_a_layout_that_is_chosen_may_be_approximate_where_that_is_allowed_and_one_by_hand_is_what_it_says(

@@ -11,6 +11,7 @@ from pipemesh.nodes.screen import NodeScreen
 from pipemesh.nodes.waiting import Waited
 
 WAITED = Waited(node="3", prompt="a prompt", text="loading", done=1, total=2, seconds=1.0)
+NOTICE = Notice(at=0.0, text="On one GPU", node="3", prompt="a prompt")
 
 
 class Server:
@@ -34,21 +35,20 @@ def server(monkeypatch):
     return made
 
 
-def test_a_notice_of_one_gpu_is_the_last_line_on_its_node_though_a_wait_was_shown_there(monkeypatch):
-    lines, waiting = [], SimpleNamespace(end=lambda: lines.append("of the wait"))
-    monkeypatch.setattr(extension, "show_notice", lambda notice: lines.append(notice.text))
+def test_a_notice_of_one_gpu_is_the_last_line_on_its_node_though_a_wait_was_shown_there(server):
+    shown = server("a browser").sent
+    waiting = SimpleNamespace(end=lambda: shown.append(("of the wait", "")))
     for one_gpu in (True, False):
-        extension.show_after(
-            waiting, Notice(at=0.0, text="a notice", node="3", prompt="a prompt", one_gpu=one_gpu)
-        )
-    assert lines == ["of the wait", "a notice", "a notice"], "others wait on"
+        extension.show_notice(waiting, replace(NOTICE, one_gpu=one_gpu))
+    told = ["PipeMesh: On one GPU", "pipemesh.notice"]
+    assert [text for text, _ in shown] == ["of the wait", *told, *told], "others wait on"
 
 
 def show_all():
     shown = NodeScreen()
     shown.show(WAITED)
     shown.end("3", "loaded")
-    extension.show_notice(Notice(at=0.0, text="On one GPU", node="3", prompt="a prompt"))
+    extension.show_notice(SimpleNamespace(end=lambda: None), NOTICE)
 
 
 def test_the_browser_that_has_queued_a_prompt_is_shown_it_alone(server):

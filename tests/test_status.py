@@ -54,7 +54,7 @@ def ran(runtime, pool, number, *, ended=True, evaluations=50):
     )
     run.ended_s = run.began_s + 5 if ended else 0.0
     pool.runs.recent.append(run)
-    runtime.times._runs[run] = (("a kind", number), 0.1)
+    runtime.planning.times._runs[run] = (("a kind", number), 0.1)
     return run
 
 
@@ -101,10 +101,10 @@ def test_how_far_a_run_is_and_how_long_it_takes_still_is_told_and_why_it_ended_e
     pool = pool_of(runtime, ulysses=2)
     run = ran(runtime, pool, 1, ended=False)
     assert status_of(runtime, AUTO).current_run.steps.total == 0
-    runtime.times._stepped[run] = Stepped(1, 20)
+    runtime.planning.times._stepped[run] = Stepped(1, 20)
     now = status_of(runtime, AUTO).current_run.steps
     assert (now.done, now.total, now.left_s) == (1, 20, None)
-    runtime.times._stepped[run] = Stepped(5, 20, 2.0)
+    runtime.planning.times._stepped[run] = Stepped(5, 20, 2.0)
     assert status_of(runtime, AUTO).current_run.steps.left_s == 30.0
     pool.runs._open["model"] = run
     lost = PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words")

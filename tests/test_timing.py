@@ -8,8 +8,9 @@ import pytest
 import torch
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.seam import GuiderSeam, with_callback
-from pipemesh.nodes.one_gpu import times_as_long
-from pipemesh.nodes.timing import MOST, Speed, StepTimes
+from pipemesh.nodes.latest import Latest
+from pipemesh.nodes.status.sums import times_as_long
+from pipemesh.nodes.timing import Speed, StepTimes
 from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
@@ -168,10 +169,11 @@ def test_one_step_has_no_time(times, clock):
     assert times.speed_of(ours) is None
 
 
-def test_no_more_kinds_are_remembered_than_can_be_of_use(times, clock):
-    for number in range(MOST + 5):
-        sampled(times, clock, 1.0, file=f"{number}.safetensors")
-    assert len(times._one_gpu) == MOST
+def test_no_more_kinds_are_remembered_than_can_be_of_use():
+    kept = Latest(3)
+    for kind in "abacd":
+        kept[kind] = kind.upper()
+    assert list(kept.items()) == [("a", "A"), ("c", "C"), ("d", "D")]
 
 
 def test_the_callback_is_handed_over_as_the_other_was():

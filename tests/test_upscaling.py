@@ -1,38 +1,29 @@
 """Upscale Image (using Model): each rank computes whole tiles, and the picture is ComfyUI's own."""
 
-import json
 import math
 
 import comfy.model_management as mm
 import comfy_extras.nodes_upscale_model as host
+import hypothesis
 import pytest
 import torch
 from comfy.model_patcher import CoreModelPatcher
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.nodes.auto import decoding
 from pipemesh.nodes.auto.decoding import TRIES, VAETimes
-from pipemesh.nodes.auto.mode import Auto
-from pipemesh.nodes.auto.replaced import HostChanged
-from pipemesh.nodes.auto.seam import OF_UPSCALERS, UPSCALER, UpscalerSeam
-from pipemesh.nodes.auto.switch import SETTING, Switch
-from pipemesh.nodes.notices import Notices
-from pipemesh.nodes.timing import StepTimes
-from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.nodes.auto.seam import OF_UPSCALERS, UPSCALER, HostChanged, UpscalerSeam
 from pipemesh.parallel_runtime.client.remote_upscaler import UpscalerInPool, largest_share
-from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import Refused
 from spandrel import ImageModelDescriptor, ModelLoader
 from spandrel.architectures.Compact import Compact, CompactArch
 
 import nodes
 
-from .fake_pools import cpus
-from .shared_runtime import SharedRuntime
-from .test_pool_faults import Once, in_forward, kill
+from .shared_runtime import settings, switched
+from .test_pool_faults import Once, in_forward
 from .vaes import noise, random
 
 NODE = host.ImageUpscaleWithModel
+__all__ = ["settings", "switched"]  # fixtures
 
 
 def upscaler(features=8, layers=2):
@@ -128,43 +119,13 @@ def test_a_cancel_amid_tiles_is_the_hosts_interrupt_and_the_next_is_right(client
     assert torch.equal(in_pool(model, client, image), truth) and client.session.pool is pool
 
 
-def test_a_rank_killed_amid_tiles_is_named_and_the_next_is_right(setup):
-    handle = PoolHandle(cpus(2), setup)
-    try:
-        model, pools = upscaler(32, 8), RemotePool(handle, shares_weights=True)
-        truth = in_pool(model, pools, picture(1, 40, 48))
-        pool = handle.live()
-        once = Once(lambda: in_forward(pool, 1, 2), lambda: kill(pool, 1))
-        with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed .* while computing: run again"):
-            in_pool(model, pools, picture(1, 2000, 2000))
-        once.join()
-        assert torch.equal(in_pool(model, pools, picture(1, 40, 48)), truth)
-    finally:
-        handle.close()
-
-
 # -- auto mode
 
 
-@pytest.fixture
-def switched(client, tmp_path, monkeypatch):
-    """Auto mode that takes a pool for whatever it saves; ``on(False)`` switches it off."""
-    monkeypatch.setattr(decoding, "WORTH_S", 0.0)
-    monkeypatch.setattr(VAETimes, "is_slower", lambda *_: False)
+@pytest.fixture(autouse=True)
+def node_is_there(monkeypatch):
     monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, UPSCALER, NODE)
-    file, notices = tmp_path / "settings.json", Notices()
-
-    def on(value):
-        file.write_text(json.dumps({SETTING: value}))
-
-    times = StepTimes()
-    auto = Auto(lambda: SharedRuntime(client), Switch({}, lambda: file), notices, times)
-    on.said = lambda: [one.text for one in notices.latest()]
-    on.noted = lambda: times.prompts._vae[""]
-    on(True)
-    auto.install()
-    yield on
-    auto.remove()
+    monkeypatch.setattr(VAETimes, "is_slower", lambda *_: False)
 
 
 def test_the_third_picture_of_a_kind_is_upscaled_in_the_pool_and_is_the_same(switched, requests):
@@ -199,14 +160,14 @@ def test_a_models_time_says_nothing_of_one_of_another_size(switched, requests):
 def test_what_a_prompt_waited_for_an_upscale_model_is_noted_with_who_computed_it(switched):
     for _ in range(TRIES + 1):
         by_stock(upscaler(), picture(1, 40, 560))
-    assert [(one.work, one.in_pool) for one in switched.noted()] == [
+    assert [(one.work, one.in_pool) for one in switched.times.prompts._vae[""]] == [
         *[("upscale", False)] * TRIES,
         ("upscale", True),
     ]
 
 
-@settings(max_examples=20)
-@given(st.integers(1, 3), st.integers(1, 1600), st.integers(1, 1600), st.integers(2, 8))
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.integers(1, 3), st.integers(1, 1600), st.integers(1, 1600), st.integers(2, 8))
 def test_a_ranks_share_is_of_the_tiles_that_the_node_asks_for(batch, height, width, ranks):
     asked = []
 
@@ -233,7 +194,6 @@ def test_what_the_pool_refuses_is_upscaled_by_stock_with_one_notice(switched, re
 
 
 def test_the_node_is_comfyuis_again_when_auto_mode_goes_and_another_is_left_alone(monkeypatch):
-    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, UPSCALER, NODE)
     own = {name: vars(NODE)[name] for name in OF_UPSCALERS}
     seam = UpscalerSeam(lambda model, work, image, call: call(model))
     seam.install()

@@ -5,6 +5,7 @@ workers have to start, and then one every second, whatever ComfyUI's process doe
 import threading
 
 import pytest
+from comfy_execution.utils import CurrentNodeContext
 from pipemesh.launcher.pool.progress import Told
 from pipemesh.nodes.waiting import BEAT_S, FIRST_BEAT_S, Waiting
 from pipemesh.parallel_runtime.client.wait import waited_for
@@ -15,10 +16,7 @@ LOADING = Told("PipeMesh: loading a model, 0 of 2 ready", 1, 4, "25 %")
 
 class Screen:
     def __init__(self):
-        self.now, self.shown, self.ended, self.sampling = NODE, [], [], False
-
-    def node_now(self):
-        return self.now
+        self.shown, self.ended, self.sampling = [], [], False
 
     def begin(self, node):
         self.sampling = False
@@ -78,7 +76,8 @@ def beats():
 @pytest.fixture
 def waiting(screen, beats):
     made = Waiting(screen, beats.clock, beats)
-    yield made
+    with CurrentNodeContext("a prompt", "3"):
+        yield made
     made.end()
 
 
@@ -159,15 +158,15 @@ def test_a_second_model_of_the_same_node_does_not_begin_it_anew_and_another_node
     waiting.begin()
     waiting.tell(LOADING)
     assert screen.shown[-1].seconds == 0.5
-    screen.now = ("7", "a prompt")
-    waiting.begin()
+    with CurrentNodeContext("a prompt", "7"):
+        waiting.begin()
     waiting.tell(LOADING)
     assert screen.shown[-1].node == "7"
     assert screen.ended == [("3", "PipeMesh: the wait for a first step is over, after 0 s")]
 
 
-def test_outside_a_node_nothing_is_waited_for(waiting, screen):
-    screen.now = None
+def test_outside_a_node_nothing_is_waited_for(screen, beats):
+    waiting = Waiting(screen, beats.clock, beats)
     waiting.begin()
     assert not waiting.tell(LOADING)
 

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,32 +19,31 @@ from ...parallel_runtime.client.interrupt import interrupting
 from ...parallel_runtime.client.remote_upscaler import largest_share
 from ...parallel_runtime.client.remote_vae import FirstStage, ranks_of
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, RunCancelled
+from ..latest import Latest
 from ..notices import OF_A_VAE, OF_AN_UPSCALER, Notices
 from ..runtime import Runtime
 from ..settings import Choice
 from ..vaes import lent, lent_upscaler
 from .sampling import reason_of
+from .seam import UPSCALE
 
 WORTH_S = 0.5  # what several devices have to save
 TRIES = 2  # before a device, or a pool, is judged: the first loads the VAE there
-MOST = 200  # kinds that are remembered
 Kind = tuple[type, int, torch.dtype, str]  # class of the module, its weights' number, dtype, method
 log = logging.getLogger("pipemesh")
 
 
-@dataclass
 class VAETimes:
     """Remembers seconds for each number that a VAE was given, the least of each kind and number of
     ranks: what a VAE takes grows as the picture does. One rank is ComfyUI's own device.
     """
 
-    _least: dict[tuple[Kind, int], tuple[float, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._least: Latest[tuple[Kind, int], tuple[float, int]] = Latest()
 
     def note(self, kind: Kind, ranks: int, numbers: int, seconds: float) -> None:
-        least, times = self._least.pop((kind, ranks), (seconds / numbers, 0))
+        least, times = self._least.get((kind, ranks), (seconds / numbers, 0))
         self._least[kind, ranks] = min(least, seconds / numbers), times + 1
-        if len(self._least) > MOST:
-            del self._least[next(iter(self._least))]
 
     def is_worth(self, kind: Kind, ranks: int, numbers: int, share: float) -> bool:
         """Return whether so many ranks, of which one computes ``share`` of the picture and none
@@ -79,29 +78,20 @@ UPSCALERS = Lending(OF_AN_UPSCALER, lent_upscaler, largest_share)
 
 
 class PoolDecoding:
-    """``clock`` returns seconds."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        notices: Notices,
-        lending: Lending = VAES,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, runtime: Runtime, notices: Notices):
         self.times = VAETimes()
-        self._lending = lending
         self._runtime = runtime
         self._notices = notices
-        self._clock = clock
         # What stands for a VAE in ranks
         self._lent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # with which the pool has failed
 
     @interrupting
     def use(self, vae: Any, work: str, given: Any, call: Callable[[Any], Any], *, is_on: bool) -> Any:
-        """Call ``work`` of ``vae``, or of what stands for it in the pool where the switch
-        ``is_on``.
+        """Call ``work`` of ``vae``, a VAE or an upscale model, or of what stands for it in the pool
+        where the switch ``is_on``.
         """
+        lending = UPSCALERS if work == UPSCALE else VAES
         if not is_on:
             self._give_back()
         model = getattr(vae, "first_stage_model", getattr(vae, "model", None))
@@ -115,18 +105,18 @@ class PoolDecoding:
         kind = type(model), size, getattr(vae, "vae_dtype", given.dtype), work
         if vae not in self._left:
             try:
-                if (made := self._worth_having(vae, kind, given)) is not None:
-                    return self._in_pool(vae, made, kind, given, call)
+                if (made := self._worth_having(vae, kind, given, lending)) is not None:
+                    return self._in_pool(vae, made, kind, given, call, lending)
             except RunCancelled:
                 raise
             except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
                 self._left.add(vae)
                 self._free(vae)
-                self._notices.tell(f"{self._lending.told}: {reason_of(error).removesuffix('.')}.")
+                self._notices.tell(f"{lending.told}: {reason_of(error).removesuffix('.')}.")
                 log.debug("[PipeMesh] A VAE failed in the pool:", exc_info=error)
         return self._timed(vae, kind, 1, given, call)
 
-    def _worth_having(self, vae: Any, kind: Kind, given: torch.Tensor) -> Any:
+    def _worth_having(self, vae: Any, kind: Kind, given: torch.Tensor, lending: Lending) -> Any:
         """Return what stands for the VAE in a pool that is up; None where that would save little,
         or is refused.
         """
@@ -138,32 +128,37 @@ class PoolDecoding:
         if placement is None:
             return None
         ranks = ranks_of(placement.layout)
-        if not self.times.is_worth(kind, ranks, given.numel(), self._lending.share(given, ranks)):
+        if not self.times.is_worth(kind, ranks, given.numel(), lending.share(given, ranks)):
             return None
         if self._runtime.pool_for(choice).runs.models():  # ranks keep their memory for the sampler
             return None
-        made = self._lent.get(vae)
-        if made is None:
-            made = self._lent[vae] = self._lending.lend(self._runtime, vae, choice, placement)
-        return made
+        if vae not in self._lent:
+            self._lent[vae] = lending.lend(self._runtime, vae, choice, placement)
+        return self._lent[vae]
 
     def _in_pool(
-        self, vae: Any, made: Any, kind: Kind, given: torch.Tensor, call: Callable[[Any], Any]
+        self,
+        vae: Any,
+        made: Any,
+        kind: Kind,
+        given: torch.Tensor,
+        call: Callable[[Any], Any],
+        lending: Lending,
     ) -> Any:
         ranks = made.remote.ranks()
         output = self._timed(made, kind, ranks, given, lambda made: made.through(call))
         if self.times.is_slower(kind, ranks):
             self._free(vae)
             slower = f"{ranks} workers were slower, {TRIES} times."
-            self._notices.tell(f"{self._lending.told} from now on: {slower}")
+            self._notices.tell(f"{lending.told} from now on: {slower}")
         return output
 
     def _timed(
         self, vae: Any, kind: Kind, ranks: int, given: torch.Tensor, call: Callable[[Any], Any]
     ) -> Any:
-        began = self._clock()
+        began = time.perf_counter()
         output = call(vae)
-        self.times.note(kind, ranks, max(1, given.numel()), self._clock() - began)
+        self.times.note(kind, ranks, max(1, given.numel()), time.perf_counter() - began)
         return output
 
     def _give_back(self) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...launcher.pool.devices import no_ranks_on
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from .decoding import PoolDecoding
     from .sampling import PoolSampling
 
+UNUSABLE = "[PipeMesh] The pool cannot be used in this ComfyUI:"
 log = logging.getLogger("pipemesh")
 
 
@@ -41,12 +41,13 @@ class Auto:
         self._notices = notices
         self._times = times or StepTimes()
         self._has_been_on = False
-        self._in_pool = Once(self._sampling)
+        self._sampling = Once(self._make_sampling)
+        self._decoding = Once(self._make_decoding)
         self._seam = GuiderSeam(self.sample, self.unseen, self._times)
-        use_vae, note = partial(self._use, Once(self._of_vaes)), self._times.prompts.note_vae
+        note = self._times.prompts.note_vae
         self._others = {
-            "VAEs": VAESeam(use_vae, note),
-            "Upscale models": UpscalerSeam(partial(self._use, Once(self._of_upscalers)), note),
+            "VAEs": VAESeam(self._use, note),
+            "Upscale models": UpscalerSeam(self._use, note),
         }
 
     def is_on(self) -> bool:
@@ -85,35 +86,36 @@ class Auto:
         """Hands a guider's sampling to the pool, unless it is stock ComfyUI's own affair: the
         switch has been off from the start, and no node of PipeMesh has parallelized a MODEL of it.
         """
-        is_on = self.switch.is_on()
-        self._has_been_on |= is_on
+        is_on = self._is_on_now()
         is_parallel = any(isinstance(value, InPool) for value in vars(guider).values())
         if not self._has_been_on and not is_parallel:
             return run()
         try:
-            in_pool = self._in_pool()
+            in_pool = self._sampling()
         except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
-            log.warning("[PipeMesh] The pool cannot be used in this ComfyUI:", exc_info=error)
+            log.warning(UNUSABLE, exc_info=error)
             self._notices.tell(f"On one GPU: {type(error).__name__}: {error}")
             return run()
         return in_pool.sample(guider, run, is_on=is_on)
 
-    def _use(
-        self, made: Once[PoolDecoding], used: Any, work: str, given: Any, call: Callable[[Any], Any]
-    ) -> Any:
+    def _use(self, used: Any, work: str, given: Any, call: Callable[[Any], Any]) -> Any:
         """Hands the ``work`` of a VAE or an upscale model to a pool that is up, where that is worth
         it.
         """
-        is_on = self.switch.is_on()
-        self._has_been_on |= is_on
+        is_on = self._is_on_now()
         if not self._has_been_on:
             return call(used)
         try:
-            in_pool = made()
+            in_pool = self._decoding()
         except Exception as error:  # noqa: BLE001 - a graph that works without PipeMesh works with it
-            log.warning("[PipeMesh] The pool cannot be used in this ComfyUI:", exc_info=error)
+            log.warning(UNUSABLE, exc_info=error)
             return call(used)
         return in_pool.use(used, work, given, call, is_on=is_on)
+
+    def _is_on_now(self) -> bool:
+        is_on = self.switch.is_on()
+        self._has_been_on |= is_on
+        return is_on
 
     def unseen(self, guider: Any) -> None:
         """Tells of a guider whose class samples without ``CFGGuider.sample``."""
@@ -123,17 +125,12 @@ class Auto:
                 " know."
             )
 
-    def _sampling(self) -> PoolSampling:
+    def _make_sampling(self) -> PoolSampling:
         from .sampling import PoolSampling
 
         return PoolSampling(self._runtime(), self._notices, self._times)
 
-    def _of_vaes(self) -> PoolDecoding:
+    def _make_decoding(self) -> PoolDecoding:
         from .decoding import PoolDecoding
 
         return PoolDecoding(self._runtime(), self._notices)
-
-    def _of_upscalers(self) -> PoolDecoding:
-        from .decoding import UPSCALERS, PoolDecoding
-
-        return PoolDecoding(self._runtime(), self._notices, UPSCALERS)

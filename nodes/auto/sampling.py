@@ -6,27 +6,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
-from comfy_execution.utils import get_executing_context
 
-from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
 from ...parallel_runtime.client.timelines import RandomState
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..here import why_one_gpu
-from ..notices import Notices
+from ..latest import Latest
+from ..notices import Notices, executed_now
 from ..runtime import Runtime
-from ..timing import StepTimes
-from .late import LateFailures
+from ..timing import Key, StepTimes
 from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
 from .seam import Run
 
@@ -45,7 +42,8 @@ class PoolSampling:
         self._lent: weakref.WeakKeyDictionary[BaseModel, Remote] = weakref.WeakKeyDictionary()
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
         self._given_up = ""  # the prompt in which the pool has failed
-        self._late = LateFailures()
+        # What failed after a first step, by its kind: why, and which prompt does without the pool
+        self._late: Latest[Key, tuple[str, str]] = Latest()
 
     @interrupting
     def sample(self, guider: Any, run: Run, *, is_on: bool) -> Any:
@@ -84,24 +82,32 @@ class PoolSampling:
                 raise
             except Exception as error:  # a graph that works without PipeMesh works with it
                 if run.steps.has_finished_one:
-                    self._late.note(run.steps.key, reason_of(error))
+                    self._late[run.steps.key] = reason_of(error), ""
                     log.warning("[PipeMesh] The next prompt that samples such a kind does so on one GPU.")
                     raise
                 again = again and isinstance(error, PoolFailed)
                 self._tell(error, again)
                 if isinstance(error, PoolFailed) and not again:
-                    self._given_up = prompt_now()
+                    self._given_up = executed_now()[1]
             random.restore()
             if not again:
                 break
         return self._on_one_gpu(models, run)
 
     def _why_not_tried(self, run: Run) -> str:
-        """Says why the pool is not tried; empty where it is."""
-        prompt = prompt_now()
+        """Says why the pool is not tried; empty where it is. What failed after a first step counts
+        for one prompt, the first that samples such a kind again; outside a prompt, for one
+        sampling. No longer, as a refusal does not say whether it would come again; and no less, as
+        a node may sample many times in one prompt.
+        """
+        prompt = executed_now()[1]
         if self._given_up and self._given_up == prompt:
             return GIVEN_UP
-        late = self._late.why(run.steps.key, prompt)
+        late, first = self._late.pop(run.steps.key, ("", ""))
+        if first not in ("", prompt):
+            return ""
+        if late and prompt:
+            self._late[run.steps.key] = late, prompt
         return FAILED_LATE.format(late) if late else ""
 
     def _on_one_gpu(self, models: Mapping[str, ModelPatcher], run: Run) -> Any:
@@ -115,10 +121,14 @@ class PoolSampling:
             raise Refused(f"{type(guider).__name__} samples a model that is not of ComfyUI's kind.")
         if torch.is_grad_enabled():
             raise Refused(GRADIENTS)
+        own = comfy.model_management.get_torch_device()
         for model in models.values():
-            check_own_device(model)
+            if model.load_device != own:  # as by Select Model Device
+                on = f"{model.load_device}, where ComfyUI computes on {own}"
+                raise Refused(f"A node has put this MODEL on {on}.")
         choice = self._runtime.default_choice()
-        check_devices(choice.placement)
+        if choice.placement.is_one_gpu:
+            raise LayoutError(why_one_gpu())
         for model in models.values():
             self._runtime.trials.require(type(model.model.diffusion_model), model.model)
         parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, run.given)
@@ -128,8 +138,13 @@ class PoolSampling:
         for patcher in parallel.values():
             self._lent[patcher.model] = patcher.remote
         before = last_runs(parallel)
-        with in_place_of(guider, parallel), self._sampling([model.model for model in models.values()]):
-            output = run()
+        outer = len(self._sampled)
+        self._sampled += [model.model for model in models.values()]
+        try:
+            with in_place_of(guider, parallel):
+                output = run()
+        finally:
+            del self._sampled[outer:]
         note(self._runtime, parallel, planned)
         sigmas = run.given.get("sigmas")
         if sigmas is not None and sigmas.shape[-1] and last_runs(parallel) == before:
@@ -149,15 +164,6 @@ class PoolSampling:
         else:
             self._notices.tell(f"On one GPU: {reason_of(error)}", str(error).partition("\n")[2])
 
-    @contextmanager
-    def _sampling(self, models: list[BaseModel]) -> Iterator[None]:
-        before = len(self._sampled)
-        self._sampled += models
-        try:
-            yield
-        finally:
-            del self._sampled[before:]
-
     @interrupting
     def _give_back(self, models: Iterable[BaseModel]) -> None:
         """Frees what ranks hold of these models for auto mode: on the UI's own GPU stock ComfyUI
@@ -171,34 +177,13 @@ class PoolSampling:
                     self._lent.pop(model).release()
 
 
-def prompt_now() -> str:
-    """Returns the id of the prompt that runs; empty where none does."""
-    executing = get_executing_context()
-    return executing.prompt_id if executing is not None else ""
-
-
-def check_own_device(model: ModelPatcher) -> None:
-    """Raises Refused for a MODEL that a node, such as Select Model Device, has put on a device of
-    its own choice.
-    """
-    own = comfy.model_management.get_torch_device()
-    if model.load_device != own:
-        raise Refused(f"A node has put this MODEL on {model.load_device}, where ComfyUI computes on {own}.")
-
-
-def check_devices(placement: Placement) -> None:
-    """Raises LayoutError where more ranks would not be faster than ComfyUI alone."""
-    if placement.is_one_gpu:
-        raise LayoutError(why_one_gpu())
-
-
 def models_of(guider: Any) -> dict[str, ModelPatcher]:
     """Returns the MODELs that a guider samples, by attribute: one, or two as DualModelGuider."""
-    return {name: value for name, value in vars(guider).items() if is_model(value)}
-
-
-def is_model(value: Any) -> bool:
-    return isinstance(value, ModelPatcher) and isinstance(value.model, BaseModel)
+    return {
+        name: value
+        for name, value in vars(guider).items()
+        if isinstance(value, ModelPatcher) and isinstance(value.model, BaseModel)
+    }
 
 
 def last_runs(models: Mapping[str, RemotePatcher]) -> list[PoolRun | None]:
@@ -213,8 +198,5 @@ def reason_of(error: Exception) -> str:
     if not isinstance(error, PipeMeshError):
         return f"{type(error).__name__}: {sentence}"
     thing, colon, move = sentence.rpartition(": ")
-    return (
-        f"{thing}."
-        if isinstance(error, (Refused, LayoutError)) and colon and move[:1].islower()
-        else sentence
-    )
+    has_move = isinstance(error, (Refused, LayoutError)) and colon and move[:1].islower()
+    return f"{thing}." if has_move else sentence

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -21,10 +21,8 @@ import comfy.sd
 
 import nodes
 
+from ...parallel_runtime.errors import PipeMeshError
 from ..timing import Steps, StepTimes
-from .replaced import HostChanged, Replaced, changed, require_uses
-
-__all__ = ["GuiderSeam", "HostChanged", "Run", "UpscalerSeam", "VAESeam"]
 
 SAMPLERS = "comfy.samplers"
 NEEDED = (  # function of comfy.samplers, names that its code has to use
@@ -35,6 +33,7 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
     ("sample", ("CFGGuider", "sample")),
 )
 
+Around = Callable[[Any], Any]  # the stock method -> what stands before it
 Use = Callable[[Any, str, Any, Callable[[Any], Any]], Any]
 Note = Callable[[str, float, bool], None]
 
@@ -64,37 +63,77 @@ class Run:
         return self.stock()
 
 
-class GuiderSeam:
-    """Installs and removes both methods together.
+class HostChanged(PipeMeshError):
+    """ComfyUI computes in another way than auto mode knows."""
 
-    ``sample`` is called with the guider and the stock method; ``unseen`` with a guider that comes
-    to ``outer_sample`` without having come to ``sample``. ``times`` gets the steps of every
+
+class Seam:
+    """Puts methods into a class of ComfyUI's, and takes them out together. A method of ours that
+    another pack has wrapped since stays in place when it is taken out: it has to call ComfyUI's
+    then, by ``is_in``. ``owner``: None where this ComfyUI has no such class.
+    """
+
+    def __init__(self, owner: type | None, around: Mapping[str, Around]):
+        self._owner = owner
+        self._around = around
+        self._stock: dict[str, Any] = {}
+        self._ours: dict[str, Any] = {}
+
+    @property
+    def is_in(self) -> bool:
+        return bool(self._ours)
+
+    def install(self) -> None:
+        """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
+        if self.is_in or self._owner is None:
+            return
+        self.require_known(self._owner)
+        self._stock = {name: vars(self._owner)[name] for name in self._around}
+        self._ours = {name: around(self._stock[name]) for name, around in self._around.items()}
+        for name, method in self._ours.items():
+            setattr(self._owner, name, method)
+
+    def require_known(self, owner: type) -> None:
+        """Raises HostChanged, naming what differs. Methods that another pack has replaced are not
+        looked into.
+        """
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        for name, method in self._ours.items():
+            if vars(self._owner)[name] is method:
+                setattr(self._owner, name, self._stock[name])
+        self._ours = {}
+
+
+class GuiderSeam(Seam):
+    """``sample`` is called with the guider and the stock method; ``unseen`` with a guider that
+    comes to ``outer_sample`` without having come to ``sample``. ``times`` gets the steps of every
     sampling.
     """
 
     def __init__(self, sample: Callable[[Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
+        around = {"sample": self._around_sample, "outer_sample": self._around_outer_sample}
+        super().__init__(comfy.samplers.CFGGuider, around)
         self._times = times
         self._sample = sample
         self._unseen = unseen
         self._inside: list[Any] = []  # guiders that sample now, the innermost last
-        self._methods = Replaced(
-            comfy.samplers.CFGGuider,
-            {"sample": self._around_sample, "outer_sample": self._around_outer_sample},
-        )
 
-    def install(self) -> None:
-        """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
-        if not self._methods.are_in:
-            require_known_host()
-            self._methods.put_in()
-
-    def remove(self) -> None:
-        self._methods.take_out()
+    def require_known(self, owner: type) -> None:
+        require_uses(comfy.samplers, NEEDED)
+        sample = inspect.unwrap(vars(owner)["sample"])
+        if sample.__module__ != SAMPLERS:
+            return
+        given = tuple(inspect.signature(sample).parameters)[1:]  # without self
+        for ours, own in zip_longest(ARGUMENTS, given[: len(ARGUMENTS)]):  # they may be given by place
+            if ours != own:
+                raise changed(f"has {own or 'nothing'} in the place of {ours} in {SAMPLERS}.CFGGuider.sample")
 
     def _around_sample(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
         def sample(guider: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._methods.are_in:
+            if not self.is_in:
                 return stock(guider, *args, **kwargs)
             given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
             steps = self._times.watch(guider, given.get("noise"), given.get("sampler"), given.get("callback"))
@@ -114,7 +153,7 @@ class GuiderSeam:
     def _around_outer_sample(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
         def outer_sample(guider: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._methods.are_in and not any(guider is one for one in self._inside):
+            if self.is_in and not any(guider is one for one in self._inside):
                 self._unseen(guider)
             return stock(guider, *args, **kwargs)
 
@@ -129,46 +168,47 @@ def with_callback(args: tuple, kwargs: dict[str, Any], callback: Callable) -> tu
     return args, {**kwargs, "callback": callback}
 
 
-def require_known_host() -> None:
-    """Raises HostChanged, naming what differs, where ComfyUI's samplers are not as auto mode knows
-    them. Methods that another pack has replaced are not looked into.
+def require_uses(module: Any, needed: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Raises HostChanged, naming what differs, where a function of ComfyUI's ``module`` is not
+    there, or does not use these names. Those that another pack has replaced are not looked into.
     """
-    require_uses(comfy.samplers, NEEDED)
-    sample = inspect.unwrap(comfy.samplers.CFGGuider.sample)
-    if sample.__module__ == SAMPLERS:
-        require_known_arguments("CFGGuider.sample", sample)
+    for path, names in needed:
+        found: Any = module
+        for part in path.split("."):
+            found = vars(found).get(part)
+            if found is None:
+                raise changed(f"has no {module.__name__}.{path}")
+        code = inspect.unwrap(found)
+        if getattr(code, "__module__", None) == module.__name__:
+            missing = [name for name in names if name not in code.__code__.co_names]
+            if missing:
+                raise changed(f"does not use {missing[0]} in {module.__name__}.{path}")
 
 
-def require_known_arguments(path: str, method: Callable) -> None:
-    """Raises HostChanged where others than ``ARGUMENTS`` come first: they may be given by place."""
-    given = tuple(inspect.signature(method).parameters)[1:]  # without self
-    for ours, own in zip_longest(ARGUMENTS, given[: len(ARGUMENTS)]):
-        if ours != own:
-            raise changed(f"has {own or 'nothing'} in the place of {ours} in {SAMPLERS}.{path}")
+def changed(what: str) -> HostChanged:
+    return HostChanged(
+        f"Auto mode does not know this ComfyUI, which {what}: update PipeMesh, or put PipeMesh Parallelize"
+        " into the graph."
+    )
 
 
-class VAESeam:
+class VAESeam(Seam):
     """``use`` is called with a VAE, the name of its method, what that is given, and the stock
     method, of any VAE; ``note`` with that name, its seconds, and whether ranks computed it.
     """
 
     def __init__(self, use: Use, note: Note = lambda work, seconds, in_pool: None):
+        super().__init__(comfy.sd.VAE, dict.fromkeys(OF_VAES, self._around_work))
         self._use = use
         self._note = note
-        self._methods = Replaced(comfy.sd.VAE, {name: self._around for name in OF_VAES})
 
-    def install(self) -> None:
-        """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
+    def require_known(self, owner: type) -> None:
         require_uses(comfy.sd, [(f"VAE.{name}", ("patcher", "load_models_gpu")) for name in OF_VAES])
-        self._methods.put_in()
 
-    def remove(self) -> None:
-        self._methods.take_out()
-
-    def _around(self, stock: Callable) -> Callable:
+    def _around_work(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
         def method(vae: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._methods.are_in:
+            if not self.is_in:
                 return stock(vae, *args, **kwargs)
             given = next(iter((*args, *kwargs.values())), None)
 
@@ -184,46 +224,34 @@ class VAESeam:
         return method
 
 
-class UpscalerSeam:
+class UpscalerSeam(Seam):
     """``use`` and ``note`` are called as by ``VAESeam``. Other packs call the node's
     ``upscale``.
     """
 
     def __init__(self, use: Use, note: Note = lambda work, seconds, in_pool: None):
+        node = vars(nodes)["NODE_CLASS_MAPPINGS"].get(UPSCALER)  # None as with --disable-all-custom-nodes
+        super().__init__(node, dict.fromkeys(OF_UPSCALERS, self._around_work))
         self._use = use
         self._note = note
-        self._methods: Replaced | None = None
 
-    def install(self) -> None:
-        """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
-        node = vars(nodes)["NODE_CLASS_MAPPINGS"].get(UPSCALER)
-        if self._methods is not None or node is None:  # such as with --disable-all-custom-nodes
-            return
+    def require_known(self, owner: type) -> None:
         for name in OF_UPSCALERS:
-            stock = vars(node).get(name)
+            stock = vars(owner).get(name)
             code = getattr(getattr(stock, "__func__", None), "__code__", None)
             if not isinstance(stock, classmethod) or code is None or not {*code.co_names} >= USED:
                 raise changed(f"has another {UPSCALER}.{name}")
-        self._methods = Replaced(node, {name: self._around for name in OF_UPSCALERS})
-        self._methods.put_in()
 
-    def remove(self) -> None:
-        if self._methods is not None:
-            self._methods.take_out()
-            self._methods = None
-
-    def _around(self, stock: Any) -> Any:
+    def _around_work(self, stock: Any) -> Any:
         @functools.wraps(stock.__func__)
         def execute(node: Any, upscale_model: Any, image: Any) -> Any:
-            def call(model: Any) -> Any:
+            def timed(model: Any) -> Any:
                 began = time.perf_counter()
                 output = stock.__func__(node, model, image)
                 if model.scale:  # else ranks are being given its tiles
                     self._note(UPSCALE, time.perf_counter() - began, model is not upscale_model)
                 return output
 
-            if self._methods is None:
-                return call(upscale_model)
-            return self._use(upscale_model, UPSCALE, image, call)
+            return self._use(upscale_model, UPSCALE, image, timed) if self.is_in else timed(upscale_model)
 
         return classmethod(execute)

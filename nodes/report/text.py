@@ -105,37 +105,33 @@ def prompt_text(prompt: PromptFigures) -> str:
         ("first evaluation", prompt.first_s),
         ("sampling after it", prompt.sampling_s),
     ]
-    seconds += [
-        (f"{WORKS[one.work]}, by {'workers' if one.in_pool else 'one device'}", one.seconds)
-        for one in prompt.vae
-    ]
-    seconds += [("left if workers took no time", prompt.left_s)]
-    rows = aligned([(name, f"{value:.2f} s") for name, value in seconds])
-    bound = (
-        f"  in all {prompt.speedup:.2f} times as fast as one device, at most {prompt.at_most:.2f} times"
-        if prompt.speedup is not None
-        else ""
-    )
-    return "\n".join(filter(None, ["What was waited for, but for other nodes", *rows, bound]))
+    for one in prompt.vae:
+        seconds.append((f"{WORKS[one.work]}, by {'workers' if one.in_pool else 'one device'}", one.seconds))
+    seconds.append(("left if workers took no time", prompt.left_s))
+    rows = ["What was waited for, but for other nodes"]
+    rows += aligned([(name, f"{value:.2f} s") for name, value in seconds])
+    if prompt.speedup is not None:
+        bound = f"at most {prompt.at_most:.2f} times"
+        rows.append(f"  in all {prompt.speedup:.2f} times as fast as one device, {bound}")
+    return "\n".join(rows)
 
 
 def plan_text(plan: PlanFigures) -> str:
     """Say which layout was chosen, why, and why others were not."""
     if plan.predicted_ms is None:
         return f"Layout taken: {plan.layout}; nothing was predicted: {plan.why}"
-    faster = (
-        ""
-        if plan.speedup is None or plan.speedup == 1.0
-        else f", {plan.speedup:.2f} times as fast as one device"
-    )
-    rows = [f"  predicted per evaluation: {plan.predicted_ms:.1f} ms{faster}"]
+    faster = f", {plan.speedup:.2f} times as fast as one device" if plan.speedup not in (None, 1.0) else ""
+    rows = [
+        f"Layout chosen: {plan.layout}, {plan.why}",
+        f"  for {plan.asked}",
+        f"  predicted per evaluation: {plan.predicted_ms:.1f} ms{faster}",
+    ]
     if plan.achieved_ms is not None:
         rows.append(f"  achieved: {plan.achieved_ms:.1f} ms")
-    losers = [f"  {loser_text(loser)}" for loser in plan.losers[:SHOWN]]
-    more = [f"  and {len(plan.losers) - SHOWN} more"] if len(plan.losers) > SHOWN else []
-    return "\n".join(
-        [f"Layout chosen: {plan.layout}, {plan.why}", f"  for {plan.asked}", *rows, *losers, *more]
-    )
+    rows += [f"  {loser_text(loser)}" for loser in plan.losers[:SHOWN]]
+    if len(plan.losers) > SHOWN:
+        rows.append(f"  and {len(plan.losers) - SHOWN} more")
+    return "\n".join(rows)
 
 
 def plan_heads(plan: PlanFigures | None) -> tuple[str, ...]:
@@ -181,12 +177,10 @@ def run_text(run: RunFigures) -> str:
             *schedule_rows(run.in_patches),
         ]
         return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *aligned(rows)])
+    share = "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %"
     rows = [
         ("time per evaluation", f"{run.step_ms_p50:.1f} ms"),
-        (
-            "share of communication",
-            "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %",
-        ),
+        ("share of communication", share),
         *([("of it", by_axis_text(run.exchange_by_axis))] if run.exchange_by_axis else []),
         ("hop to the pool and back", f"{run.hop_ms_p50:.2f} ms"),
         sent,
@@ -239,23 +233,18 @@ def kernel_lines(kernels: RingKernels) -> list[str]:
     """
     if not kernels.names:
         return []
-    names = dict.fromkeys(kernels.names)
-    text = (
-        kernels.names[0]
-        if len(names) == 1
-        else ", ".join(f"rank {rank} {name}" for rank, name in enumerate(kernels.names))
-    )
+    text = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(kernels.names))
+    if len({*kernels.names}) == 1:
+        text = kernels.names[0]
     return [f"  attention around the ring: {text}", *(f"  {sentence}" for sentence in kernels.refused)]
 
 
 def memory_text(ranks: Sequence[RankFigures]) -> str:
-    rows = [("rank", "device", "models", "free", "total")]
+    rows: list[tuple[str, ...]] = [("rank", "device", "models", "free", "total")]
     for rank in ranks:
         held = rank.memory
-        model, free, total = (
-            (size_text(held.model), size_text(held.free), size_text(held.total)) if held else ("-", "-", "-")
-        )
-        rows.append((str(rank.rank), rank.device, model, free, total))
+        sizes = map(size_text, (held.model, held.free, held.total)) if held else "---"
+        rows.append((str(rank.rank), rank.device, *sizes))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows

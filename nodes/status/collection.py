@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 
 import comfy.cli_args
-import comfy.model_management
+import comfy.model_management as mm
 import torch
 
 from ...launcher.pool.devices import Placement, visible_gpus
@@ -21,6 +21,7 @@ from ...parallel_runtime.client.run import Run
 from ..auto.mode import Auto
 from ..planning import PlannedLayout
 from ..runtime import Runtime
+from ..timing import Stepped
 from .figures import (
     AutoStatus,
     DeviceStatus,
@@ -135,7 +136,7 @@ def ring_kernels(handle: PoolHandle) -> RingKernels:
 
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
     placement, planned, title = handle.placement, runtime.planning.of(run), title_of(pool, run.model)
-    speed = runtime.times.speed_of(run)
+    speed = runtime.planning.times.speed_of(run)
     figures = pool.runs.once(
         run, "figures", lambda: run_figures(run, title, placement.backend, placement.layout.stages)
     )
@@ -165,12 +166,15 @@ def queue_figures(run: Run, planned: PlannedLayout | None) -> QueueFigures | Non
 
 def step_status(runtime: Runtime, pool: RemotePool, run: Run, ratio: float | None) -> StepStatus:
     """``ratio``: how many times as fast as one device the run was."""
-    fault, stepped = pool.runs.faults.get(run, ""), runtime.times.stepped(run)
-    prompt, queue = runtime.times.prompts.of(run, ratio), queue_figures(run, runtime.planning.of(run))
-    if stepped is None:
-        return StepStatus(fault=fault, prompt=prompt, queue=queue)
-    left_s = None if run.ended_s else stepped.left_s
-    return StepStatus(stepped.done, stepped.total, left_s, fault, prompt, queue)
+    stepped = runtime.planning.times.stepped(run) or Stepped(0, 0)
+    return StepStatus(
+        stepped.done,
+        stepped.total,
+        None if run.ended_s else stepped.left_s,
+        pool.runs.faults.get(run, ""),
+        runtime.planning.times.prompts.of(run, ratio),
+        queue_figures(run, runtime.planning.of(run)),
+    )
 
 
 def title_of(pool: RemotePool, model: str) -> str:
@@ -181,16 +185,12 @@ def device_statuses(ranks: list[RankFigures]) -> tuple[DeviceStatus, ...]:
     """Describe the devices of this machine, and where ComfyUI computes on one that is no GPU of a
     pool, that one alone.
     """
-    gpus, own = visible_gpus(comfy.cli_args.args.cpu), comfy.model_management.get_torch_device()
+    gpus, own = visible_gpus(comfy.cli_args.args.cpu), mm.get_torch_device()
     if not gpus:
-        total, free = (
-            comfy.model_management.get_total_memory(own),
-            comfy.model_management.get_free_memory(own),
-        )
-        title = "CPU" if own.type == "cpu" else comfy.model_management.get_torch_device_name(own)
-        return (DeviceStatus(str(own), title, total, free),)
+        title = "CPU" if own.type == "cpu" else mm.get_torch_device_name(own)
+        return (DeviceStatus(str(own), title, mm.get_total_memory(own), mm.get_free_memory(own)),)
     free = {rank.device: rank.memory.free for rank in ranks if rank.memory is not None}
-    free[str(own)] = int(comfy.model_management.get_free_memory(own))
+    free[str(own)] = int(mm.get_free_memory(own))
     properties = {gpu.name: torch.cuda.get_device_properties(index) for index, gpu in enumerate(gpus)}
     return tuple(
         DeviceStatus(name, one.name, one.total_memory, free.get(name)) for name, one in properties.items()

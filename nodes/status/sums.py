@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.run import Evaluation, Run, submissions
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares, waited_most
@@ -60,6 +61,47 @@ def achieved_s(run: Run, layout: Layout) -> float | None:
     if not timed:
         return None
     return median(one.seconds for one in timed) * (1 if layout.groups > 1 else branches)
+
+
+def longer_alone(run: Run, placement: Placement, planned: PlannedLayout | None) -> float | None:
+    """Return how many times as long as this run one device would take: by what each rank computed,
+    else by what was predicted when the layout was chosen. None where neither is known.
+    """
+    computed = times_as_long(list(run.evaluations), placement)
+    if computed is not None or planned is None or planned.alone_s is None:
+        return computed
+    achieved = achieved_s(run, planned.layout)
+    return planned.alone_s / achieved if achieved else None
+
+
+def times_as_long(evaluations: Sequence[Evaluation], placement: Placement) -> float | None:
+    """Return how many times as long one device would take: it would compute all that the ranks
+    did, and send nothing. None where that is not known: NCCL's messages run beside the clock that
+    ranks look at.
+
+    Ranks that share a device share its time, and what ranks on slower devices computed would take
+    less time on the first rank's. The first evaluation is left out where others follow, because it
+    waits for what is loaded. The sampler's own time stays what it is.
+    """
+    layout = placement.layout
+    if placement.backend == "nccl" and layout.group_size > 1:
+        return None
+    timed = evaluations[1:] if len(evaluations) > 1 and evaluations[0].part is None else evaluations
+    if not any(one.spans for one in timed):
+        return None
+    sharers = {rank: placement.devices.count(device) for rank, device in enumerate(placement.devices)}
+    speeds = placement.speeds or (1,) * len(sharers)
+    computed_s = sum(
+        span.busy_s / sharers[rank] * speeds[rank] / speeds[0]
+        for one in timed
+        for rank, span in one.spans.items()
+    )
+    began, at_work_s, until = min(one.began for one in timed), 0.0, 0.0
+    for one in sorted(timed, key=lambda one: one.began):
+        ended = one.began + one.seconds
+        at_work_s += max(0.0, ended - max(one.began, until))
+        until = max(until, ended)
+    return (until - began - at_work_s + computed_s) / (until - began)
 
 
 def run_figures(run: Run, title: str, backend: str, stages: int) -> RunFigures | None:
