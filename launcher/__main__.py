@@ -47,31 +47,19 @@ def main(argv: Sequence[str]) -> int:
 
         return host_main(rest)
     if command == "test":
-        require_part_of_a_checkout(ROOT, "test", Path("tests"))
+        require_part_of_a_checkout("test", Path("tests"))
         return importlib.import_module("lab.checks").run_tests("tests", rest)
     if command not in INSIDE:
         print(f"There is no command `{command}`.\n\n{USAGE}", end="", file=sys.stderr)
         return 2
-    if (
-        command == "doctor"
-        and not os.environ.get("PIPEMESH_HOST")
-        and (status := look_before_installing(rest)) is not None
-    ):
-        return status
+    if command == "doctor" and not os.environ.get("PIPEMESH_HOST"):
+        from .comfyui.find import is_installed
+
+        if not is_installed(ROOT, os.environ):  # to ask what works here must not cost 6 GB
+            from .commands.doctor import main as doctor_main
+
+            return doctor_main(rest, None)
     return run_in_host("launcher", command, INSIDE[command], rest)
-
-
-def look_before_installing(rest: Sequence[str]) -> int | None:
-    """Prints what can be said without a ComfyUI, where there is none yet; else None. To ask what
-    works here must not cost 6 GB.
-    """
-    from .comfyui.find import is_installed
-
-    if is_installed(ROOT, os.environ):
-        return None
-    from .commands.doctor import main as doctor_main
-
-    return doctor_main(rest, None)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) ->
     """Runs `main(rest, host)` of a module of the pack, such as `launcher.commands.plan`, as
     `python3 -m PACKAGE COMMAND` in ComfyUI's python. Raises LaunchError where there is no ComfyUI.
     """
-    require_part_of_a_checkout(ROOT, command, Path(*module.split(".")).with_suffix(".py"))
-    if os.environ.get("PIPEMESH_HOST"):
-        return run_inside(module, rest, os.environ["PIPEMESH_HOST"])
+    require_part_of_a_checkout(command, Path(*module.split(".")).with_suffix(".py"))
+    if record := os.environ.get("PIPEMESH_HOST"):
+        return run_inside(module, rest, record)
     from .comfyui.find import ensure_comfyui
 
     host = ensure_comfyui()
@@ -30,9 +30,9 @@ def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) ->
     return replace_process([host.python, "-m", package, command, *rest], env)
 
 
-def require_part_of_a_checkout(root: Path, command: str, part: Path) -> None:
+def require_part_of_a_checkout(command: str, part: Path) -> None:
     """Raises LaunchError where the published pack leaves out what a command needs."""
-    if not (root / part).exists():
+    if not (ROOT / part).exists():
         raise LaunchError(
             f"`{command}` needs {part.parts[0]}/, which the published pack leaves out: clone PipeMesh's"
             " repository and run it there."

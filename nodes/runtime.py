@@ -25,7 +25,7 @@ from ..launcher.pool.handle import PoolHandle, PoolKeeper
 from ..launcher.pool.progress import Told
 from ..launcher.pool.rank_setup import RankSetup
 from ..launcher.pool.rendezvous import check_rendezvous
-from ..launcher.trial.host_trials import FOLDER, HostTrials, Progress, Trials, Verdicts
+from ..launcher.trial.host_trials import FOLDER, HostTrials, Verdicts
 from ..launcher.trial.process import try_in_process
 from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alone import Admission
@@ -40,6 +40,7 @@ from ..parallel_runtime.crossing.attention import why_no_parts
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.refusals import require_plan
+from ..parallel_runtime.wire.messages import TrialStep
 from .auto.switch import ALL_SOONEST
 from .here import all_devices, own_device, why_one_gpu
 from .notices import Notices
@@ -332,17 +333,14 @@ def device_of_ranks(default_choice: Callable[[], Choice]) -> Device:
 def host_trials(setup: RankSetup, device: Callable[[], Device], notices: Notices) -> HostTrials:
     return HostTrials(
         Path(setup.comfyui),
-        Trials(
-            comfyui_version.__version__,
-            partial(try_in_process, setup, device),
-            Verdicts(cache_folder(os.environ) / FOLDER),
-        ),
-        is_on=setup.tries_hosts and bool(setup.comfyui),
+        comfyui_version.__version__,
+        partial(try_in_process, setup, device) if setup.tries_hosts and setup.comfyui else None,
+        Verdicts(cache_folder(os.environ) / FOLDER),
         notice=lambda text: notices.tell(text, one_gpu=False),
     )
 
 
-def compared(now: Progress) -> Told:
+def compared(now: TrialStep) -> Told:
     """Say what a pool by hand waits for."""
     return Told(
         f"PipeMesh: this ComfyUI's model is compared with stock on the CPU, once ({now.text})",

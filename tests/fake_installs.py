@@ -16,7 +16,6 @@ from pipemesh.launcher.comfyui.install import Tools
 from pipemesh.launcher.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parent.parent
-PLENTY = 100 * 10**9
 STEPS = {  # a word of each command of an install -> what it does
     "venv": "venv",
     str(install.REGISTRY): "download",
@@ -81,21 +80,16 @@ class Desk:
     """One user's machine: a cache, a screen, the fake commands."""
 
     folder: Path
-    free: int = PLENTY
+    free: int = 100 * 10**9
 
     def __post_init__(self) -> None:
         self.screen: list[str] = []
         self.commands = FakeCommands(self.folder / "fake")
         self.env = {"PIPEMESH_CACHE": str(self.folder / "cache")}
 
-    def ensure(self, root: Path = ROOT, run: Callable[..., int] | None = None) -> ComfyInstall:
-        tools = Tools(
-            console=Console(self.screen.append),
-            run=run or self.commands,
-            free_bytes=lambda _: self.free,
-            env=self.env,
-        )
-        return ensure_comfyui(root, tools)
+    def ensure(self, root: Path = ROOT) -> ComfyInstall:
+        say, free = Console(self.screen.append), lambda _: self.free
+        return ensure_comfyui(root, Tools(console=say, run=self.commands, free_bytes=free, env=self.env))
 
     def refusal(self) -> str:
         with pytest.raises(LaunchError) as caught:

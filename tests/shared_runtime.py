@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.trial.host_trials import HostTrials, Trials, Verdicts
+from pipemesh.launcher.trial.host_trials import HostTrials, Verdicts
 from pipemesh.nodes.auto import decoding
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
@@ -21,7 +21,7 @@ from pipemesh.parallel_runtime.planner.counts import Counts, nobody
 
 def no_trials():
     """Host trials that are turned off."""
-    return HostTrials(Path(), Trials("", lambda kind, tell: (True, ""), Verdicts(Path())), is_on=False)
+    return HostTrials(Path(), "", None, Verdicts(Path()))
 
 
 class Begun:

@@ -25,6 +25,7 @@ from pipemesh.launcher.commands.doctor import (
     report,
 )
 from pipemesh.launcher.pool import gpu_modes
+from pipemesh.launcher.trial.host_trials import HostCode
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
@@ -32,11 +33,7 @@ CPU = Facts(
     python="3.11.7",
     executable="/usr/bin/python3",
     machine=Machine(
-        platform="Linux 6.1 x86_64",
-        cores=4,
-        memory_available_bytes=16 * doctor.GIB,
-        shm_free_bytes=8 * doctor.GIB,
-        memfd=True,
+        platform="Linux 6.1 x86_64", cores=4, memory_available_bytes=2**34, shm_free_bytes=2**33, memfd=True
     ),
     torch=Torch(version="2.11.0", backends=("gloo", "nccl")),
     comfyui=ComfyInstall("/opt/python", "/opt/ComfyUI", "0.30.0", base=""),
@@ -49,6 +46,12 @@ TWO_GPUS = replace(
     CPU,
     torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"),
     packages=(*NEEDED, Package("flash-attn", "2.8")),
+    host=HostCode(tested=("0.29.0",), classes=3),
+)
+DIFFERENT = replace(TWO_GPUS.host, unknown=("Flux", "Wan"), verified=("Flux",), refused=("Wan",))
+DIFFER = (
+    "ComfyUI 0.30.0: 2 of 3 models differ from every tested one (0.29.0); each is compared with stock on the"
+    " CPU, once, before a pool computes it. Verified here: Flux. Not computed by a pool: Wan."
 )
 
 REFUSED = replace(
@@ -73,7 +76,7 @@ def at(level: str, facts: Facts) -> list[Finding]:
 
 
 def test_two_gpus_with_everything_need_no_remedy() -> None:
-    assert [finding.remedy for finding in findings(TWO_GPUS)] == ["", ""]
+    assert [finding.remedy for finding in findings(TWO_GPUS)] == [""] * 3
     assert can_run(findings(TWO_GPUS))
 
 
@@ -85,7 +88,7 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
 
 
 @pytest.mark.parametrize(
-    ("level", "facts", "names", "remedy"),
+    "level, facts, names, remedy",
     [
         ("blocked", torch(CPU, version="", error="libfoo.so: no"), "libfoo.so: no", "reinstall it"),
         ("blocked", torch(CPU, backends=()), "gloo", "install the torch wheel"),
@@ -108,6 +111,7 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
             "cuda:1: flash-attn 3 is not used: wrong.",
             "until then torch's flash attention",
         ),
+        ("limited", replace(TWO_GPUS, host=DIFFERENT), DIFFER, ""),
     ],
 )
 def test_what_stops_or_limits_is_named_with_its_remedy(
@@ -124,36 +128,23 @@ def test_the_driver_says_who_may_use_a_gpu_and_torch_which_it_is() -> None:
     assert gpu_modes.modes_in("") == {}
 
 
-def test_without_a_comfyui_the_page_says_so_and_asks_nothing_of_torch() -> None:
-    facts = replace(CPU, comfyui=None, torch=Torch(version=""), packages=())
-    assert not can_run(findings(facts))
-    page = report(facts, findings(facts))
-    assert (
-        "ComfyUI   none yet" in page
-        and "`python3 -m launcher host`, which installs one (6 GB, 3 minutes)" in page
-    )
-    assert "torch does not import" not in page
-
-
-def test_in_a_fresh_clone_nothing_is_installed_before_anything_is_said(tmp_path: Path) -> None:
-    env = {
-        name: value for name, value in os.environ.items() if name not in ("PIPEMESH_HOST", "PIPEMESH_COMFYUI")
-    }
-    command = [sys.executable, "-m", "launcher", "doctor", "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**env, "PIPEMESH_CACHE": str(tmp_path)}, capture_output=True, text=True
-    )
-    said = json.loads(done.stdout)
-    assert done.returncode == 1 and not said["works"] and said["facts"]["machine"]["cores"]
-    assert "There is no ComfyUI for the commands yet" in said["findings"][0]["text"]
-    assert not list(tmp_path.iterdir())
+def test_in_a_fresh_clone_nothing_is_installed_before_the_page_says_that_there_is_no_comfyui(
+    tmp_path: Path,
+) -> None:
+    unset = ("PIPEMESH_HOST", "PIPEMESH_COMFYUI")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env["PIPEMESH_CACHE"] = str(tmp_path)
+    command = [sys.executable, "-m", "launcher", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert "ComfyUI   none yet" in done.stdout and "STOP  There is no ComfyUI for the commands" in done.stdout
+    assert "`python3 -m launcher host`, which installs one (6 GB, 3 minutes)" in done.stdout
+    assert "torch does not import" not in done.stdout
 
 
 def test_the_page_holds_every_finding_and_fits_one_screen() -> None:
-    facts = torch(
-        machine(replace(TWO_GPUS, packages=()), memfd=False, shm_free_bytes=None),
-        pairs_without_peer_access=((0, 1),),
-    )
+    bare = machine(replace(TWO_GPUS, packages=()), memfd=False, shm_free_bytes=None)
+    facts = torch(bare, pairs_without_peer_access=((0, 1),))
     page = report(facts, findings(facts))
     assert all(finding.text in page and finding.remedy in page for finding in findings(facts))
     assert page.endswith("PipeMesh cannot run here until what is marked STOP is mended.")

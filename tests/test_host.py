@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pipemesh.launcher.comfyui.install import Tools
 from pipemesh.launcher.command_line import exit_with
 from pipemesh.launcher.errors import LaunchError
 
-from .fake_installs import PLENTY, STEPS, Desk, FakeCommands, make_checkout, write_tree
+from .fake_installs import STEPS, Desk, make_checkout, write_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
+
+
+def refuse_to_run(*_: object) -> int:
+    raise AssertionError("nothing is installed, and nothing into a user's own ComfyUI")
 
 
 # --- the host installed here ---
@@ -53,15 +58,14 @@ def test_checkouts_with_the_same_requirements_share_a_host_and_others_get_one_of
     desk: Desk,
 ) -> None:
     first = desk.ensure(make_checkout(desk.folder / "one"))
-    desk.screen.clear()
     assert desk.ensure(make_checkout(desk.folder / "two")) == first
-    assert desk.commands.ran == [*STEPS.values()] and desk.screen == []
+    assert desk.commands.ran == [*STEPS.values()]
     other = desk.ensure(make_checkout(desk.folder / "three", "msgspec>=0.19"))
     assert find.other_installs(other) == (first.base,)
 
 
 @pytest.mark.parametrize("step", ["venv", "compileall"])
-def test_an_interrupted_install_repairs_itself(desk: Desk, step: str) -> None:
+def test_an_install_that_was_interrupted_or_lost_its_python_repairs_itself(desk: Desk, step: str) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -69,15 +73,12 @@ def test_an_interrupted_install_repairs_itself(desk: Desk, step: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         desk.ensure()
     desk.commands.before.clear()
-    desk.commands.ran.clear()
-    assert Path(desk.ensure().python).exists()
-    assert desk.commands.ran == [*STEPS.values()]
-    assert any("Repairing an unfinished install" in line for line in desk.screen)
-
-
-def test_a_host_whose_python_went_away_is_made_again(desk: Desk) -> None:
-    Path(desk.ensure().python).unlink()
-    assert Path(desk.ensure().python).exists()
+    for _ in range(2):
+        desk.commands.ran.clear()
+        python = Path(desk.ensure().python)
+        assert desk.commands.ran == [*STEPS.values()]
+        assert any("Repairing an unfinished install" in line for line in desk.screen)
+        python.unlink()  # so that the next one is repaired too
 
 
 def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(desk: Desk) -> None:
@@ -89,41 +90,32 @@ def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(d
 
     def write(text: str) -> None:
         screen.append(text)
-        if "waiting for it" in text:
-            second_waits.set()
+        second_waits.set()
 
     screen: list[str] = []
     desk.commands.before["install"] = hold
-    hosts: list[ComfyInstall] = []
-    first = threading.Thread(target=lambda: hosts.append(desk.ensure()))
-    first.start()
-    assert first_is_busy.wait(30)
-    others = FakeCommands(desk.folder / "other")
-    second = ensure_comfyui(
-        ROOT, Tools(console=Console(write), run=others, free_bytes=lambda _: PLENTY, env=desk.env)
-    )
-    first.join(30)
-    assert hosts == [second]
-    assert others.ran == []
-    assert len(screen) == 1
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(desk.ensure)
+        assert first_is_busy.wait(30)
+        second = ensure_comfyui(ROOT, Tools(console=Console(write), run=refuse_to_run, env=desk.env))
+        assert first.result(30) == second
+    assert len(screen) == 1 and "Another install is under way" in screen[0]
 
 
 # --- what can go wrong, each in one sentence ---
 
+NO_PLACE = "No place of the package registry has x.tar.gz with the sha256 de5d"
+
 
 @pytest.mark.parametrize(
-    ("step", "output", "says"),
+    "step, output, says",
     [
         ("download", "NewConnectionError: failure in name resolution", "registry did not answer: check the"),
         ("install", "pip._vendor.urllib3.ReadTimeoutError: Read timed out.", "registry did not answer"),
         ("install", "OSError: [Errno 28] No space left on device", "is too full"),
         ("venv", "not created successfully because ensurepip is not available.", "install python3-venv"),
         ("install", "No matching distribution found for torch==2.11.0", "has no torch==2.11.0 for Python 3."),
-        (
-            "download",
-            "ERROR: No place of the package registry has x.tar.gz with the sha256 de5d",
-            "No place of the package registry has x.tar.gz with the sha256 de5d: point PIPEMESH_COMFYUI to",
-        ),
+        ("download", f"ERROR: {NO_PLACE}", f"{NO_PLACE}: point PIPEMESH_COMFYUI to"),
         ("check", "Traceback\nImportError: libfoo.so.1: no\n", "stopped with `ImportError: libfoo.so.1: no`"),
     ],
 )
@@ -157,19 +149,12 @@ def test_a_cache_folder_that_cannot_be_made_is_one_sentence(desk: Desk) -> None:
 
 
 def test_a_command_that_cannot_run_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "PIPEMESH_HOST"} | {
-        "PIPEMESH_COMFYUI": str(tmp_path)
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert (
-        done.stderr
-        == f"pipemesh: PIPEMESH_COMFYUI={tmp_path} holds no ComfyUI: point it to the folder that has"
-        " ComfyUI's main.py.\n"
-    )
+    env = {**os.environ, "PIPEMESH_HOST": "", "PIPEMESH_COMFYUI": str(tmp_path)}
+    command = [sys.executable, "-m", "launcher", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    says = "holds no ComfyUI: point it to the folder that has ComfyUI's main.py."
+    assert done.stderr == f"pipemesh: PIPEMESH_COMFYUI={tmp_path} {says}\n"
 
 
 def test_a_command_on_another_system_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +173,8 @@ def run_python(code: str, log: Path, live: Callable[[str], None]) -> int:
 
 def test_a_commands_output_goes_to_the_log_and_its_last_line_to_the_screen(tmp_path: Path) -> None:
     lines: list[str] = []
-    status = run_python(
-        "import sys; print('one', flush=True); print('two', file=sys.stderr); sys.exit(3)",
-        tmp_path / "log",
-        lines.append,
-    )
-    assert status == 3
+    code = "import sys; print('one', flush=True); print('two', file=sys.stderr); sys.exit(3)"
+    assert run_python(code, tmp_path / "log", lines.append) == 3
     assert (tmp_path / "log").read_text().splitlines()[-2:] == ["one", "two"]
     assert lines[-1] == "two"
 
@@ -206,10 +187,9 @@ def test_an_interrupt_ends_the_command_that_was_running(tmp_path: Path) -> None:
             pids.append(int(line))
             raise KeyboardInterrupt
 
+    code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     with pytest.raises(KeyboardInterrupt):
-        run_python(
-            "import os, signal; print(os.getpid(), flush=True); signal.pause()", tmp_path / "log", interrupt
-        )
+        run_python(code, tmp_path / "log", interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
@@ -231,23 +211,20 @@ def test_an_install_whose_launcher_was_killed_still_counts_as_under_way_until_it
 ) -> None:
     lock = (tmp_path / "host.lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    held: list[bool] = []
+    held: list[str] = []
 
     def look(line: str) -> None:
         lock.close()  # as when the launcher dies
-        with (tmp_path / "host.lock").open("w") as other:
-            try:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held.append(False)
-            except BlockingIOError:
-                held.append(True)
+        with (tmp_path / "host.lock").open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.append(line)
         seen.open("w").close()
 
     seen = tmp_path / "seen"
     os.mkfifo(seen)
     waits = f"print('under way', flush=True); open({str(seen)!r}).read()"  # until look has looked
     assert run_logged([sys.executable, "-c", waits], tmp_path / "log", look, os.environ, lock.fileno()) == 0
-    assert held[0]
+    assert held
 
 
 # --- the user's own ComfyUI ---
@@ -263,10 +240,6 @@ def own_comfyui(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find, "missing_modules", missing)
         return ensure_comfyui(ROOT, Tools(run=refuse_to_run, env=env))
-
-
-def refuse_to_run(*_: object) -> int:
-    raise AssertionError("a user's own ComfyUI is never installed into")
 
 
 def add_python(path: Path) -> str:
@@ -286,13 +259,13 @@ def test_the_users_own_comfyui_runs_on_its_own_python(tmp_path: Path, place: str
 
 
 @pytest.mark.parametrize(
-    ("version", "has_torch", "lacks", "says"),
+    "version, has_torch, lacks, says",
     [
         ("0.30.0", False, (), "(looked at {python}, {current}): set PIPEMESH_PYTHON"),
         (
             "0.30.0",
             True,
-            ("msgspec",),
+            ["msgspec"],
             "{current} of ComfyUI in {comfyui} has no msgspec: run {current} -m pip",
         ),
         ("0.29.7", True, (), "is 0.29.7: update it to 0.30.0 or newer"),
@@ -350,10 +323,8 @@ def test_a_folder_in_the_links_place_is_left_alone_and_named(tmp_path: Path) -> 
 def test_the_requirements_and_the_project_file_agree() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert install.pack_requirements(ROOT) == (
-        *project["dependencies"],
-        *project["optional-dependencies"]["test"],
-    )
+    told = (*project["dependencies"], *project["optional-dependencies"]["test"])
+    assert install.pack_requirements(ROOT) == told
 
 
 def test_comfyui_reads_the_project_file() -> None:
@@ -361,9 +332,7 @@ def test_comfyui_reads_the_project_file() -> None:
     config = parser.extract_node_configuration(str(ROOT))
     assert (config.project.name, config.project.license.text) == ("pipemesh", "Apache-2.0")
     assert (config.tool_comfy.publisher_id, config.tool_comfy.display_name) == ("pipemesh", "PipeMesh")
-    assert not config.tool_comfy.web, (
-        "__init__.py names the folder already, and ComfyUI would register it twice"
-    )
+    assert not config.tool_comfy.web, "__init__.py names it already: ComfyUI would register it twice"
     assert (ROOT / config.tool_comfy.icon.partition("/main/")[2]).is_file()
     assert config.project.supported_os and config.project.supported_accelerators
     assert config.project.supported_comfyui_version == f">={install.COMFYUI_VERSION}"
@@ -377,10 +346,5 @@ def test_the_pack_is_importable_by_its_name_without_its_entry_point(tmp_path: Pa
         "import runpy, sys; register = runpy.run_path(sys.argv[1])['register_package'];"
         " register(sys.argv[2]); register(sys.argv[2]);import pipemesh.part; print(pipemesh.part.other.NAME)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "launcher" / "package.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "pipemesh.other\n"
+    command = [sys.executable, "-c", code, str(ROOT / "launcher" / "package.py"), str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "pipemesh.other\n"

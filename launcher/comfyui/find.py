@@ -14,35 +14,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..command_line import ROOT
 from ..errors import LaunchError
-from .beside import ensure_from_archive, numbers
+from ..package import NAME
+from .beside import ensure_from_archive
 from .host_record import ComfyInstall
 from .install import (
     COMFYUI_VERSION,
-    Install,
     Tools,
     comfyui_version,
     ensure_installed,
     install_of,
+    is_too_old,
+    own_requirements,
     venv_python,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-LINK_NAME = "pipemesh"
 FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
 
 def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
     """Those of `modules` that this python does not find; None where it does not run at all."""
     try:
-        found = subprocess.run(
-            [python, "-c", FIND_MODULES, *modules],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-            cwd=os.sep,
-        )
+        command = [python, "-c", FIND_MODULES, *modules]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=os.sep)
     except (OSError, subprocess.SubprocessError):
         return None
     return tuple(found.stdout.split())
@@ -54,20 +49,17 @@ def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None) -> ComfyInstal
     LaunchError.
     """
     tools = tools or Tools()
-    archive = named_archive(tools.env)
-    if archive:
-        return cached_comfyui(ensure_from_archive(archive, root, tools))
-    own = find_own(root, tools.env)
-    if own:
+    if archive := named_archive(tools.env):
+        return ensure_from_archive(archive, root, tools)
+    if own := find_own(root, tools.env):
         return own_comfyui(own, root, tools.env)
-    return cached_comfyui(ensure_installed(root, tools))
+    return ensure_installed(root, tools)
 
 
 def is_installed(root: Path, env: Mapping[str, str]) -> bool:
     """True if there is a ComfyUI, so that `ensure_comfyui` installs nothing large."""
-    return install_of(root, env).is_complete or (
-        named_archive(env) is None and find_own(root, env) is not None
-    )
+    has_own = named_archive(env) is None and find_own(root, env) is not None
+    return has_own or install_of(root, env).is_complete
 
 
 def named_archive(env: Mapping[str, str]) -> Path | None:
@@ -94,14 +86,15 @@ def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str]) -> ComfyInsta
     Raises LaunchError with the next move.
     """
     version = comfyui_version(comfyui)
-    if numbers(version) < numbers(COMFYUI_VERSION):
+    if is_too_old(version):
         raise LaunchError(
             f"ComfyUI in {comfyui} is {version or 'too old to tell'}: update it to {COMFYUI_VERSION} or"
             " newer."
         )
+    names = [re.split(r"[^\w.-]", one)[0].replace("-", "_") for one in own_requirements(root)]
     candidates = own_pythons(comfyui, env)
     for python in candidates:
-        lacking = missing_modules(python, ("torch", *_module_names(root)))
+        lacking = missing_modules(python, ("torch", *names))
         if lacking == ():
             return ComfyInstall(python, str(comfyui), version, base="")
         if lacking and "torch" not in lacking:
@@ -120,23 +113,8 @@ def own_pythons(comfyui: Path, env: Mapping[str, str]) -> tuple[str, ...]:
     if env.get("PIPEMESH_PYTHON"):
         named = os.path.expanduser(env["PIPEMESH_PYTHON"])
         return (shutil.which(named) or named,)
-    places = (venv_python(comfyui / "venv"), venv_python(comfyui / ".venv"))
+    places = [venv_python(comfyui / name) for name in ("venv", ".venv")]
     return (*(str(place) for place in places if place.exists()), sys.executable)
-
-
-def cached_comfyui(install: Install) -> ComfyInstall:
-    return ComfyInstall(
-        str(install.python), str(install.comfyui), comfyui_version(install.comfyui), str(install.base)
-    )
-
-
-def _module_names(root: Path) -> tuple[str, ...]:
-    lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    return tuple(
-        re.split(r"[^\w.-]", line.strip())[0].replace("-", "_")
-        for line in lines
-        if line.strip() and not line.startswith("#")
-    )
 
 
 def link_checkout(comfyui: Path, root: Path) -> str:
@@ -144,7 +122,7 @@ def link_checkout(comfyui: Path, root: Path) -> str:
     LaunchError.
     """
     nodes = comfyui / "custom_nodes"
-    link = nodes / LINK_NAME
+    link = nodes / NAME
     if root.parent == nodes.resolve() or (link.is_symlink() and link.resolve() == root):
         return f"{root} is in its custom_nodes already."
     done = f"{link} leads to {root}."
@@ -187,9 +165,8 @@ def main(argv: Sequence[str]) -> int:
     if options.sha256 and not options.archive:
         parser.error("--sha256 is the digest of an archive: name it with --from")
     if options.archive:
-        host = cached_comfyui(
-            ensure_from_archive(options.archive.expanduser().absolute(), ROOT, Tools(), options.sha256)
-        )
+        archive = options.archive.expanduser().absolute()
+        host = ensure_from_archive(archive, ROOT, Tools(), options.sha256)
     else:
         host = ensure_comfyui()
     if options.json:
@@ -200,10 +177,8 @@ def main(argv: Sequence[str]) -> int:
         print(link_checkout(Path(host.comfyui), ROOT))
     else:
         print("Nothing was linked into your own ComfyUI; add --link to do so.")
-    print(
-        "\nStart it with (add --cpu where there is no GPU):\n "
-        f" {shlex.join([host.python, str(Path(host.comfyui) / 'main.py')])}"
-    )
+    start = shlex.join([host.python, str(Path(host.comfyui) / "main.py")])
+    print(f"\nStart it with (add --cpu where there is no GPU):\n  {start}")
     if others := other_installs(host):
         print(
             "\nOther ComfyUIs in this cache, for other requirements or of archives; delete those that no"

@@ -16,14 +16,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..cache import cache_folder
 from ..errors import LaunchError
 from .console import Console, run_logged, stderr_console
+from .host_record import ComfyInstall
 from .unpack import unpack_folder
 
 COMFYUI_VERSION = "0.30.0"
@@ -35,38 +35,31 @@ REGISTRY = Path(__file__).with_name("registry.py")
 SCHEMA = "1"
 STAMP = "complete"
 LEAKING_VARIABLES = (
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "PIP_USER",
-    "PIP_TARGET",
-    "PIP_PREFIX",
-    "PIP_REQUIRE_VIRTUALENV",
+    *("PYTHONPATH", "PYTHONHOME"),
+    *("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV"),
 )
 
-NO_SPACE = re.compile(r"No space left on device|\[Errno 28\]", re.I)
+NO_SPACE = r"No space left on device|\[Errno 28\]"
 PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor} on {sys.platform} {platform.machine()}"
 FAILURES = (  # what a command's output says -> what the user is told, with the pattern's group
     (
-        re.compile(r"(?:ensurepip is not available|No module named '?(?:venv|ensurepip))", re.I),
+        r"(?:ensurepip is not available|No module named '?(?:venv|ensurepip))",
         f"{sys.executable} cannot make a virtual environment: install its venv module (Debian and Ubuntu: apt"
         " install python3-venv) and run this command again",
     ),
     (
-        re.compile(
-            r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries exceeded|name"
-            r" ?resolution|Could not resolve host"
-            r"|Connection (?:refused|reset|broken|aborted)|Network is unreachable|timed out",
-            re.I,
-        ),
+        r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Max retries exceeded"
+        r"|name ?resolution|Could not resolve host"
+        r"|Connection (?:refused|reset|broken|aborted)|Network is unreachable|timed out",
         "The Python package registry did not answer: check the network and pip's index and proxy settings,"
         " then run this command again",
     ),
     (
-        re.compile(r"ERROR: (No place of the package registry has .*)"),
+        r"ERROR: (No place of the package registry has .*)",
         "{0}: point PIPEMESH_COMFYUI to the folder of a ComfyUI of your own",
     ),
     (
-        re.compile(r"No matching distribution found for ([^\s(]+)"),
+        r"No matching distribution found for ([^\s(]+)",
         f"The package registry has no {{0}} for {PYTHON}: run this command with another Python (3.10 to"
         " 3.13), or point PIPEMESH_COMFYUI to a ComfyUI of your own",
     ),
@@ -92,22 +85,16 @@ def pack_requirements(root: Path) -> tuple[str, ...]:
     requirements.txt and pyproject's `test` extra, read by hand because tomllib comes with Python
     3.11 only.
     """
-    ours = [line.strip() for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines()]
-    extra = re.search(
-        r"^test = \[(.*?)^\]", (root / "pyproject.toml").read_text(encoding="utf-8"), re.S | re.M
-    )
+    project = (root / "pyproject.toml").read_text(encoding="utf-8")
+    extra = re.search(r"^test = \[(.*?)^\]", project, re.S | re.M)
     assert extra, "pyproject.toml has no `test = [...]` extra"
-    return (
-        *(line for line in ours if line and not line.startswith("#")),
-        *re.findall(r'"([^"]+)"', extra[1]),
-    )
+    return (*own_requirements(root), *re.findall(r'"([^"]+)"', extra[1]))
 
 
-def install_key(requirements: Sequence[str]) -> str:
-    """One name per set of pins, Python and platform."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    words = (SCHEMA, sys.platform, platform.machine(), python, COMFYUI_SDIST, *TORCH_PINS, *requirements)
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+def own_requirements(root: Path) -> list[str]:
+    """Returns the packages of requirements.txt."""
+    lines = [line.strip() for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 @dataclass(frozen=True)
@@ -139,26 +126,35 @@ class Install:
 
 
 def install_of(root: Path, env: Mapping[str, str]) -> Install:
-    """The places of the install that the checkout `root` needs, whether it is there or not."""
-    return Install(cache_folder(env) / "hosts" / install_key(pack_requirements(root)))
+    """The places of the install that the checkout `root` needs, whether it is there or not: one for
+    each set of pins, Python and platform.
+    """
+    python, pins = (
+        f"{sys.version_info.major}.{sys.version_info.minor}",
+        (*TORCH_PINS, *pack_requirements(root)),
+    )
+    words = (SCHEMA, sys.platform, platform.machine(), python, COMFYUI_SDIST, *pins)
+    return Install(cache_folder(env) / "hosts" / hashlib.sha256("\n".join(words).encode()).hexdigest()[:12])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How an install is made: what it is, what it costs, its steps, and what its stamp says."""
+    """How an install is made: what it is, what it costs, the packages beside ComfyUI's own
+    requirements, its steps, and where its ComfyUI is from.
+    """
 
     title: str
     costs: str
     needed_bytes: int
+    requirements: Sequence[str]
     steps: Sequence[tuple[str, Callable[[Worker], None]]]
-    stamp: Sequence[str]
+    source: str
 
 
-def ensure_installed(root: Path, tools: Tools) -> Install:
+def ensure_installed(root: Path, tools: Tools) -> ComfyInstall:
     """The install that the checkout `root` needs: the one in the cache, else a fresh one, or the
     one that another process is making. Raises LaunchError.
     """
-    requirements = pack_requirements(root)
     recipe = Recipe(
         title="ComfyUI",
         costs=(
@@ -166,72 +162,77 @@ def ensure_installed(root: Path, tools: Tools) -> Install:
             " own ComfyUI is used instead\nwhen PIPEMESH_COMFYUI names its folder."
         ),
         needed_bytes=NEEDED_BYTES,
+        requirements=pack_requirements(root),
         steps=(
             ("a Python environment", Worker.make_venv),
             (f"ComfyUI {COMFYUI_VERSION}", Worker.fetch_comfyui),
-            (
-                "torch, ComfyUI's requirements and ours (the long one)",
-                lambda worker: worker.install_packages(requirements),
-            ),
+            ("torch, ComfyUI's requirements and ours (the long one)", Worker.install_packages),
             *LAST_STEPS,
         ),
-        stamp=(COMFYUI_SDIST, *TORCH_PINS, *requirements),
+        source=COMFYUI_SDIST,
     )
     return ensure_complete(install_of(root, tools.env), recipe, tools)
 
 
-def ensure_complete(install: Install, recipe: Recipe, tools: Tools) -> Install:
+def ensure_complete(install: Install, recipe: Recipe, tools: Tools) -> ComfyInstall:
     """Makes the install by its recipe unless it is there, or waits for the process that is making
     it. Raises LaunchError.
     """
-    if install.is_complete:
-        return install
+    if not install.is_complete:
+        make_alone(install, recipe, tools)
+    version = comfyui_version(install.comfyui)
+    return ComfyInstall(str(install.python), str(install.comfyui), version, str(install.base))
+
+
+def make_alone(install: Install, recipe: Recipe, tools: Tools) -> None:
+    """Makes the install while no other process does. Raises LaunchError."""
     try:
         install.base.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(install.base.with_suffix(".lock"), tools.console) as lock:
+        with install.base.with_suffix(".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                tools.console.say(f"Another install is under way in {install.base}: waiting for it.")
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its last holder dies
             if not install.is_complete:  # whoever held the lock may have finished it
-                _install(install, recipe, tools, lock)
+                Worker(install, recipe, tools, lock.fileno()).make()
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise _disk_full(install, tools, recipe.needed_bytes) from error
+            raise _disk_full(install, recipe, tools) from error
         raise LaunchError(
             f"ComfyUI cannot be installed into {error.filename or install.base} ({error.strerror or error}): "
             "make that folder writable or point PIPEMESH_CACHE to another one."
         ) from error
-    return install
-
-
-def _install(install: Install, recipe: Recipe, tools: Tools, lock: int) -> None:
-    started = install.base.exists()
-    tools.console.say(
-        f"{'Repairing an unfinished install' if started else f'Installing {recipe.title}'} in"
-        f" {install.base}\n{recipe.costs}"
-    )
-    if started:
-        shutil.rmtree(install.base)
-    if tools.free_bytes(install.base.parent) < recipe.needed_bytes:
-        raise _disk_full(install, tools, recipe.needed_bytes)
-    install.scratch.mkdir(parents=True)
-    worker = Worker(install, tools, lock, recipe.needed_bytes)
-    for number, (title, step) in enumerate(recipe.steps, 1):
-        tools.console.say(f"[{number}/{len(recipe.steps)}] {title}")
-        step(worker)
-    shutil.rmtree(install.scratch)
-    stamp = install.base / f"{STAMP}.new"
-    stamp.write_text("\n".join(recipe.stamp) + "\n", encoding="utf-8")
-    os.replace(stamp, install.base / STAMP)
-    tools.console.say(f"Installed in {time.monotonic() - worker.began:.0f} s.")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """The steps of one install. Each raises LaunchError."""
+    """Makes one install, and has its steps. Each raises LaunchError."""
 
     install: Install
+    recipe: Recipe
     tools: Tools
     lock: int
-    needed_bytes: int
     began: float = field(default_factory=time.monotonic)
+
+    def make(self) -> None:
+        base, recipe, say = self.install.base, self.recipe, self.tools.console.say
+        started = base.exists()
+        does = "Repairing an unfinished install" if started else f"Installing {recipe.title}"
+        say(f"{does} in {base}\n{recipe.costs}")
+        if started:
+            shutil.rmtree(base)
+        if self.tools.free_bytes(base.parent) < recipe.needed_bytes:
+            raise _disk_full(self.install, recipe, self.tools)
+        self.install.scratch.mkdir(parents=True)
+        for number, (title, step) in enumerate(recipe.steps, 1):
+            say(f"[{number}/{len(recipe.steps)}] {title}")
+            step(self)
+        shutil.rmtree(self.install.scratch)
+        stamp = base / f"{STAMP}.new"
+        stamp.write_text("\n".join((recipe.source, *TORCH_PINS, *recipe.requirements, "")), encoding="utf-8")
+        os.replace(stamp, base / STAMP)
+        say(f"Installed in {time.monotonic() - self.began:.0f} s.")
 
     def make_venv(self) -> None:
         self.must(sys.executable, "-m", "venv", str(self.install.base / "venv"))
@@ -246,11 +247,11 @@ class Worker:
         unpack_folder(self.install.scratch / file, "vendor/ComfyUI", partial)
         os.replace(partial, self.install.comfyui)
 
-    def install_packages(self, requirements: Sequence[str]) -> None:
+    def install_packages(self) -> None:
         """Installs all in one call, so that the torch pins hold against everything else."""
         pip = (str(self.install.python), "-m", "pip", "install", "--disable-pip-version-check")
         comfyui = str(self.install.comfyui / "requirements.txt")
-        self.must(*pip, "--progress-bar", "off", *TORCH_PINS, "-r", comfyui, *requirements)
+        self.must(*pip, "--progress-bar", "off", *TORCH_PINS, "-r", comfyui, *self.recipe.requirements)
 
     def check(self) -> None:
         names = "torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msgspec, safetensors"
@@ -263,29 +264,27 @@ class Worker:
         self.try_(str(self.install.python), "-m", "compileall", "-q", "-j", "0", str(self.install.comfyui))
 
     def must(self, *command: str) -> None:
-        if self.try_(*command) != 0:
-            raise self._failure()
+        """Raises LaunchError where the command fails."""
+        if self.try_(*command) == 0:
+            return
+        output = self.install.log.read_text(encoding="utf-8", errors="replace")
+        if re.search(NO_SPACE, output, re.I):
+            raise _disk_full(self.install, self.recipe, self.tools)
+        last = output.strip().rpartition("\n")[2]
+        told = f"The install stopped with `{last}`: mend that and run this command again; it starts afresh"
+        for pattern, sentence in FAILURES:
+            if match := re.search(pattern, output, re.I):
+                told = sentence.format(*match.groups())
+                break
+        raise LaunchError(f"{told} (log: {self.install.log}).")
 
     def try_(self, *command: str) -> int:
         env = {name: value for name, value in self.tools.env.items() if name not in LEAKING_VARIABLES}
-        env |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.install.scratch))
-        env |= {"PYTHONUNBUFFERED": "1"}
+        env |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.install.scratch)) | {"PYTHONUNBUFFERED": "1"}
         return self.tools.run(command, self.install.log, self._live, env, self.lock)
 
     def _live(self, line: str) -> None:
         self.tools.console.live(f"      {time.monotonic() - self.began:4.0f} s  {line}")
-
-    def _failure(self) -> LaunchError:
-        output = self.install.log.read_text(encoding="utf-8", errors="replace")
-        if NO_SPACE.search(output):
-            return _disk_full(self.install, self.tools, self.needed_bytes)
-        last = output.strip().rpartition("\n")[2]
-        told = f"The install stopped with `{last}`: mend that and run this command again; it starts afresh"
-        for pattern, sentence in FAILURES:
-            if match := pattern.search(output):
-                told = sentence.format(*match.groups())
-                break
-        return LaunchError(f"{told} (log: {self.install.log}).")
 
 
 LAST_STEPS = (
@@ -294,11 +293,11 @@ LAST_STEPS = (
 )
 
 
-def _disk_full(install: Install, tools: Tools, needed_bytes: int) -> LaunchError:
-    free = tools.free_bytes(install.base.parent) / 1e9
+def _disk_full(install: Install, recipe: Recipe, tools: Tools) -> LaunchError:
+    needed, free = recipe.needed_bytes / 1e9, tools.free_bytes(install.base.parent) / 1e9
     see = f" (log: {install.log})" if install.log.exists() else ""
     return LaunchError(
-        f"The disk of {install.base.parent} is too full: ComfyUI needs {needed_bytes / 1e9:.0f} GB while it"
+        f"The disk of {install.base.parent} is too full: ComfyUI needs {needed:.0f} GB while it"
         f" installs and {free:.1f} GB are free; free some, or point PIPEMESH_CACHE to a folder on a larger"
         f" disk{see}."
     )
@@ -311,15 +310,7 @@ def comfyui_version(comfyui: Path) -> str:
     return match[1] if match else ""
 
 
-@contextmanager
-def _locked(path: Path, console: Console) -> Iterator[int]:
-    """Holds the lock file; a second process says that it waits, and waits. The system lets go of
-    the lock when its last holder dies.
-    """
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            console.say(f"Another install is under way in {path.with_suffix('')}: waiting for it.")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+def is_too_old(version: str) -> bool:
+    """True for a ComfyUI before COMFYUI_VERSION, and for one that says no version."""
+    ours, least = ([int(part) for part in re.findall(r"\d+", one)[:3]] for one in (version, COMFYUI_VERSION))
+    return ours < least

@@ -13,6 +13,7 @@ import hashlib
 import os
 import posixpath
 import re
+import shutil
 import ssl
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from urllib.request import url2pathname
 
 INDEX = "https://pypi.org/simple"
 SECTIONS = ("global", "download", ":env:")  # as pip reads them: a later one counts more
-BLOCK = 1 << 20
 
 
 class Anchors(HTMLParser):
@@ -73,16 +73,11 @@ def links_to(place: str, file: str, opener: urllib.request.OpenerDirector, timeo
         if not page.is_file():
             return []
         base = page.absolute().as_uri()
-    with opener.open(request(base), timeout=timeout_s) as answer:
+    with opener.open(shown(base), timeout=timeout_s) as answer:
         text = answer.read().decode("utf-8", errors="replace")
         base = answer.url
     targets = [urljoin(base, target) for target in Anchors(text).targets]
     return [target for target in targets if posixpath.basename(unquote(urlsplit(target).path)) == file]
-
-
-def request(address: str) -> urllib.request.Request:
-    """A request for a page or a file; a password in its address goes by the opener."""
-    return urllib.request.Request(shown(address), headers={"Accept": "text/html, */*;q=0.1"})
 
 
 def opener_of(settings: Mapping[str, str], addresses: Iterable[str]) -> urllib.request.OpenerDirector:
@@ -98,11 +93,13 @@ def opener_of(settings: Mapping[str, str], addresses: Iterable[str]) -> urllib.r
             passwords.add_password(
                 None, host, unquote(parts.username), unquote(parts.password or ""), is_authenticated=True
             )
-    return urllib.request.build_opener(
+    opener = urllib.request.build_opener(
         urllib.request.ProxyHandler(proxies),
         urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=settings.get("cert") or None)),
         urllib.request.HTTPBasicAuthHandler(passwords),
     )
+    opener.addheaders.append(("Accept", "text/html, */*;q=0.1"))
+    return opener
 
 
 def download(name: str, file: str, sha256: str, folder: Path, settings: Mapping[str, str]) -> int:
@@ -116,9 +113,11 @@ def download(name: str, file: str, sha256: str, folder: Path, settings: Mapping[
         try:
             for address in links_to(place, file, opener, timeout_s):
                 print(f"Downloading {file} from {shown(address)}", flush=True)
-                got = fetch(address, folder / f"{file}.part", opener, timeout_s)
-                if got == sha256:
-                    os.replace(folder / f"{file}.part", folder / file)
+                part = folder / f"{file}.part"
+                with opener.open(shown(address), timeout=timeout_s) as answer, part.open("wb") as out:
+                    shutil.copyfileobj(answer, out)
+                if (got := sha256_of(part)) == sha256:
+                    os.replace(part, folder / file)
                     return 0
                 print(f"ERROR: its sha256 is {got}, not {sha256}", flush=True)
         except (OSError, ValueError) as error:  # of urllib, too: its errors are OSErrors
@@ -127,18 +126,16 @@ def download(name: str, file: str, sha256: str, folder: Path, settings: Mapping[
     return 1
 
 
-def fetch(address: str, file: Path, opener: urllib.request.OpenerDirector, timeout_s: float) -> str:
-    """Writes what the address gives into the file; its sha256."""
+def sha256_of(file: Path) -> str:
     digest = hashlib.sha256()
-    with opener.open(request(address), timeout=timeout_s) as answer, file.open("wb") as out:
-        while block := answer.read(BLOCK):
+    with file.open("rb") as source:
+        while block := source.read(1 << 20):
             digest.update(block)
-            out.write(block)
     return digest.hexdigest()
 
 
 def shown(address: str) -> str:
-    """The address without a password, for a log."""
+    """The address without a password, as a log has it; the opener has the password."""
     parts = urlsplit(address)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment=""))
 

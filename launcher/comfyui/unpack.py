@@ -6,8 +6,6 @@ import lzma
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from ..errors import LaunchError
@@ -23,43 +21,34 @@ def unpack_folder(archive: Path, inside: str, target: Path) -> None:
     3.11 do not have. No link is made, so no member can lead out by another one.
     """
     wanted = PurePosixPath(inside).parts
-    with _readable(archive) as tar:
-        for member in tar:
-            below = _parts_of(member.name, archive)[1:]
-            if below[: len(wanted)] != wanted or member.isdir() or len(below) == len(wanted):
-                continue
-            source = tar.extractfile(member) if member.isfile() else None
-            if source is None:
-                raise _refusal(archive, f"holds {member.name}, which is no plain file")
-            path = target.joinpath(*below[len(wanted) :])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with source, path.open("wb") as out:
-                shutil.copyfileobj(source, out)
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                if leads_out(member.name):
+                    leads = "which leads out of the folder that it is unpacked into"
+                    raise _refusal(archive, f"holds {member.name!r}, {leads}")
+                below = PurePosixPath(member.name).parts[1:]
+                if below[: len(wanted)] != wanted or member.isdir() or len(below) == len(wanted):
+                    continue
+                source = tar.extractfile(member) if member.isfile() else None
+                if source is None:
+                    raise _refusal(archive, f"holds {member.name}, which is no plain file")
+                path = target.joinpath(*below[len(wanted) :])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with source, path.open("wb") as out:
+                    shutil.copyfileobj(source, out)
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise  # without a number, gzip and bz2 say so that the data is none of theirs
+        why = str(error).splitlines()[0].rstrip(":")
+        raise _refusal(archive, f"is no whole tar archive ({why})") from error
 
 
-def _parts_of(name: str, archive: Path) -> tuple[str, ...]:
-    """The parts of a member's name, without empty ones. Raises LaunchError where they lead out of
-    the folder that it is unpacked into, on any system.
-    """
+def leads_out(name: str) -> bool:
+    """True for the name of a member that is not below its folder on every system."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or any(mark in name for mark in NOT_IN_A_NAME):
-        raise _refusal(archive, f"holds {name!r}, which leads out of the folder that it is unpacked into")
-    return path.parts
+    return path.is_absolute() or ".." in path.parts or any(mark in name for mark in NOT_IN_A_NAME)
 
 
 def _refusal(archive: Path, why: str) -> LaunchError:
     return LaunchError(f"{archive} {why}: take another archive of ComfyUI's tree.")
-
-
-@contextmanager
-def _readable(archive: Path) -> Iterator[tarfile.TarFile]:
-    try:
-        with tarfile.open(archive) as tar:
-            yield tar
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        why = str(error).splitlines()[0].rstrip(":")
-        raise _refusal(archive, f"is no whole tar archive ({why})") from error
-    except OSError as error:
-        if error.errno is None:  # gzip's and bz2's way to say that the data is none of theirs
-            raise _refusal(archive, f"is no whole tar archive ({error})") from error
-        raise

@@ -19,11 +19,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ..cache import cache_folder
 from ..comfyui.host_record import ComfyInstall
 from ..pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
 
 if TYPE_CHECKING:
-    from ..trial.standing import HostCode
+    from ..trial.host_trials import HostCode
 
 GIB = 2**30
 ROOMY_SHM_BYTES = GIB
@@ -94,9 +95,6 @@ class Facts:
     kernels: tuple[RingKernel, ...] = ()
     host: HostCode | None = None  # there is no ComfyUI
 
-    def has(self, package: str) -> bool:
-        return any(found.name == package and found.version for found in self.packages)
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -123,26 +121,22 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
 def about_torch(facts: Facts) -> Iterator[Finding]:
     torch = facts.torch
     if not torch.version:
-        yield Finding(
-            "blocked",
-            f"torch does not import: {torch.error}.",
-            f"reinstall it for {facts.executable}, or run `python3 -m launcher host` without"
-            " PIPEMESH_COMFYUI for a fresh one",
-        )
+        fresh = "run `python3 -m launcher host` without PIPEMESH_COMFYUI for a fresh one"
+        remedy = f"reinstall it for {facts.executable}, or {fresh}"
+        yield Finding("blocked", f"torch does not import: {torch.error}.", remedy)
     elif "gloo" not in torch.backends:
-        yield Finding(
-            "blocked",
-            f"torch {torch.version} was built without torch.distributed's gloo, which every rank needs.",
-            "install the torch wheel of the Python package registry or of pytorch.org",
-        )
+        text = f"torch {torch.version} was built without torch.distributed's gloo, which every rank needs."
+        remedy = "install the torch wheel of the Python package registry or of pytorch.org"
+        yield Finding("blocked", text, remedy)
 
 
 def about_packages(facts: Facts) -> Iterator[Finding]:
     pip = f"{facts.executable} -m pip install"
+    there = {package.name for package in facts.packages if package.version}
     for name in NEEDED_PACKAGES:
-        if not facts.has(name):
+        if name not in there:
             yield Finding("blocked", f"{name} is not installed.", f"{pip} {name}")
-    if facts.torch.gpus and not facts.has("flash-attn"):
+    if facts.torch.gpus and "flash-attn" not in there:
         text = "flash-attn is not installed: a ring's attention runs on torch's own kernels."
         yield Finding("limited", text, f"{pip} flash-attn yunchang, if you want it")
 
@@ -159,21 +153,15 @@ def about_devices(facts: Facts) -> Iterator[Finding]:
     torch, driver = facts.torch, facts.machine.gpu_driver
     count = len(torch.gpus)
     if count == 0 and driver:
-        yield Finding(
-            "limited",
-            f"There is a GPU driver ({driver}), but this torch ({torch.build}) sees no GPU.",
-            "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it",
-        )
+        text = f"There is a GPU driver ({driver}), but this torch ({torch.build}) sees no GPU."
+        remedy = "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it"
+        yield Finding("limited", text, remedy)
     elif count == 0:
         text = "No GPU: the ranks run on the CPU over gloo, to try and to test."
         yield Finding("limited", text, "use a machine with GPUs for speed")
     elif count == 1:
-        yield Finding(
-            "limited",
-            "One GPU: several ranks can share it over gloo (through CPU memory), to test; nothing gets"
-            " faster.",
-            "add a GPU for speed",
-        )
+        shares = "several ranks can share it over gloo (through CPU memory), to test"
+        yield Finding("limited", f"One GPU: {shares}; nothing gets faster.", "add a GPU for speed")
     elif "nccl" not in torch.backends:
         text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through CPU memory."
         yield Finding("limited", text, "use Linux and a torch with NCCL (RCCL on AMD) for speed")
@@ -184,12 +172,9 @@ def about_devices(facts: Facts) -> Iterator[Finding]:
         yield Finding("works", f"{count} GPUs, one rank each, over NCCL.")
         if torch.pairs_without_peer_access:
             pairs = ", ".join(f"{a}-{b}" for a, b in torch.pairs_without_peer_access)
-            yield Finding(
-                "limited",
-                f"GPUs without peer access to each other: {pairs}; what they exchange goes through CPU"
-                " memory.",
-                "put GPUs of one switch or NVLink bridge into a pool, where you can choose",
-            )
+            goes = "what they exchange goes through CPU memory"
+            remedy = "put GPUs of one switch or NVLink bridge into a pool, where you can choose"
+            yield Finding("limited", f"GPUs without peer access to each other: {pairs}; {goes}.", remedy)
 
 
 def about_sharing(facts: Facts) -> Iterator[Finding]:
@@ -199,19 +184,13 @@ def about_sharing(facts: Facts) -> Iterator[Finding]:
             text = f"GPU {index} is in the compute mode {gpu.mode}: while ComfyUI uses it, no rank can."
             yield Finding("blocked", text, f"nvidia-smi -i {index} -c DEFAULT, as root")
         if is_mig(gpu.name):
-            yield Finding(
-                "limited",
-                f"GPU {index} is an instance of a divided GPU (MIG): a process sees one alone, so that ranks"
-                " can only share it.",
-                "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided",
-            )
+            alone = "a process sees one alone, so that ranks can only share it"
+            remedy = "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided"
+            yield Finding("limited", f"GPU {index} is an instance of a divided GPU (MIG): {alone}.", remedy)
     if facts.torch.gpus and facts.machine.gpu_driver == "WSL":
-        yield Finding(
-            "limited",
-            "This is WSL: GPUs have no peer access and little pinned memory there, so that exchanges go"
-            " through CPU memory.",
-            "run on Linux itself for speed",
-        )
+        lacks = "GPUs have no peer access and little pinned memory there"
+        text = f"This is WSL: {lacks}, so that exchanges go through CPU memory."
+        yield Finding("limited", text, "run on Linux itself for speed")
 
 
 def about_cores(facts: Facts) -> Iterator[Finding]:
@@ -271,9 +250,7 @@ def report(facts: Facts, found: Sequence[Finding]) -> str:
     machine = facts.machine
     memory, shm = machine.memory_available_bytes, machine.shm_free_bytes
     packages = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
-    works = "PipeMesh can run here."
-    if not can_run(found):
-        works = "PipeMesh cannot run here until what is marked STOP is mended."
+    stops = "PipeMesh cannot run here until what is marked STOP is mended."
     lines = [
         f"Python    {facts.python}  {facts.executable}",
         f"Platform  {machine.platform}, {machine.cores} core{'s' * (machine.cores > 1)}",
@@ -288,7 +265,7 @@ def report(facts: Facts, found: Sequence[Finding]) -> str:
     for finding in found:
         lines += [f"{MARKS[finding.level]}  {finding.text}"]
         lines += [f"      -> {finding.remedy}"] if finding.remedy else []
-    return "\n".join((*lines, "", works))
+    return "\n".join((*lines, "", "PipeMesh can run here." if can_run(found) else stops))
 
 
 def lines_about(comfyui: ComfyInstall | None, torch: Torch) -> list[str]:
@@ -309,14 +286,19 @@ def can_run(found: Sequence[Finding]) -> bool:
 
 
 def gather(host: ComfyInstall | None) -> Facts:
-    torch = ask_torch() if host is not None else Torch(version="")
-    packages = (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES) if host is not None else ()
+    torch, packages, code = Torch(version=""), (), None
+    if host is not None:
+        torch, packages = ask_torch(), (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)
+    if host is not None and torch.version:
+        from ..trial.host_trials import FOLDER, Verdicts, host_code
+
+        code = host_code(Path(host.comfyui), Verdicts(cache_folder(os.environ) / FOLDER))
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
         machine=Machine(
             platform=f"{platform.system()} {platform.release()} {platform.machine()}",
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=len(os.sched_getaffinity(0)),
             memory_available_bytes=memory_available_bytes(),
             shm_free_bytes=shm_free_bytes(),
             memfd=memfd_works(),
@@ -326,14 +308,8 @@ def gather(host: ComfyInstall | None) -> Facts:
         comfyui=host,
         packages=tuple(Package(name, package_version(name)) for name in packages),
         kernels=try_kernels(torch),
-        host=ask_files(host) if host is not None and torch.version else None,
+        host=code,
     )
-
-
-def ask_files(host: ComfyInstall) -> HostCode:
-    from ..trial.standing import host_code
-
-    return host_code(host)
 
 
 def try_kernels(torch: Torch) -> tuple[RingKernel, ...]:
@@ -359,9 +335,8 @@ def ask_torch() -> Torch:
     count = cuda.device_count() if cuda.is_available() else 0
     properties = [cuda.get_device_properties(index) for index in range(count)]
     modes = modes_in(ask_driver()) if count and not torch.version.hip else {}
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    if torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
+    builds = {"ROCm": torch.version.hip, "CUDA": torch.version.cuda}
+    build = next((f"{name} {version}" for name, version in builds.items() if version), "CPU")
     return Torch(
         version=torch.__version__,
         build=build,
@@ -387,24 +362,19 @@ def package_version(name: str) -> str:
 
 def memfd_works() -> bool:
     try:
-        descriptor = os.memfd_create("pipemesh-doctor")
+        with open(os.memfd_create("pipemesh-doctor"), "r+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
+                mapped[0] = 1
     except (AttributeError, OSError):
         return False
-    try:
-        os.ftruncate(descriptor, mmap.PAGESIZE)
-        with mmap.mmap(descriptor, mmap.PAGESIZE) as mapped:
-            mapped[0] = 1
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    return True
 
 
 def shm_free_bytes() -> int | None:
     try:
         shm = os.statvfs("/dev/shm")
-    except (OSError, AttributeError):
+    except OSError:
         return None
     return shm.f_bavail * shm.f_frsize
 

@@ -8,18 +8,19 @@ import argparse
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.families.every import RELEASED
-
-if TYPE_CHECKING:
-    from ...parallel_runtime.planner.box import Box
-    from ...parallel_runtime.planner.choose import Plan, Row
-    from ...parallel_runtime.planner.decoding import Decoding
-    from ...parallel_runtime.planner.job import Job
-    from ...parallel_runtime.planner.whole import Whole
-    from ..comfyui.host_record import ComfyInstall
+from ...parallel_runtime.planner import decoding as decoder
+from ...parallel_runtime.planner.box import Box
+from ...parallel_runtime.planner.choose import Plan, Row, plan
+from ...parallel_runtime.planner.decoding import Decoding
+from ...parallel_runtime.planner.job import Job
+from ...parallel_runtime.planner.published import published_box
+from ...parallel_runtime.planner.whole import Whole
+from ..comfyui.host_record import ComfyInstall
 
 SHOWN = 12  # rows of the table for people; --all shows every one
 SIZES = (1, 2, 4, 8)
@@ -51,43 +52,40 @@ def counted(model: str, extent: tuple[int, int, int]) -> tuple[Whole, Decoding |
     """Run the model and its VAE dry on one device, and return the counts; None of a VAE that is not
     known.
     """
-    from ...parallel_runtime.planner import decoding
     from ...parallel_runtime.planner.released_model import DryModel
 
     dry = DryModel(*RELEASED[model], extent)
-    return dry.whole(), decoding.counted(type(dry.model.latent_format).__name__, dry.shape)
+    return dry.whole(), decoder.counted(type(dry.model.latent_format).__name__, dry.shape)
 
 
 def record(plan: Plan, row: Row) -> dict[str, Any]:
     """Return a row as ``--json`` has it."""
-    one, speedup = row.prediction, plan.speedup(row)
-    head = {
+    told: dict[str, Any] = {
         "layout": row.layout.degrees(),
         "equation": row.layout.equation(),
         "why_not": row.why,
         "is_approximate": row.layout.is_approximate,
     }
-    if one is None:
-        return head
-    return {
-        **head,
-        "ms": 1e3 * one.seconds,
-        "ms_by_cause": {name: 1e3 * seconds for name, seconds in one.parts.items()},
-        "speedup": speedup,
-        "weights": one.kept,
-        "memory_bytes": one.memory_bytes,
-        "sent_bytes": dict(one.sent_bytes),
-    }
+    if (one := row.prediction) is not None:
+        told |= {
+            "ms": 1e3 * one.seconds,
+            "ms_by_cause": {name: 1e3 * seconds for name, seconds in one.parts.items()},
+            "speedup": plan.speedup(row),
+            "weights": one.kept,
+            "memory_bytes": one.memory_bytes,
+            "sent_bytes": dict(one.sent_bytes),
+        }
+    return told
 
 
-def line(plan: Plan, row: Row) -> str:
-    one, speedup = row.prediction, plan.speedup(row)
-    if one is None:
-        return LINE.format(row.layout.equation(), "", "", "", "", "", row.why).rstrip()
-    sent = f"{sum(one.sent_bytes.values()) / (1 << 20):.0f}"
-    faster = f"{speedup:.2f}x" if speedup else ""
-    figures = (f"{1e3 * one.seconds:.1f}", faster, f"{one.memory_bytes / (1 << 30):.1f}", sent, one.kept)
-    return LINE.format(row.layout.equation(), *figures, row.why or "the fastest").rstrip()
+def line(row: dict[str, Any]) -> str:
+    """Return a row of ``--json`` as the table has it."""
+    if "ms" not in row:
+        return LINE.format(row["equation"], "", "", "", "", "", row["why_not"]).rstrip()
+    sent = f"{sum(row['sent_bytes'].values()) / (1 << 20):.0f}"
+    faster = f"{row['speedup']:.2f}x" if row["speedup"] else ""
+    figures = (f"{row['ms']:.1f}", faster, f"{row['memory_bytes'] / (1 << 30):.1f}", sent, row["weights"])
+    return LINE.format(row["equation"], *figures, row["why_not"] or "the fastest").rstrip()
 
 
 def between_machines(plan: Plan, box: Box) -> dict[str, Row]:
@@ -98,11 +96,6 @@ def between_machines(plan: Plan, box: Box) -> dict[str, Row]:
             if any(map(box.spans, row.layout.lines(axis.name))):
                 found.setdefault(axis.name, row)
     return found
-
-
-def timed(row: Row) -> str:
-    assert row.prediction is not None
-    return f"{row.layout.equation()}, {1e3 * row.prediction.seconds:.1f} ms per evaluation"
 
 
 def verdict(plan: Plan) -> str:
@@ -119,8 +112,6 @@ def prompt_s(plan: Plan, job: Job, decoding: Decoding | None, box: Box) -> dict[
     """Return the seconds of a prompt's parts on one GPU and in the pool, where both have room.
     Decoding is shared out where that is faster.
     """
-    from ...parallel_runtime.planner.decoding import decoding_s
-
     found: dict[str, dict[str, float]] = {}
     for name, row in (("one_gpu", plan.alone()), ("pool", plan.best)):
         if row is None or (one := row.prediction) is None:
@@ -132,47 +123,58 @@ def prompt_s(plan: Plan, job: Job, decoding: Decoding | None, box: Box) -> dict[
         if decoding is not None:
             everyone = range(row.layout.world_size)
             ranks = 1 if row.layout.stages > 1 or box.spans(everyone) else len(everyone)
-            seconds = min(decoding_s(decoding, box.first(size)) for size in {1, ranks})
+            seconds = min(decoder.decoding_s(decoding, box.first(size)) for size in {1, ranks})
             found[name]["decoding"] = job.batch * seconds
     return found
 
 
 def prompt_lines(seconds: dict[str, dict[str, float]]) -> list[str]:
-    """Print a prompt's parts, and what would be left if ranks took no time: Amdahl's bound."""
+    """Return the lines of a prompt. The last one has what would be left if ranks took no time:
+    Amdahl's bound.
+    """
     one, pool = seconds["one_gpu"], seconds["pool"]
     row = "  {:36}{:>10}{:>10}"
     lines = [row.format("a prompt, in seconds", "one GPU", "pool")]
     lines += [row.format(PARTS[name], f"{one[name]:.2f}", f"{pool[name]:.2f}") for name in one]
     total, faster = sum(one.values()), sum(one.values()) / sum(pool.values())
-    without = (
-        "in all, without the text encoder" if "decoding" in one else "in all, without text encoder and VAE"
-    )
-    lines.append(row.format(without, f"{total:.2f}", f"{sum(pool.values()):.2f}"))
+    without = "the text encoder" if "decoding" in one else "text encoder and VAE"
+    lines.append(row.format(f"in all, without {without}", f"{total:.2f}", f"{sum(pool.values()):.2f}"))
     bound = total / pool["loading"]
     return [*lines, f"  {faster:.2f} times as fast; at most {bound:.1f} times, as loading stays what it is"]
 
 
-def main(argv: list[str], host: ComfyInstall) -> int:
-    names = known_models()
+def page(told: dict[str, Any], shown: int | None) -> list[str]:
+    """Return what ``--json`` prints as lines for people, with so many rows of the table."""
+    width, height, frames = told["extent"]
+    size = f"{width}x{height}" + (f", {frames} frames" if frames > 1 else "")
+    computed = f"{told['tflops']:.1f} TFLOP per evaluation of a branch"
+    lines = [f"{told['model']}, {size}, {computed}, on {told['box']}", told["verdict"], ""]
+    if told["prompt_s"]:
+        lines += [*prompt_lines(told["prompt_s"]), ""]
+    timed = "{equation}, {ms:.1f} ms per evaluation"
+    for gpus, row in told["best_of"].items():
+        if row is not None:
+            lines.append(f"  {gpus} GPU{' ' if gpus == '1' else 's'}: {timed.format(**row)}")
+    for axis, row in told["between_machines"].items():
+        lines.append(f"  {axis} between machines: {timed.format(**row)}; {row['why_not'] or 'the fastest'}")
+    rows = told["layouts"]
+    lines += ["", HEAD, *map(line, rows[:shown])]
+    more = len(rows) - len(rows[:shown])
+    return [*lines, f"... and {more} more: --all"] if more else lines
+
+
+def parsed(argv: list[str], names: Iterable[str]) -> tuple[argparse.Namespace, Box]:
+    """Return the options, and the box that they name; exits with a sentence where one is wrong."""
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher plan",
-        description=(
-            "Predict what every layout of a box would take for a job, and say which is the fastest and why"
-            " others lose."
-        ),
+        description="Predict what each layout of a box takes for a job: the fastest, and why others lose.",
     )
+    usual = "(default: what is usual for the model)"
+    boxes = "8xL40-PCIe, 8xA100-NVLink, 1xRTX4090+1xRTX3090-PCIe, 2x8xL40-PCIe-100G"
     parser.add_argument("--family", choices=names, metavar="F", required=True, help=", ".join(names))
-    parser.add_argument(
-        "--size", type=parsed_size, metavar="WxH", help="in pixels (default: what is usual for the model)"
-    )
-    parser.add_argument(
-        "--frames", type=int, default=0, help="of a video (default: what is usual for the model)"
-    )
-    parser.add_argument(
-        "--box",
-        required=True,
-        help="such as 8xL40-PCIe, 8xA100-NVLink, 1xRTX4090+1xRTX3090-PCIe, 2x8xL40-PCIe-100G",
-    )
+    parser.add_argument("--size", type=parsed_size, metavar="WxH", help=f"in pixels {usual}")
+    parser.add_argument("--frames", type=int, default=0, help=f"of a video {usual}")
+    parser.add_argument("--box", required=True, help=f"such as {boxes}")
     parser.add_argument("--cfg", action="store_true", help="two branches in each evaluation")
     parser.add_argument("--windows", type=int, default=1, help="context windows of this size at once")
     parser.add_argument("--batch", type=int, default=1, help="images or videos at once")
@@ -191,19 +193,17 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: choose 1 or more")
     if options.patches and options.patches < 2:
-        parser.error(
-            f"--patches {options.patches}: choose 2 or more, as many as stages at least, or 0 for one more"
-            " than stages"
-        )
-    from ...parallel_runtime.planner.choose import plan
-    from ...parallel_runtime.planner.job import Job
-    from ...parallel_runtime.planner.published import published_box
-
+        choose = "choose 2 or more, as many as stages at least, or 0 for one more than stages"
+        parser.error(f"--patches {options.patches}: {choose}")
     try:
-        box = published_box(options.box)
+        return options, published_box(options.box)
     except LayoutError as error:
         parser.error(str(error))
 
+
+def main(argv: list[str], host: ComfyInstall) -> int:
+    names = known_models()
+    options, box = parsed(argv, names)
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
@@ -223,36 +223,18 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         warm_up=options.warm_up,
     )
     found = plan(job, box, allows_approximate=options.approximate)
-    devices = len(box.devices)
-    best = {size: found.best_of(size) for size in sorted({*SIZES, devices}) if size <= devices}
-    seconds, between = prompt_s(found, job, decoding, box), between_machines(found, box)
-    if options.json:
-        rows = [record(found, row) for row in found.rows]
-        sizes = {str(size): record(found, row) if row else None for size, row in best.items()}
-        head = {
-            "model": model,
-            "extent": extent,
-            "box": box.name,
-            "tflops": whole.flops / 1e12,
-            "verdict": verdict(found),
-        }
-        there = {axis: record(found, row) for axis, row in between.items()}
-        told = {"prompt_s": seconds, "best_of": sizes, "between_machines": there, "layouts": rows}
-        print(json.dumps({**head, **told}))
-        return 0
-    frames_text = f", {extent[2]} frames" if extent[2] > 1 else ""
-    computed = f"{whole.flops / 1e12:.1f} TFLOP per evaluation of a branch"
-    print(f"{model}, {extent[0]}x{extent[1]}{frames_text}, {computed}, on {box.name}\n{verdict(found)}\n")
-    if seconds:
-        print("\n".join(prompt_lines(seconds)), end="\n\n")
-    for size, row in best.items():
-        if row is not None and row.prediction is not None:
-            print(f"  {size} GPU{'s' * (size > 1):1}: {timed(row)}")
-    for axis, row in between.items():
-        print(f"  {axis} between machines: {timed(row)}; {row.why or 'the fastest'}")
-    print(f"\n{HEAD}")
-    for row in found.rows if options.all else found.rows[:SHOWN]:
-        print(line(found, row))
-    if not options.all and len(found.rows) > SHOWN:
-        print(f"... and {len(found.rows) - SHOWN} more: --all")
+    sizes = sorted(size for size in {*SIZES, len(box.devices)} if size <= len(box.devices))
+    best = {str(size): found.best_of(size) for size in sizes}
+    told = {
+        "model": model,
+        "extent": extent,
+        "box": box.name,
+        "tflops": whole.flops / 1e12,
+        "verdict": verdict(found),
+        "prompt_s": prompt_s(found, job, decoding, box),
+        "best_of": {size: record(found, row) if row else None for size, row in best.items()},
+        "between_machines": {axis: record(found, row) for axis, row in between_machines(found, box).items()},
+        "layouts": [record(found, row) for row in found.rows],
+    }
+    print(json.dumps(told) if options.json else "\n".join(page(told, None if options.all else SHOWN)))
     return 0

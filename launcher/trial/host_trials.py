@@ -27,8 +27,9 @@ from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles
 from ...parallel_runtime.weights.quantised import numbers_of
-from .first_evaluation import errors_of
+from ...parallel_runtime.wire.messages import TrialStep
 from .known_hosts import KnownHosts, known_hosts
+from .rounding import errors_of
 
 PACK = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
@@ -38,7 +39,7 @@ FOLDER = "trials"  # of the cache folder
 log = logging.getLogger("pipemesh")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verdict:
     """Whether ranks compute a class, ``module:Class``, of a ComfyUI as stock does. ``digest``: of
     its code. ``says``: the comparison that it rests on.
@@ -56,21 +57,26 @@ class Verdict:
         return self.kind.partition(":")[2]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostCode:
+    """The classes of ComfyUI's models that the pack divides: how many there are, those that are in
+    no ComfyUI of ``tested``, and those of them that were ``verified`` here, or ``refused``.
+    """
+
+    tested: tuple[str, ...]
+    classes: int
+    unknown: tuple[str, ...] = ()
+    verified: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
 class TrialLost(Exception):
     """A class could not be tried, for the reason given: another time it may be."""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Of a trial: what is compared, and how many comparisons of how many are done."""
-
-    text: str = "its workers start"
-    done: int = 0
-    total: int = 1
-
-
+BEGINNING = TrialStep(text="its workers start", done=0, total=1)
 # Tries a class, and is told what to call when something is compared. Raises TrialLost
-TryClass = Callable[[str, Callable[[Progress], None]], tuple[bool, str]]
+TryClass = Callable[[str, Callable[[TrialStep], None]], tuple[bool, str]]
 
 
 class Verdicts:
@@ -101,13 +107,28 @@ class Verdicts:
                 new.unlink(missing_ok=True)
 
     def _file(self, found: Fingerprint) -> Path:
-        return self._folder / f"{hashlib.blake2b(key_of(found).encode(), digest_size=16).hexdigest()}.json"
+        """The file of all that a verdict on a class depends on."""
+        made_by = f"pack {pack_digest()} torch {torch.__version__} kitchen {kitchen_version()}"
+        key = f"{found.kind} {found.digest} {made_by}"
+        return self._folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 
 
-def key_of(found: Fingerprint) -> str:
-    """Returns what a verdict on a class depends on."""
-    made_by = f"pack {pack_digest()} torch {torch.__version__} kitchen {kitchen_version()}"
-    return f"{found.kind} {found.digest} {made_by}"
+def host_code(comfyui: Path, kept: Verdicts) -> HostCode:
+    """Returns how the models of the ComfyUI in a folder stand."""
+    from ...parallel_runtime.families.every import PLANS
+
+    known, files = known_hosts(), HostFiles(comfyui)
+    kinds = [kind for plan in PLANS for kind in plan.models if plan.blocks]
+    found = [one for one in map(files.fingerprint, kinds) if one.functions]
+    unknown = [one for one in found if not known.has(one)]
+    judged = [one for one in map(kept.of, unknown) if one is not None]
+    return HostCode(
+        tested=tuple(known.versions),
+        classes=len(found),
+        unknown=tuple(one.name for one in unknown),
+        verified=tuple(one.name for one in judged if one.is_same),
+        refused=tuple(one.name for one in judged if not one.is_same),
+    )
 
 
 def kitchen_version() -> str:
@@ -120,81 +141,32 @@ def kitchen_version() -> str:
         return ""
 
 
-class Trials:
-    """Tries classes of a ComfyUI of this ``version``, one after the other, each in a thread that
-    ends with it.
-    """
-
-    def __init__(self, version: str, try_class: TryClass, kept: Verdicts):
-        self.version = version
-        self.now = Progress()
-        self._try = try_class
-        self._kept = kept
-        self._turn = threading.Lock()
-
-    def kept(self, found: Fingerprint) -> Verdict | None:
-        return self._kept.of(found)
-
-    def begin(self, found: Fingerprint) -> Future[Verdict]:
-        future: Future[Verdict] = Future()
-        threading.Thread(target=self._run, args=(found, future), name="pipemesh-trial", daemon=True).start()
-        return future
-
-    def _run(self, found: Fingerprint, future: Future[Verdict]) -> None:
-        with self._turn:
-            try:
-                future.set_result(self._verdict(found))
-            except Exception as error:  # noqa: BLE001 - whatever it is, a sampling waits for this future
-                log.warning("[PipeMesh] %s could not be compared with stock: %s", found.name, error)
-                future.set_exception(error)
-
-    def _verdict(self, found: Fingerprint) -> Verdict:
-        began, self.now = time.monotonic(), Progress()
-        is_same, says = self._try(found.kind, lambda now: setattr(self, "now", now))
-        return self.judged(found, is_same, says, round(time.monotonic() - began, 1))
-
-    def judged(self, found: Fingerprint, is_same: bool, says: str, seconds: float = 0.0) -> Verdict:
-        """Keeps the verdict on what was found."""
-        verdict = Verdict(
-            kind=found.kind,
-            digest=found.digest,
-            comfyui=self.version,
-            is_same=is_same,
-            says=says,
-            seconds=seconds,
-        )
-        self._kept.keep(found, verdict)
-        said = "verified" if is_same else "NOT the same"
-        took = f", {seconds:.0f} s" if seconds else ""
-        log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
-        return verdict
-
-
 class HostTrials:
-    """Every class of the ComfyUI in a folder that was asked for. May be asked from any thread.
-    ``notice`` is told what a user should know. Where it is not ``is_on``, all may be computed.
+    """Every class of the ComfyUI in a folder, of this ``version``, that was asked for. May be asked
+    from any thread. ``try_class`` tries one after the other, each in a thread that ends with it;
+    where there is none, all may be computed. ``notice`` is told what a user should know.
     """
 
     def __init__(
         self,
         comfyui: Path,
-        trials: Trials,
+        version: str,
+        try_class: TryClass | None,
+        kept: Verdicts,
         *,
-        is_on: bool = True,
         notice: Callable[[str], None] = lambda text: None,
         known: Callable[[], KnownHosts] = known_hosts,
     ):
+        self.version = version
         self._found = cache(HostFiles(comfyui).fingerprint)
-        self._trials = trials
-        self._is_on = is_on
+        self._try_class = try_class
+        self._kept = kept
         self._notice = notice
         self._known = known
+        self._now = BEGINNING
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
         self._begun: dict[str, Future[Verdict] | None] = {}  # None: as in a ComfyUI that was tested
-
-    @property
-    def version(self) -> str:
-        return self._trials.version
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Returns those of classes that were asked for and that no tested ComfyUI has."""
@@ -203,11 +175,8 @@ class HostTrials:
 
     def pending(self) -> tuple[str, ...]:
         """Returns the names of classes that are being compared."""
-        return tuple(
-            kind.partition(":")[2]
-            for kind, one in list(self._begun.items())
-            if one is not None and not one.done()
-        )
+        begun = list(self._begun.items())
+        return tuple(kind.partition(":")[2] for kind, one in begun if one is not None and not one.done())
 
     def begin(self, transformer: type, again: bool = False) -> Future[Verdict] | None:
         """Begins the trial of a class that is not known, unless it has begun; None where nothing
@@ -215,7 +184,7 @@ class HostTrials:
         where one was lost. Raises Refused where ComfyUI's files cannot be read.
         """
         plan = plan_for(transformer)
-        if not self._is_on or plan is None or not plan.blocks:
+        if self._try_class is None or plan is None or not plan.blocks:
             return None
         kind = name_of(transformer)
         with self._lock:
@@ -229,9 +198,8 @@ class HostTrials:
         """Raises Refused unless a class may be computed by ranks now, in the form that a BaseModel
         of ComfyUI's has.
         """
-        if (judged := self.begin(transformer)) is None:
+        if (judged := self._of_known_form(transformer, model)) is None:
             return
-        self._require_known(transformer, model)
         if not judged.done():
             raise Refused(
                 f"{transformer.__name__} of this ComfyUI ({self.version}) is being compared with stock on"
@@ -243,37 +211,37 @@ class HostTrials:
         self,
         transformer: type,
         interrupted: Callable[[], bool],
-        tell: Callable[[Progress], None] = lambda now: None,
+        tell: Callable[[TrialStep], None] = lambda now: None,
         model: Any = None,
     ) -> None:
         """Waits until a class may be computed by ranks, and tells how far its comparison is. Raises
         Refused where it may not, RunCancelled.
         """
-        if (judged := self.begin(transformer, again=True)) is None:
+        if (judged := self._of_known_form(transformer, model, again=True)) is None:
             return
-        self._require_known(transformer, model)
         while not judged.done():
             if interrupted():
                 raise RunCancelled("The run was cancelled.")
-            tell(self._trials.now)
+            tell(self._now)
             wait([judged], POLL_S)
         self._require_same(transformer, judged)
 
-    def _require_known(self, transformer: type, model: Any) -> None:
-        """What is compared are the samples' forms. Another one that no tested ComfyUI has may run
-        other code of the class.
+    def _of_known_form(self, transformer: type, model: Any, again: bool = False) -> Future[Verdict] | None:
+        """Begins as ``begin`` does. What is compared are the samples' forms: raises Refused for
+        another one that no tested ComfyUI has, which may run other code of the class.
         """
-        if model is None:
-            return
+        judged = self.begin(transformer, again)
+        if judged is None or model is None:
+            return judged
         config = type(model.model_config)
         samples = family_in(FILES[name_of(transformer)]).samples
-        if config.__name__ in [one.form.config_class for one in samples if one.is_here]:
-            return
-        if new := self._known().new_among((type(model), config)):
+        is_compared = config.__name__ in [one.form.config_class for one in samples if one.is_here]
+        if not is_compared and (new := self._known().new_among((type(model), config))):
             raise Refused(
                 f"{new} of this ComfyUI ({self.version}) is a new form of {transformer.__name__}, and no"
                 f" comparison with stock covers it: {TURN_OFF}."
             )
+        return judged
 
     def first(self, model: Any, layout: Layout) -> Judge | None:
         """Returns who judges the first evaluation of a BaseModel that ranks share, once for its
@@ -289,7 +257,7 @@ class HostTrials:
             if name in self._begun:
                 return None
             found = self._found(kind)
-            if (kept := self._trials.kept(replace(found, kind=name))) is not None:
+            if (kept := self._kept.of(replace(found, kind=name))) is not None:
                 self._begun[name] = done(kept)
                 return None
 
@@ -305,7 +273,7 @@ class HostTrials:
             )
             is_same = error <= allowed
             judged = replace(found, kind=name) if is_same else found
-            self._begun[judged.kind] = done(self._trials.judged(judged, is_same, says))
+            self._begun[judged.kind] = done(self._verdict(judged, is_same, says))
             if not is_same:
                 self.require(transformer)
 
@@ -325,7 +293,7 @@ class HostTrials:
     def _judged(self, found: Fingerprint) -> Future[Verdict] | None:
         if self._known().has(found):
             return None
-        if (kept := self._trials.kept(found)) is not None:
+        if (kept := self._kept.of(found)) is not None:
             return done(kept)
         unknown = self._known().unknown_in(found)
         named = ", ".join(one.partition(":")[2] for one in unknown[:NAMED])
@@ -335,7 +303,31 @@ class HostTrials:
             f"{found.name} of this ComfyUI ({self.version}) is not the one that PipeMesh was tested"
             f" with{differs}: it is compared with stock on the CPU, once."
         )
-        return self._trials.begin(found)
+        future: Future[Verdict] = Future()
+        threading.Thread(
+            target=self._compare, args=(found, future), name="pipemesh-trial", daemon=True
+        ).start()
+        return future
+
+    def _compare(self, found: Fingerprint, future: Future[Verdict]) -> None:
+        assert self._try_class is not None
+        with self._turn:
+            began, self._now = time.monotonic(), BEGINNING
+            try:
+                is_same, says = self._try_class(found.kind, lambda now: setattr(self, "_now", now))
+                future.set_result(self._verdict(found, is_same, says, round(time.monotonic() - began, 1)))
+            except Exception as error:  # noqa: BLE001 - whatever it is, a sampling waits for this future
+                log.warning("[PipeMesh] %s could not be compared with stock: %s", found.name, error)
+                future.set_exception(error)
+
+    def _verdict(self, found: Fingerprint, is_same: bool, says: str, seconds: float = 0.0) -> Verdict:
+        """Keeps the verdict on what was found."""
+        verdict = Verdict(found.kind, found.digest, self.version, is_same, says, seconds)
+        self._kept.keep(found, verdict)
+        said = "verified" if is_same else "NOT the same"
+        took = f", {seconds:.0f} s" if seconds else ""
+        log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
+        return verdict
 
 
 def done(verdict: Verdict) -> Future[Verdict]:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...parallel_runtime.wire.channel import ChannelClosed
-from ...parallel_runtime.wire.messages import FromTrial, Tried, Try
+from ...parallel_runtime.wire.messages import FromTrial, TrialStep, Tried, Try
 from ..pool.devices import Device
 from ..pool.rank_setup import RankSetup
 from ..pool.side_process import SCRIPT, SideProcess
-from .host_trials import Progress, TrialLost
+from .host_trials import TrialLost
 
 LIMIT_S = 600.0  # of one class, with the start of its ranks
 
@@ -19,7 +19,7 @@ def try_in_process(
     setup: RankSetup,
     device: Callable[[], Device],
     kind: str,
-    tell: Callable[[Progress], None],
+    tell: Callable[[TrialStep], None],
     argv: Sequence[str] = (SCRIPT, "{fd}", "{parent}", "trial"),
     limit_s: float = LIMIT_S,
 ) -> tuple[bool, str]:
@@ -34,7 +34,7 @@ def try_in_process(
     try:
         process.channel.send(Try(kind=kind))
         while not isinstance(message := process.receive(until), Tried):
-            tell(Progress(message.text, message.done, message.total))
+            tell(message)
         return message.is_same, message.says
     except ChannelClosed:
         raise TrialLost(f"its process {process.end()}") from None

@@ -1,4 +1,5 @@
-"""How far rounding moves the end of a run: what parity, and the tests, hold a difference to.
+"""How far rounding moves the end of a run, or one evaluation: what parity, the tests and the first
+evaluation that ranks share hold a difference to.
 
 Kernels add up in another order on another CPU, and ranks in another order than stock. How far that
 moves the end of a run depends on the model, the sampler and the prompts, so it is measured: stock
@@ -12,21 +13,37 @@ from typing import Any
 
 import torch
 
+from ...parallel_runtime.client.alone import Alone, as_it_is
+
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
 # Of an evaluation's scale: its rms error when ranks share its tokens
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 FACTOR = 5.0  # CPUs differ from each other, and orders from other orders
+MOST = 2.0  # of an evaluation's scale: what is further off is another output, however much is rounding
 
 Run = Callable[[Any], torch.Tensor]
 
 
-def bound_of_one(dtype: torch.dtype) -> float:
-    """The largest relative error of one evaluation in such numbers that is surely rounding."""
-    return max(BOUND, FACTOR * 4 * torch.finfo(dtype).eps)
+def errors_of(shared: list[torch.Tensor], alone: Alone) -> tuple[float, float]:
+    """Returns how far an evaluation that ranks ``shared`` is off from what one of them makes of it
+    ``alone``, and how much is rounding, in units of the output's scale. Where it is off by more
+    than is surely rounding in such numbers, that is measured: one rank computes a latent that is
+    off by a rounding. Numbers smaller than fp32 amplify that as they do any other order.
+    """
+    truth = alone(as_it_is)
+    error = furthest(shared, truth)
+    allowed = max(BOUND, *(FACTOR * 4 * torch.finfo(one.dtype).eps for one in truth))
+    if error > allowed:
+        allowed = min(MOST, max(allowed, FACTOR * furthest(alone(off_by_a_rounding), truth)))
+    return error, allowed
 
 
-def off_by_a_rounding(latent: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
+def furthest(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
+    return max(relative_error(one.float(), whole.float()) for one, whole in zip(ours, truth, strict=True))
+
+
+def off_by_a_rounding(latent: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(0))
     size = 4 * torch.finfo(latent.dtype).eps * float(latent.float().std())
     return (latent.float() + size * noise.to(latent.device)).to(latent.dtype)
 

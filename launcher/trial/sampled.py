@@ -31,7 +31,7 @@ def sampled(
     facts: Sample,
     tokens: str,
     cfg: float,
-    mask: bool,
+    is_masked: bool,
     sampler: str,
     seed: int,
     steps: int,
@@ -46,32 +46,17 @@ def sampled(
     texts = (16, 24) if tokens == "even" else (13, 7)
     masks, grid = (
         attention_masks(facts.masks, texts, latent)
-        if facts.masks and (mask or facts.masks.open)
+        if facts.masks and (is_masked or facts.masks.open)
         else ([None, None], (0, 0))
     )
-    prompts = [
-        conditioning(number, n, mask, grid) for number, n, mask in zip((1, 2), texts, masks, strict=True)
-    ]
-    prompts = [
-        [[text, {**extras, **facts.extras(latent, side)}] for text, extras in prompt]
-        for side, prompt in enumerate(prompts)
-    ]
+    prompts = []
+    for side, (length, mask) in enumerate(zip(texts, masks, strict=True)):
+        ((text, extras),) = conditioning(side + 1, length, mask, grid)
+        prompts.append([[text, {**extras, **facts.extras(latent, side)}]])
     options = {"noise_mask": facts.noise_mask(latent)} if facts.noise_mask is not None else {}
     with torch.inference_mode():
-        noise = comfy.sample.prepare_noise(latent, seed)
-        samples = comfy.sample.sample(
-            model,
-            noise,
-            steps,
-            cfg,
-            sampler,
-            "simple",
-            *prompts,
-            latent,
-            disable_pbar=True,
-            seed=seed,
-            **options,
-        )
+        given = (model, comfy.sample.prepare_noise(latent, seed), steps, cfg, sampler, "simple", *prompts)
+        samples = comfy.sample.sample(*given, latent, disable_pbar=True, seed=seed, **options)
     return torch.cat([one.flatten() for one in samples.unbind()]) if samples.is_nested else samples
 
 
@@ -100,11 +85,11 @@ def conditioning(
     return [[torch.randn(1, tokens, TEXT_DIM, generator=generator), extras]]
 
 
-def attention_mask(seed: int, tokens: int, closed: float = 0.4) -> torch.Tensor:
+def attention_mask(seed: int, tokens: int) -> torch.Tensor:
     """Make an additive mask (1, L, L) that closes a random part of the tokens to each token, never
     the token itself.
     """
-    open_ = torch.rand(1, tokens, tokens, generator=torch.Generator().manual_seed(seed)) > closed
+    open_ = torch.rand(1, tokens, tokens, generator=torch.Generator().manual_seed(seed)) > 0.4
     open_ |= torch.eye(tokens, dtype=torch.bool)
     return torch.zeros(1, tokens, tokens).masked_fill(~open_, -10000.0)
 

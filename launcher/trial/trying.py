@@ -25,7 +25,6 @@ from ...parallel_runtime.wire.tree import decode_plain
 from ..pool.devices import place
 from ..pool.handle import PoolKeeper
 from ..pool.rank_setup import RankSetup
-from .large_layers import is_large
 from .rounding import BOUND, bound, relative_error, rms
 from .sampled import sampled
 
@@ -41,6 +40,8 @@ STEPS = 2
 SEQUENCE, PIPELINE = Layout(ulysses=2), Layout(pipefusion=2)
 WIDE_HEADS = 8  # of models whose layers are wide enough to be quantised
 INT8 = "int8_tensorwise"
+GROUP = 64  # columns that one rotation or one scale covers: divides every layer that is quantised here
+NARROWEST = 128
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,8 @@ def as_sequence(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
     truth, stock_int8 = request(sample, sample.form.random_model(wide)), request(sample, model)
     ours = request(sample, in_ranks(model, pool, "sharded"))
     distance = rms(ours - truth) if torch.isfinite(ours).all() else float("inf")
-    yield Compared(
-        f"{sample.name}, shared-out int8 weights",
-        distance / max(rms(stock_int8 - truth), 1e-12),
-        INT8_BOUND,
-        " times stock's own error",
-    )
+    off = distance / max(rms(stock_int8 - truth), 1e-12)
+    yield Compared(f"{sample.name}, shared-out int8 weights", off, INT8_BOUND, " times stock's own error")
 
 
 def as_pipeline(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
@@ -168,9 +165,8 @@ def as_pipeline(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
     from ...parallel_runtime.client.patchwise import Patching
 
     stock = sample.form.random_model(tiny(sample))
-    if require_plan(stock.model.diffusion_model).why_no_stages:
-        return
-    if (truth := by_stock(sample, stock)) is None:
+    why_not = require_plan(stock.model.diffusion_model).why_no_stages
+    if why_not or (truth := by_stock(sample, stock)) is None:
         return
     ours = in_ranks(stock, pool, "whole", Patching(patches=2, warm_up=STEPS * 2))
     yield compared_with(truth, sample, stock, ours, "two stages")
@@ -231,6 +227,16 @@ def int8_model(form: Form, size: Size) -> ModelPatcher | None:
         state |= {key: tensor.clone() for key, tensor in made.state_dict(name).items()}
         state[f"{name.removesuffix('.weight')}.comfy_quant"] = said
     return model_of(form, size, state, None) if wide else None
+
+
+def is_large(name: str, weight: torch.Tensor) -> bool:
+    """Whether files quantise such a layer: not the narrow ones into and out of a model."""
+    return (
+        name.endswith(".weight")
+        and weight.dim() == 2
+        and min(weight.shape) >= NARROWEST
+        and weight.shape[1] % GROUP == 0
+    )
 
 
 def model_of(form: Form, size: Size, state: dict[str, Any], dtype: torch.dtype | None) -> ModelPatcher:
