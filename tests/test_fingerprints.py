@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pipemesh.lab.commands.fingerprints import classes, with_host
+from pipemesh.lab.commands.fingerprints import as_file, classes, with_host
 from pipemesh.launcher.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 from pipemesh.launcher.trial.sampled import sampled
 from pipemesh.launcher.trial.trying import samples_of
@@ -164,7 +164,7 @@ def test_the_table_knows_every_class_of_this_comfyui_and_each_has_a_sample_to_tr
 
 
 def test_the_table_is_what_the_command_writes_and_names_what_is_unknown(host, monkeypatch):
-    assert known_hosts().to_json() == FILE.read_text()
+    assert as_file(known_hosts()) == FILE.read_text()
     monkeypatch.setattr("pipemesh.lab.commands.fingerprints.classes", lambda: [KIND])
     known = with_host(KnownHosts((), {}, {}), "1.0", host)
     path = host / "comfy/ldm/toy/layers.py"

@@ -6,7 +6,9 @@ on into ``launcher/trial/known_hosts.json``, once all that faces the host has pa
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
@@ -42,11 +44,19 @@ def with_host(known: KnownHosts, version: str, root: Path) -> KnownHosts:
     )
 
 
+def as_file(known: KnownHosts) -> str:
+    """Returns the text of the file: a class or a module a line."""
+    text = json.dumps(asdict(known), separators=(",", ":"), sort_keys=True)
+    for end in ("}", "]", '"'):
+        text = text.replace(f'{end},"comfy', f'{end},\n"comfy')
+    return text.replace('},"', '},\n"') + "\n"
+
+
 def main(argv: Sequence[str], host: ComfyInstall) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m lab fingerprints", description=__doc__)
     parser.add_argument("--anew", action="store_true", help="forget every other ComfyUI")
     options = parser.parse_args(argv)
     known = NOTHING if options.anew else known_hosts()
-    FILE.write_text(with_host(known, host.version, Path(host.comfyui)).to_json(), encoding="utf-8")
+    FILE.write_text(as_file(with_host(known, host.version, Path(host.comfyui))), encoding="utf-8")
     print(f"{FILE.name}: {', '.join(known_hosts.__wrapped__().versions)}")
     return 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,12 +46,6 @@ class KnownHosts:
         """Returns the first type of ComfyUI's that no tested one has, by name; empty for none."""
         new = [one.__name__ for one in types if one.__module__ in OF_TYPES and one.__name__ not in self.types]
         return new[0] if new else ""
-
-    def to_json(self) -> str:
-        text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
-        for end in ("}", "]", '"'):
-            text = text.replace(f'{end},"comfy', f'{end},\n"comfy')
-        return text.replace('},"', '},\n"') + "\n"
 
 
 @cache
