@@ -29,21 +29,8 @@ OLD = "PipeMesh needs ComfyUI 0.30.0 or newer and this is {}: update ComfyUI."
 VERSION, REQUIREMENTS = sys.version.split()[0], str(ROOT / "requirements.txt")
 FOLDERS = ["comfyui-pipemesh-main", "pipe mesh", "pipemesh.v0.2"]
 AT_START = {  # what ComfyUI's start imports of how models are sampled; the rest waits for a MODEL
-    "client",
-    "client.in_pool",
-    "client.patching",
-    "comm",
-    "comm.cores",
-    "comm.shares",
-    "errors",
-    "layout",
-    "planner",
-    "planner.ways",
-    "texts",
-    "wire",
-    "wire.arena",
-    "wire.segment",
-    "wire.tree",
+    *("client", "client.in_pool", "client.patching", "comm", "comm.cores", "comm.shares", "errors", "layout"),
+    *("planner", "planner.ways", "texts", "wire", "wire.arena", "wire.segment", "wire.tree"),
 }
 
 
@@ -71,11 +58,11 @@ def without(*names):
 def on(platform):
     """Another system, without what only Linux has."""
 
+    lacks = ("os.memfd_create", "os.posix_fallocate", *(["fcntl"] if platform == "win32" else []))
+
     def take(monkeypatch):
         monkeypatch.setattr(sys, "platform", platform)
-        without("os.memfd_create", "os.posix_fallocate", *(["fcntl"] if platform == "win32" else []))(
-            monkeypatch
-        )
+        without(*lacks)(monkeypatch)
 
     return take
 
@@ -87,10 +74,8 @@ LACKING = {
     "fcntl": (without("fcntl"), CALL.format("fcntl.ioctl", VERSION)),
     "torch.distributed": (
         lambda monkeypatch: monkeypatch.setattr("torch.distributed.is_available", lambda: False),
-        (
-            f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without:"
-            " install a torch that has it."
-        ),
+        f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without:"
+        " install a torch that has it.",
     ),
     "both requirements": (without("greenlet", "msgspec"), PIP.format("greenlet and msgspec", REQUIREMENTS)),
     **{
@@ -179,16 +164,11 @@ def test_what_is_missing_is_one_sentence_in_the_log_and_nothing_of_comfyui_chang
     with monkeypatch.context() as there:
         take(there)
         succeeded, has_changed, modules = loaded("pipemesh")
-    assert [line for line in caplog.messages if "pipemesh" in line.lower()] == [
-        f"Error while calling comfy_entrypoint in {tmp_path / 'pipemesh'}: {sentence}".replace(
-            str(ROOT), str(tmp_path / "pipemesh")
-        )
-    ]
+    pack = str(tmp_path / "pipemesh")
+    told = f"Error while calling comfy_entrypoint in {pack}: {sentence.replace(str(ROOT), pack)}"
+    assert [line for line in caplog.messages if "pipemesh" in line.lower()] == [told]
     assert not succeeded and not has_changed, "a page of its own, or nodes"
-    assert {name.rpartition(".")[2] for name in modules if "pipemesh" in name} == {
-        str(tmp_path / "pipemesh"),
-        "needs",
-    }
+    assert {name.rpartition(".")[2] for name in modules if "pipemesh" in name} == {pack, "needs"}
 
 
 def test_a_comfyui_that_knows_no_extensions_is_told_in_its_log_all_the_same(loaded, monkeypatch, caplog):
@@ -211,7 +191,7 @@ LOST = "PIPEMESH_LOST_S is {}: set it to a number of seconds from 2 to 120."
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "says"),
+    "variable, value, says",
     [
         ("PIPEMESH_STALL_S", "0", STALL),
         ("PIPEMESH_STALL_S", "nan", STALL),

@@ -15,7 +15,6 @@ from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.rank_setup import RankSetup
 from pipemesh.launcher.trial import host_trials
-from pipemesh.launcher.trial.host_trials import HostTrials, Verdicts
 from pipemesh.launcher.trial.process import try_in_process
 from pipemesh.launcher.trial.rounding import errors_of
 from pipemesh.parallel_runtime.client.alone import Admission
@@ -32,15 +31,15 @@ from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
 from .conftest import ALL, COMFYUI
-from .host_trees import FLUX_FILES, linked
+from .host_trees import FLUX_FILES
 from .in_groups import GroupsHere, in_groups
 from .models import load, run
 from .planned import attention_alone
 from .test_auto import auto, notices, said, settings
 from .test_counting import done
-from .test_host_trials import FLUX, NOTHING, never
+from .test_host_trials import FLUX, NOTHING, never, tree, trial, trials
 
-__all__ = ["auto", "notices", "settings"]  # fixtures
+__all__ = ["auto", "notices", "settings", "tree", "trial", "trials"]  # fixtures
 PAIR = Layout(ulysses=2)
 LARGE = (32, 32)  # 256 tokens, where those of the tiny models are fewer than 100
 
@@ -54,15 +53,9 @@ class WrongTogether(GroupsHere):
         return out + 0.5 * out.roll(1, -1) if len(group) > 1 and is_large else out
 
 
-@pytest.fixture
-def trials(tmp_path):
-    """Makes the trials of a ComfyUI that starts: tiny models are the same."""
-
-    def make(known=NOTHING, comfyui=COMFYUI, is_on=True):
-        try_class = (lambda kind, tell: (True, "tiny models")) if is_on else None
-        return HostTrials(Path(comfyui), "9.9", try_class, Verdicts(tmp_path), known=lambda: known)
-
-    return make
+@pytest.fixture(autouse=True)
+def tiny_models_are_the_same(trial):
+    trial.ends.set()
 
 
 def watched(made, layout=PAIR):
@@ -160,13 +153,9 @@ NEIGHBOURS = "            img = img + 0.1 * img.roll(1, 1) if img.shape[1] > 100
 
 @pytest.mark.host
 def test_real_ranks_of_a_comfyui_that_looks_at_neighbours_where_it_is_large_are_found_out(
-    files, trials, tmp_path
+    files, trials, tree
 ):
-    root, name = tmp_path / "ComfyUI", FLUX_FILES[1]
-    linked(Path(COMFYUI), root, {name})
-    text = (root / name).read_text()
-    assert LOOP in text
-    (root / name).write_text(text.replace(LOOP, NEIGHBOURS + LOOP, 1))
+    root = tree([(FLUX_FILES[1], LOOP, NEIGHBOURS + LOOP)])
     setup, made = RankSetup(comfyui=str(root), comfy_args={"cpu": True}), trials(comfyui=root)
     if ALL:
         is_same, says = try_in_process(setup, partial(Device, "cpu"), FLUX, lambda now: None)

@@ -44,16 +44,15 @@ def test_an_empty_part_of_a_name_does_not_lead_out(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "target").glob("*.py")) == ["main.py"]
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc/x", "top/../../x", "top/in/..", "top\\..\\x", "top/C:/x", "top/file:stream"]
-)
-@pytest.mark.parametrize("inside", ["", "in"])
-def test_a_name_that_leads_out_on_any_system_refuses_the_archive(
-    tmp_path: Path, name: str, inside: str
-) -> None:
+OUT = ("/etc/x", "top/../../x", "top/in/..", "top\\..\\x", "top/C:/x", "top/file:stream")
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_a_name_that_leads_out_on_any_system_refuses_the_archive(tmp_path: Path, name: str) -> None:
     archive = write_archive(tmp_path / "x.tar.gz", name)
-    with pytest.raises(LaunchError, match="leads out of the folder"):
-        unpack_folder(archive, inside, tmp_path / "target")
+    for inside in ("", "in"):
+        with pytest.raises(LaunchError, match="leads out of the folder"):
+            unpack_folder(archive, inside, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
