@@ -60,7 +60,6 @@ def ensure_from_archive(archive: Path, root: Path, tools: Tools, sha256: str = "
             ("the packages that this ComfyUI pins otherwise", Worker.install_packages),
             *LAST_STEPS,
         ),
-        source=f"{archive.name}, sha256 {digest}",
     )
     return ensure_complete(Install(Path(f"{first.base}-{digest[:12]}")), recipe, tools)
 

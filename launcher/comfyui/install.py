@@ -140,7 +140,7 @@ def install_of(root: Path, env: Mapping[str, str]) -> Install:
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How an install is made: what it is, what it costs, the packages beside ComfyUI's own
-    requirements, its steps, and where its ComfyUI is from.
+    requirements, and its steps.
     """
 
     title: str
@@ -148,7 +148,6 @@ class Recipe:
     needed_bytes: int
     requirements: Sequence[str]
     steps: Sequence[tuple[str, Callable[[Worker], None]]]
-    source: str
 
 
 def ensure_installed(root: Path, tools: Tools) -> ComfyInstall:
@@ -169,7 +168,6 @@ def ensure_installed(root: Path, tools: Tools) -> ComfyInstall:
             ("torch, ComfyUI's requirements and ours (the long one)", Worker.install_packages),
             *LAST_STEPS,
         ),
-        source=COMFYUI_SDIST,
     )
     return ensure_complete(install_of(root, tools.env), recipe, tools)
 
@@ -229,9 +227,7 @@ class Worker:
             say(f"[{number}/{len(recipe.steps)}] {title}")
             step(self)
         shutil.rmtree(self.install.scratch)
-        stamp = base / f"{STAMP}.new"
-        stamp.write_text("\n".join((recipe.source, *TORCH_PINS, *recipe.requirements, "")), encoding="utf-8")
-        os.replace(stamp, base / STAMP)
+        (base / STAMP).touch()
         say(f"Installed in {time.monotonic() - self.began:.0f} s.")
 
     def make_venv(self) -> None:
