@@ -65,18 +65,16 @@ def folder_of(place: str) -> Path | None:
 
 def links_to(place: str, file: str, opener: urllib.request.OpenerDirector, timeout_s: float) -> list[str]:
     """The addresses under which a place offers the file. Raises OSError."""
-    folder, base = folder_of(place), place
-    if folder is not None and (folder / file).is_file():
-        return [(folder / file).absolute().as_uri()]
-    if folder is not None:
+    if (folder := folder_of(place)) is not None:
+        if (folder / file).is_file():
+            return [(folder / file).absolute().as_uri()]
         page = folder / "index.html" if folder.is_dir() else folder
         if not page.is_file():
             return []
-        base = page.absolute().as_uri()
-    with opener.open(shown(base), timeout=timeout_s) as answer:
-        text = answer.read().decode("utf-8", errors="replace")
-        base = answer.url
-    targets = [urljoin(base, target) for target in Anchors(text).targets]
+        place = page.absolute().as_uri()
+    with opener.open(shown(place), timeout=timeout_s) as answer:
+        page_text = answer.read().decode("utf-8", errors="replace")
+    targets = [urljoin(answer.url, target) for target in Anchors(page_text).targets]
     return [target for target in targets if posixpath.basename(unquote(urlsplit(target).path)) == file]
 
 
