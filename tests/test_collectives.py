@@ -185,20 +185,21 @@ def test_ranks_that_share_a_sequence_agree_on_every_collective(traced, layout, b
 
 @pytest.mark.cover(4)
 @pytest.mark.parametrize("backend", BACKENDS if ALL else ["nccl"])  # both in turn: test_stages_of_rings.py
-@pytest.mark.parametrize("layout", PIPELINES, ids=Layout.equation)
+@pytest.mark.parametrize(
+    "layout", PIPELINES + [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation
+)
 def test_stages_agree_on_every_message(traced, layout, backend):
     world, traces, outputs = traced(layout, backend, WARM + IN_PATCHES)
     assert_sound(world, traces)
-    for branch in (0, 1):  # with equal inputs, stale keys and values are those of now
-        patches = [
-            outputs[layout.writer, place]
-            for place, part in enumerate(WARM + IN_PATCHES)
-            if part.branch == branch
-        ]
-        assert all(
-            torch.allclose(whole, truth(branch), atol=1e-5)
-            for whole in (patches[0], sum(patches[1:4]), sum(patches[4:]))
-        )
+    for rank in filter(layout.writes, range(layout.world_size)):
+        for branch in (0, 1):  # with equal inputs, stale keys and values are those of now
+            whole, *patches = [
+                outputs[rank, place] for place, part in enumerate(WARM + IN_PATCHES) if part.branch == branch
+            ]
+            assert all(
+                torch.allclose(one, truth(branch), atol=1e-5)
+                for one in (whole, sum(patches[:3]), sum(patches[3:]))
+            )
 
 
 UNLIKE = {  # layout -> the speeds of its ranks
@@ -289,24 +290,6 @@ def test_groups_agree_on_every_collective_apart_joined_and_apart_again(layout, s
     assert disagreements(traces, world.members) == [] and has_an_order(traces, in_order=True)
     assert len(outputs) == sum(layout.groups // width for width in (*layout.widths, 1))
     assert all(torch.allclose(output, truth(branch, 2), atol=1e-5) for output, branch in outputs.values())
-
-
-@pytest.mark.cover(4)
-@pytest.mark.parametrize(
-    "layout", [layout for layout in IN_GROUPS if layout.pipefusion > 1], ids=Layout.equation
-)
-def test_pipelines_of_groups_agree_on_every_message(traced, layout):
-    world, traces, outputs = traced(layout, "nccl", WARM + IN_PATCHES)
-    assert_sound(world, traces)
-    for rank in filter(layout.writes, range(layout.world_size)):
-        for branch in (0, 1):
-            whole, *patches = [
-                outputs[rank, place] for place, part in enumerate(WARM + IN_PATCHES) if part.branch == branch
-            ]
-            assert all(
-                torch.allclose(one, truth(branch), atol=1e-5)
-                for one in (whole, sum(patches[:3]), sum(patches[3:]))
-            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,7 +12,6 @@ from pipemesh.launcher.pool.crew import Crew, rank_environment
 from pipemesh.launcher.pool.devices import (
     Device,
     cost_of_order,
-    cuda_address,
     hidden_gpus,
     place,
     visible_gpus,
@@ -255,12 +254,6 @@ def test_ranks_have_equal_shares_of_cores_and_share_one_only_where_there_are_too
         assert max(map(used.count, cores)) - min(map(used.count, cores)) <= 1
 
 
-def test_equal_placements_are_the_same_pool():
-    one, again = (place(Layout(ulysses=2), wanted, "auto", GPUS) for wanted in ("auto", "cuda:0,cuda:1"))
-    assert hash(one) == hash(again)
-    assert one == again
-
-
 @pytest.mark.parametrize(
     ("environ", "seen"),
     [
@@ -310,8 +303,3 @@ def test_gpus_that_a_variable_hides_are_counted_by_what_the_driver_has(tmp_path)
     assert hidden_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 2
     assert hidden_gpus({}, tmp_path) == 0, "a container may have been given one"
     assert hidden_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path / "none") == 0
-
-
-def test_an_instance_of_a_divided_gpu_has_an_address_of_its_own_kind() -> None:
-    assert cuda_address("NVIDIA H100 80GB HBM3", "1b2c") == "GPU-1b2c"
-    assert cuda_address("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "1b2c") == "MIG-1b2c"

@@ -8,12 +8,10 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -30,8 +28,6 @@ from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside, is_alive
 from .holdings import NOTHING, Holdings
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -220,38 +216,6 @@ def test_a_server_that_forks_no_more_is_ended_and_the_next_ranks_have_another(tm
     last.kill()
     assert last.wait() == -signal.SIGKILL
     server.close()
-
-
-UI = """
-import sys, time
-sys.path.insert(0, sys.argv[1] + "/launcher")
-from package import register_package
-sys.path.pop(0)
-register_package(sys.argv[1])
-from pipemesh.launcher.pool.fork_server import ForkServer
-from pipemesh.launcher.pool.supervisor import Command, Supervisor
-import os
-server = ForkServer(preloaded=())
-supervisor = Supervisor(server.start)
-supervisor.start({0: Command((sys.executable, sys.argv[2]), dict(os.environ), 0)})
-print(*server.pids, *supervisor.pids.values(), flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_server_ends_with_its_ui(tmp_path, sign):
-    (tmp_path / "rank.py").write_text("import time; time.sleep(600)")
-    command = [sys.executable, "-c", UI, str(ROOT), str(tmp_path / "rank.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ui:
-        server, rank = map(psutil.Process, map(int, ui.stdout.readline().split()))
-        server.suspend()
-        ui.send_signal(sign)
-    _, alive = psutil.wait_procs([server], DEADLINE_S / 6)
-    for process in (*alive, rank):
-        process.kill()
-    assert not alive
 
 
 def test_a_restart_at_once_after_the_server_was_killed_works_or_names_a_rank(server):

@@ -53,11 +53,6 @@ FAULTS = ("killed", "its leader killed", "cut off", "stopped", "ten times slower
 PHASES = ("joining", "loading", "forward", "mid-pipeline", "between runs", "cancelling")
 CELLS = list(product(FAULTS, PHASES)) if ALL else [("stopped", "joining"), ("stopped", "forward")]
 NAMED = r"PoolFailed: Machine box (was lost while [a-z]+ \(rank 1 on box/cpu; |does not answer at )"
-AS_ANOTHER_VERSION = (
-    "import sys; from launcher.package import register_package; register_package('.');"
-    " import pipemesh.launcher.package as package; package.VERSION = '9.0.0';"
-    " import launcher.__main__ as command; sys.exit(command.main(sys.argv[1:]))"
-)
 STOP_S, GO_S = 0.09, 0.01  # of a machine that is ten times slower
 every_cell = pytest.mark.skipif(not ALL, reason="PIPEMESH_TEST_ALL runs it")
 
@@ -79,14 +74,14 @@ class FarMachine:
         )
         self._slow: threading.Event | None = None
 
-    def start(self, *before: str, program=("-m", "launcher"), **variables: str) -> None:
+    def start(self, *before: str) -> None:
         key = store_key("box")
         self._store.delete_key(key)
         netns = ("ip", "netns", "exec", self._machines.of("box"), *before)
-        env = {**os.environ, **self.variables, **variables, "TORCHELASTIC_RUN_ID": "none"}
+        env = {**os.environ, **self.variables, "TORCHELASTIC_RUN_ID": "none"}
         with self._log.open("a") as output:
             self.leader = subprocess.Popen(
-                [*netns, sys.executable, *program, "node", "--name", "box"],
+                [*netns, sys.executable, "-m", "launcher", "node", "--name", "box"],
                 cwd=ROOT,
                 env=env,
                 stdout=output,
@@ -292,32 +287,6 @@ def test_what_befalls_a_machine_is_named_and_the_next_run_is_right(leaves_nothin
             desk.is_right(stages)
     box.recover(fault)
     assert desk.is_right(stages)
-
-
-@every_cell
-@pytest.mark.parametrize(
-    ("start", "sentence"),
-    [
-        ({"PIPEMESH_SECRET": SECRET[::-1]}, r"^Machine box at \S+ refused the exchange of secrets "),
-        (
-            {"program": ("-c", AS_ANOTHER_VERSION)},
-            r"^Machine box has PipeMesh 9\.0\.0 and ComfyUI's machine ",
-        ),
-    ],
-    ids=["secret", "version"],
-)
-def test_another_secret_or_version_is_named_and_put_right_the_next_run_is(
-    leaves_nothing, desk, box, start, sentence
-):
-    box.end()
-    box.start(**start)
-    began = time.monotonic()
-    with pytest.raises(PoolFailed, match=sentence):
-        desk.is_right(1)
-    assert time.monotonic() - began < NAMED_S
-    box.end()
-    box.start()
-    assert desk.is_right(1)
 
 
 @every_cell

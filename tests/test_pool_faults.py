@@ -146,6 +146,20 @@ def test_a_rank_killed_while_loading_is_named_and_the_next_run_is_right(handle, 
     assert is_right(parallel, truth)
 
 
+def test_the_run_after_an_idle_rank_died_is_right_at_once_and_unloading_models_raises_nothing(
+    handle, parallel, truth
+):
+    import comfy.model_management as mm
+
+    for act in (lambda: None, mm.unload_all_models):
+        assert is_right(parallel, truth)
+        pool = handle.live()
+        kill(pool, 1)
+        assert pool.ranks._crew.supervisor.exit_of(1, DEADLINE_S) == -9
+        act()
+        assert is_right(parallel, truth)
+
+
 def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):
     assert is_right(parallel, truth)
     pool = handle.live()

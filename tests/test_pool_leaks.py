@@ -296,6 +296,17 @@ def test_ranks_end_with_the_ui_however_it_ends(number, rules, forked):
     ui.close()
 
 
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_fork_server_that_is_stopped_ends_with_the_ui_too(number):
+    ui = Ui(fake_setup().argv, forked=True)
+    ui.await_ranks()
+    ui.below[-1].suspend()
+    ui.process.send_signal(number)
+    assert_gone(ui.below)
+    ui.close()
+
+
 def test_ctrl_c_does_not_wait_for_a_rank_that_never_answers():
     ui = Ui(fake_setup("*:Release=hang").argv, forked=False, stuck=True)
     ui.await_ranks()

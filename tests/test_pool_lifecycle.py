@@ -183,17 +183,6 @@ def test_a_handle_whose_pool_cannot_start_tries_again_the_next_time():
     handle.close()
 
 
-def test_a_pool_that_needs_a_device_closes_the_one_that_holds_it(keeper):
-    one, other = keeper.handle(cpus(1)), keeper.handle(cpus(2))
-    first = one.ensure()
-    pids = first.ranks.pids
-    other.ensure()
-    assert (first.state, one.state, other.state) == ("closed", "closed", "ready")
-    assert not any(map(is_alive, pids))
-    one.ensure()
-    assert (one.state, other.state) == ("ready", "closed")
-
-
 def gpus(*indices: int) -> Placement:
     names = ",".join(f"cuda:{index}" for index in indices)
     return place(
@@ -204,15 +193,17 @@ def gpus(*indices: int) -> Placement:
     )
 
 
-def test_pools_on_different_devices_live_side_by_side(keeper):
+def test_pools_live_side_by_side_on_different_devices_and_one_makes_room_for_another_on_its_own(keeper):
     handles = [keeper.handle(gpus(0, 1)), keeper.handle(gpus(2))]
     for handle in handles:
         handle.ensure()
     assert [handle.state for handle in keeper.handles()] == ["ready", "ready"]
     keeper.handle(gpus(1, 2)).ensure()
     assert [handle.state for handle in keeper.handles()] == ["closed", "closed", "ready"]
+    handles[0].ensure()
+    assert [handle.state for handle in keeper.handles()] == ["ready", "closed", "closed"]
     keeper.close()
-    assert keeper.handles()[-1].state == "closed"
+    assert handles[0].state == "closed"
 
 
 @pytest.mark.parametrize("collected", [0, 1])
