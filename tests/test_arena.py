@@ -17,7 +17,6 @@ from pipemesh.parallel_runtime.wire.arena import (
     Allocator,
     Arena,
     Board,
-    identity,
 )
 from pipemesh.parallel_runtime.wire.parcel import Parcel
 from pipemesh.parallel_runtime.wire.segment import ALIGN, Segment, aligned
@@ -167,7 +166,7 @@ def test_an_arena_grows_by_what_is_needed_where_doubling_is_refused():
 
 
 def test_a_frame_writes_storage_that_appears_twice_once(arena):
-    base = torch.randn(4, 6)
+    base = torch.randn(5, 5)
     with arena.frame() as frame:
         first, again = frame.put(base), frame.put(base[:])
         assert first == again
@@ -292,8 +291,3 @@ def test_ranks_at_work_on_the_same_request_can_be_compared(arena):
         for rank in (0, 1):
             board.enter(rank, "waiting")
     assert seen == sorted(set(seen))  # and the counter never goes back
-
-
-def test_tensors_of_one_address_and_shape_that_go_through_memory_in_another_order_are_two():
-    square = torch.arange(9.0).view(3, 3)
-    assert identity(square) != identity(square.t()) and identity(square) == identity(square.view(3, 3))

@@ -14,9 +14,9 @@ from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import encode_tree
+from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
-from pipemesh.parallel_runtime.worker.kept import KeptConditioning
 from pipemesh.parallel_runtime.worker.patched_sets import PatchedSets
 from pipemesh.parallel_runtime.worker.prepare import prepare
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from pipemesh.launcher.package import VERSION
 from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
-from pipemesh.launcher.pool.rendezvous import store_key, version_conflict
+from pipemesh.launcher.pool.rendezvous import store_key
 from pipemesh.parallel_runtime.wire.channel import HEADER
 from pipemesh.parallel_runtime.wire.tcp import (
     COMFYUI,
@@ -73,11 +73,6 @@ def shake(secret_here: str, secret_there: str, there: Hello = FAR) -> list[str |
     side(one, secret_here, COMFYUI, NEAR)
     theirs.join()
     return [ended[COMFYUI], ended[LEADER]]
-
-
-def test_two_versions_of_pipemesh_are_named_with_their_machines():
-    sentence = version_conflict("b", Hello(version="0.2", machine="b"), Hello(version="0.3", machine="a"))
-    assert "b has PipeMesh 0.2 and ComfyUI's machine a has PipeMesh 0.3" in sentence
 
 
 def test_both_sides_trust_the_same_secret_only_and_then_know_each_others_version():

@@ -370,14 +370,14 @@ def has_instead(machines: Machines, name: str, path: str, other: str):
 
 def bytes_sent(machine: RemoteMachine, kind: type) -> list[int]:
     """Beside each request of this kind that goes to a machine from now on."""
-    sent, send = [], machine._link.send
+    sent, send = [], machine.link.send
 
     def counting(message, fds=(), before_piece=lambda: None, ranges=()):
         if isinstance(getattr(message, "request", None), kind):
             sent.append(sum(os.fstat(fd).st_size for fd in fds) + sum(nbytes for *_, nbytes in ranges))
         send(message, fds, before_piece, ranges)
 
-    machine._link.send = counting
+    machine.link.send = counting
     return sent
 
 

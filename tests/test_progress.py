@@ -7,6 +7,7 @@ from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.launcher.pool.progress import Progress, Told
 from pipemesh.parallel_runtime.client.residency import title_in
 from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
+from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Load
 
 from .fake_pools import call, cpus, fake_setup, gate, inside, opens
@@ -95,7 +96,7 @@ def test_what_was_stopped_and_is_still_computed_is_waited_for_openly(told, pool,
 
 def test_a_line_is_told_once():
     lines = []
-    progress = Progress(2, lambda one: lines.append(one.line))
+    progress = Progress(2, lambda one: lines.append(one.line), Arena().board)
     for phases in (["loading"] * 2, ["loading"] * 2, ["loading"], ["computing"], []):
         progress.look(phases)
     progress.end()

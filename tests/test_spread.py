@@ -63,7 +63,7 @@ class TwoArenas:
         self.lent = LentRanks(self.link, "127.0.0.1", fake_setup())
         self.crew = Crewless()
         self.numbers = 0
-        for end in (self.machine._link, self.link, self.here, self.there):
+        for end in (self.machine.link, self.link, self.here, self.there):
             stack.callback(end.close)
         stack.enter_context(self.lent._speaking())
 
@@ -91,7 +91,7 @@ class TwoArenas:
     def heard(self):
         """The next answer; the leader beats when a second has passed."""
         while True:
-            select.select([self.machine], [], [], DEADLINE_S)
+            select.select([self.machine.link], [], [], DEADLINE_S)
             for rank, heard in self.machine.pump():
                 assert rank == 1
                 return heard
@@ -271,13 +271,13 @@ def test_a_leader_that_falls_silent_is_lost(arenas, monkeypatch):
 
     def beat():
         arenas.link.send(Beat({}))
-        select.select([machine], [], [], DEADLINE_S)
-        machine.check()
+        select.select([machine.link], [], [], DEADLINE_S)
+        machine.link.check()
         assert machine.pump() == []
 
-    for hear in (lambda: None, beat, lambda: machine.cancel(1)):
+    for hear in (lambda: None, beat, lambda: machine.link.send(Cancel(1))):
         hear()
-        machine.check()
+        machine.link.check()
         clock[0] += 2 * LOST_S
         with pytest.raises(ChannelClosed, match=r"^nothing came for 4 s$"):
             check_until(time.monotonic() + DEADLINE_S, machine)
@@ -286,13 +286,13 @@ def test_a_leader_that_falls_silent_is_lost(arenas, monkeypatch):
 def check_until(deadline, machine):
     """A machine's kernel may take a moment to say that it has what was sent."""
     while time.monotonic() < deadline:
-        machine.check()
+        machine.link.check()
 
 
 def test_messages_before_one_that_cannot_be_read_are_taken(arenas):
     bodies = [msgspec.msgpack.encode(one) for one in (Beat({}), Cancel(1))]
     arenas.link._sock.sendall(b"".join(HEADER.pack(len(body), 0) + body for body in bodies))
-    link = arenas.machine._link
+    link = arenas.machine.link
     select.select([link], [], [], DEADLINE_S)
     came = link.pump()
     assert next(came) == (Beat({}), [])
@@ -303,9 +303,9 @@ def test_messages_before_one_that_cannot_be_read_are_taken(arenas):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_leader_that_can_say_no_more_closes_the_connection(arenas):
     arenas.lent._say(object())
-    select.select([arenas.machine], [], [], DEADLINE_S)
+    select.select([arenas.machine.link], [], [], DEADLINE_S)
     with pytest.raises(ChannelClosed):
-        arenas.machine._link.receive()
+        arenas.machine.link.receive()
 
 
 def test_a_file_that_is_shorter_than_was_said_ends_the_connection(arenas):

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.launcher.pool.conversation import Conversation
-from pipemesh.launcher.pool.sent_request import Meets, SentRequest
 from pipemesh.launcher.pool.supervisor import NEVER_STARTED
 from pipemesh.launcher.pool.verdict import (
     LEAVE_WAIT_S,
     OTHERS_WAIT_S,
     Facts,
+    Meets,
+    SentRequest,
     judge,
     sentence_of_death,
     sentence_of_stall,
@@ -48,7 +49,7 @@ def answer(said: Any) -> Done | Failed:
 def request(meets: Meets, *said: Any, ranks: tuple[int, ...] = ()) -> SentRequest:
     """What each rank of the group has said; SILENT: it still owes an answer."""
     group = ranks or tuple(range(len(said)))
-    made = SentRequest(1, group, meets)
+    made = SentRequest(1, group, {*group}, meets)
     for rank, one in zip(group, said, strict=True):
         if one is not SILENT:
             made.take(rank, answer(one))
@@ -182,7 +183,7 @@ def test_a_stall_names_the_limit_and_where_machines_meet_the_ports():
 
 
 def test_a_rank_answers_a_request_once_what_it_says_later_is_dropped():
-    request = SentRequest(1, (0, 1))
+    request = SentRequest(1, (0, 1), {0, 1})
     first, later = answer(DONE), answer(ERROR)
     request.take(0, first)
     request.take(0, later)
@@ -190,11 +191,10 @@ def test_a_rank_answers_a_request_once_what_it_says_later_is_dropped():
 
 
 def test_ranks_have_so_long_to_leave_from_the_first_stop_on():
-    began = []
-    conversation = SimpleNamespace(
-        _leave_by=math.inf, _stalls=SimpleNamespace(begin=lambda: began.append(1)), call_back=lambda: None
-    )
+    conversation = SimpleNamespace(_leave_by=math.inf, _silent_since=0.0, call_back=lambda: None)
     Conversation._cancel(conversation)
-    first = conversation._leave_by
+    first = conversation._leave_by, conversation._silent_since
     Conversation._cancel(conversation)
-    assert (conversation._leave_by, began) == (first, [1]) and first < math.inf
+    assert (conversation._leave_by, conversation._silent_since) == first and 0 < first[1] < first[
+        0
+    ] < math.inf

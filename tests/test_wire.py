@@ -6,8 +6,6 @@ import socket
 import threading
 import weakref
 from contextlib import suppress
-from math import inf
-from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -19,13 +17,9 @@ from pipemesh.parallel_runtime.wire.channel import HEADER, Channel, ChannelClose
 from pipemesh.parallel_runtime.wire.messages import (
     Close,
     Done,
-    ForRanks,
     FromRank,
     Memory,
     Release,
-    Request,
-    Said,
-    Start,
     ToRank,
 )
 from pipemesh.parallel_runtime.wire.segment import TensorRef
@@ -65,7 +59,7 @@ SCALARS = st.one_of(
         st.none(),
         st.booleans(),
         st.integers(-(2**63), 2**64 - 1),
-        st.floats(allow_nan=False),
+        st.floats(),
         st.text(max_size=8),
         st.binary(max_size=8),
     ),
@@ -108,7 +102,7 @@ def same(one, other) -> bool:
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (set, frozenset)):
         return len(one) == len(other) and all(any(same(item, also) for also in other) for item in one)
-    return one == other
+    return one == other or (one != one and other != other)  # not a number
 
 
 @settings(deadline=None, max_examples=150)
@@ -198,15 +192,6 @@ def test_a_foreign_extension_is_rejected(body, arena):
         decode_tree(body, arena.segment.tensor)
 
 
-def test_a_scalar_that_is_not_finite_crosses():
-    values = decode_tree(
-        encode_tree([inf, -inf, float("nan")], lambda _path, _tensor: TensorRef(0, (), "uint8")),
-        lambda ref: None,
-    )
-    assert values[:2] == [inf, -inf]
-    assert values[2] != values[2]
-
-
 def test_what_a_tree_was_read_from_is_let_go_at_once():
     """Not when the garbage collector comes by: it may be a segment that holds a whole model."""
     source = Foreign()
@@ -240,14 +225,6 @@ def ends():
 def framed(message: msgspec.Struct) -> bytes:
     body = msgspec.msgpack.encode(message)
     return HEADER.pack(len(body), 0) + body
-
-
-def test_every_request_and_every_answer_passes_another_machine():
-    requests, answers = (
-        set(get_args(get_type_hints(kind)[name])) for kind, name in ((ForRanks, "request"), (Said, "message"))
-    )
-    assert requests == set(get_args(Request)) == set(get_args(ToRank)) - {Start, Close}
-    assert answers == set(get_args(FromRank))
 
 
 @settings(deadline=None, max_examples=40)

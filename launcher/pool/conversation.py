@@ -15,8 +15,7 @@ from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.messages import Forward, Request
 from .progress import Progress
 from .ranks import Lost, Ranks
-from .sent_request import Meets, SentRequest
-from .verdict import Facts, connected, judge, sentence_of_stall, wait_after_failure
+from .verdict import Facts, Meets, SentRequest, connected, judge, sentence_of_stall, wait_after_failure
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
@@ -32,21 +31,17 @@ class StallClock:
     def __init__(self, progress: Callable[[int], int], clock: Callable[[], float] = time.monotonic):
         self._progress = progress
         self._clock = clock
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets what was seen, and counts the silence from now on."""
         self._seen: dict[int, int] = {}
-        self._changed = self._clock()
+        self._changed = clock()
 
-    def stalled_rank(self, ranks: Sequence[int], stall_s: float) -> int | None:
+    def stalled_rank(self, ranks: Sequence[int], stall_s: float, since: float = 0.0) -> int | None:
         """Returns the rank that is furthest behind if none of ``ranks`` has moved for ``stall_s``
-        seconds, else None. A look at other ranks than last time begins anew.
+        seconds of the time ``since``, else None. A look at other ranks than last time begins anew.
         """
         seen = {rank: self._progress(rank) for rank in ranks}
         if seen != self._seen:
             self._seen, self._changed = seen, self._clock()
-        if seen and self._clock() - self._changed > stall_s:
+        if seen and self._clock() - max(since, self._changed) > stall_s:
             return min(seen, key=lambda rank: seen[rank])
         return None
 
@@ -64,58 +59,43 @@ class Conversation:
         self._facts = facts
         # What ranks meet in while they compute a Forward
         self._in_forward = Meets.STAGES if facts.stages > 1 else Meets.SEQUENCE
-        self._in_flight: dict[int, SentRequest] = {}  # by number, in the order of submission
+        # By number, in the order of submission. Any thread may look
+        self.in_flight: dict[int, SentRequest] = {}
         self._leave_by = math.inf  # when ranks that were told to leave what is in flight should have
-        self._stalls = StallClock(board.progress)  # begins with what is in flight, and with the first Stop
-
-    @property
-    def is_over(self) -> bool:
-        """True if no rank owes an answer. May be asked from any thread."""
-        return not self._in_flight
-
-    @property
-    def is_awaited(self) -> bool:
-        """True if a caller waits for an answer, or will collect one."""
-        return any(one.awaited for one in list(self._in_flight.values()))
-
-    def expect(self, number: int, group: Sequence[int], meets: Meets = Meets.NOBODY, title: str = "") -> None:
-        """Counts on an answer to ``number`` from every rank of ``group``. ``title``: of the model
-        that it asks for.
-        """
-        if not self._in_flight:
-            self._leave_by = math.inf
-            self._stalls.begin()
-            self._progress.begin(title)
-        self._in_flight[number] = SentRequest(number, tuple(group), meets)
+        self._stalls = StallClock(board.progress)
+        self._silent_since = 0.0  # hangs are judged from then on: the first in flight, and the first Stop
 
     def submit(
         self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]
     ) -> None:
         meets = self._in_forward if isinstance(request, Forward) else Meets.NOBODY
-        self.expect(request.request, group, meets, getattr(request, "title", ""))
+        sent = SentRequest(request.request, tuple(group), {*group}, meets, getattr(request, "title", ""))
+        if not self.in_flight:
+            self._leave_by, self._silent_since = math.inf, time.monotonic()
+        self.in_flight[sent.number] = sent
         try:
             self._ranks.send(request, group, fds, lambda: stop_if(interrupted))
         except BaseException:
-            del self._in_flight[request.request]
+            del self.in_flight[sent.number]
             raise
 
     def call_back(self) -> None:
-        self._ranks.cancel(max(self._in_flight, default=0))
+        self._ranks.cancel(max(self.in_flight, default=0))
 
     def _cancel(self) -> None:
         """Calls the ranks back, and gives them ``CANCEL_WAIT_S`` from the first time on."""
         if self._leave_by == math.inf:
-            self._leave_by = time.monotonic() + CANCEL_WAIT_S
-            self._stalls.begin()
+            self._silent_since = time.monotonic()
+            self._leave_by = self._silent_since + CANCEL_WAIT_S
         self.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool]) -> dict[int, Any]:
-        request = self._in_flight[number]
+        request = self.in_flight[number]
         try:
             cancelled = self._listen([request], interrupted, leave=request.meets is not Meets.NOBODY)
             self._pass_judgement()
             if not request.owing:
-                del self._in_flight[number]
+                del self.in_flight[number]
             if cancelled or request.owing:
                 raise RunCancelled("The run was cancelled.")
         except BaseException:
@@ -128,24 +108,24 @@ class Conversation:
 
     def abandon(self) -> None:
         """Waits at most ``CANCEL_WAIT_S`` since the ranks were first told to leave."""
-        for one in self._in_flight.values():
+        for one in self.in_flight.values():
             one.awaited = False
-        if self._in_flight:
+        if self.in_flight:
             self._cancel()
             self._drain(lambda: False, until=self._leave_by)
 
     def settle(self, interrupted: Callable[[], bool]) -> None:
-        if not all(one.awaited for one in self._in_flight.values()):
+        if not all(one.awaited for one in self.in_flight.values()):
             self._drain(interrupted)
 
     def _drain(self, interrupted: Callable[[], bool], until: float = math.inf) -> None:
-        outstanding = [one for one in self._in_flight.values() if not one.awaited]
+        outstanding = [one for one in self.in_flight.values() if not one.awaited]
         if self._listen(outstanding, interrupted, leave=False, until=until):
             raise RunCancelled("The run was cancelled.")
         self._pass_judgement(forgiven=True)
         for one in outstanding:
             if not one.owing:
-                self._in_flight.pop(one.number, None)
+                self.in_flight.pop(one.number, None)
         self._progress.end()
 
     def _listen(
@@ -168,19 +148,21 @@ class Conversation:
         while any(one.owing for one in [*wanted, *side]) and time.monotonic() <= until:
             said = self._ranks.listen(POLL_S)
             for rank, answer in said:
-                request = self._in_flight.get(getattr(answer, "request", 0))  # Ready answers the start
+                request = self.in_flight.get(getattr(answer, "request", 0))  # Ready answers the start
                 if request is not None:
                     request.take(rank, answer)
-            failing = [one for one in self._in_flight.values() if one.has_failed]
+            failing = [one for one in self.in_flight.values() if one.has_failed]
             if failing and not side:
-                side = connected(list(self._in_flight.values()), failing)
+                side = connected(list(self.in_flight.values()), failing)
                 until = min(until, time.monotonic() + wait_after_failure(failing))
                 if any(one.meets is Meets.STAGES for one in failing):
                     self._cancel()
             if not said:
-                owing = sorted(set().union(*(one.owing for one in self._in_flight.values())))
+                owing = sorted(set().union(*(one.owing for one in self.in_flight.values())))
                 self._progress.look(
-                    [self._board.phase(rank) for rank in owing], is_wanted=any(one.awaited for one in wanted)
+                    [self._board.phase(rank) for rank in owing],
+                    next((one.title for one in self.in_flight.values() if one.title), ""),
+                    is_wanted=any(one.awaited for one in wanted),
                 )
                 self._ranks.check(owing)
                 if until == math.inf:  # else the wait ends by itself
@@ -196,7 +178,7 @@ class Conversation:
     def _fail_if_stalled(self, owing: Sequence[int]) -> None:
         """Raises Lost."""
         stall_s = self.stall_s * (1.0 if self._leave_by == math.inf else LEAVE_STALLS_AFTER)
-        rank = self._stalls.stalled_rank(owing, stall_s)
+        rank = self._stalls.stalled_rank(owing, stall_s, self._silent_since)
         if rank is not None:
             where, phase = self._facts.where(rank), self._board.phase(rank)
             raise Lost(sentence_of_stall(where, phase, stall_s), rank)
@@ -205,7 +187,7 @@ class Conversation:
         """Raises the error of what failed in flight. Then all that was answered in connected groups
         is over.
         """
-        requests = list(self._in_flight.values())
+        requests = list(self.in_flight.values())
         failing = [one for one in requests if one.has_failed]
         if not failing:
             return
@@ -218,7 +200,7 @@ class Conversation:
             raise Lost(str(error), rank)
         for one in side:
             if not one.owing:
-                del self._in_flight[one.number]
+                del self.in_flight[one.number]
         raise error
 
 

@@ -10,12 +10,11 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
 from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
 from ...parallel_runtime.wire.segment import Segment
-from ...parallel_runtime.wire.tree import encode_tree
+from ...parallel_runtime.wire.tree import encode_plain
 from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device, Placement
 from .rank_setup import ALLOCATOR, COLLECTIVE_TIMEOUT_S, KEEP_MEMORY, SECRET_VARIABLE, RankSetup
 from .supervisor import Command, Supervisor
@@ -145,9 +144,7 @@ class Crew:
             cores=self._placement.cores(rank),
             timeout_s=COLLECTIVE_TIMEOUT_S,
             comfyui=self._setup.comfyui,
-            comfy_args=encode_tree(
-                {**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}, no_tensor
-            ),
+            comfy_args=encode_plain({**self._setup.comfy_args, **({} if device.is_gpu else {"cpu": True})}),
             arena_bytes=arena_bytes,
             log_level=logging.WARNING if log.getEffectiveLevel() >= logging.INFO else logging.DEBUG,
             machines=self._placement.machines,
@@ -165,8 +162,3 @@ class Crew:
         for channel in self.channels.values():
             channel.close()
         self.channels.clear()
-
-
-def no_tensor(path: str, _tensor: Any) -> Any:
-    """Raises TypeError: the tree was to hold plain data only."""
-    raise TypeError(f"{path} is a tensor")

@@ -90,9 +90,8 @@ class PoolHandle:
     def ensure(self, interrupted: Callable[[], bool] = never) -> WorkerPool:
         """Returns the live pool, else a fresh one. Raises PoolFailed, RunCancelled."""
         pool = self.live()
-        return self._start(interrupted) if pool is None else pool
-
-    def _start(self, interrupted: Callable[[], bool]) -> WorkerPool:
+        if pool is not None:
+            return pool
         with self._starts.turn(interrupted):
             pool = self.live()
             if pool is None:  # no other thread has started it meanwhile

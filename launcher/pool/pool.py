@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 
@@ -24,7 +24,7 @@ from .progress import Progress
 from .rank_setup import RankSetup
 from .ranks import Lost, Ranks
 from .rendezvous import MachineMissing
-from .verdict import Facts
+from .verdict import Facts, SentRequest
 
 log = logging.getLogger("pipemesh")
 
@@ -38,33 +38,6 @@ def never() -> bool:
 def refused_kernels(ready: Sequence[Ready]) -> tuple[str, ...]:
     """Returns a sentence for each attention kernel that a rank found wrong."""
     return tuple(dict.fromkeys(sentence for one in ready for sentence in one.refused_kernels))
-
-
-class CallersLock:
-    """Gives the conversation of a ready pool to one caller at a time; a caller may come again
-    inside. Raises PoolFailed where the pool is over, or ends meanwhile.
-
-    A pool keeps one such object, because every evaluation enters it several times.
-    """
-
-    def __init__(self, pool: WorkerPool):
-        self.lock = threading.RLock()
-        self._pool = pool
-
-    def __enter__(self) -> Conversation:
-        pool = self._pool
-        self.lock.acquire()
-        if pool._life != "ready":
-            self.lock.release()
-            raise PoolFailed(f"The pool is {pool._life}: run again to start a fresh one.")
-        return pool._conversation
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        try:
-            if isinstance(error, Lost):
-                raise self._pool._fail(error) from error.__cause__
-        finally:
-            self.lock.release()
 
 
 class WorkerPool:
@@ -82,18 +55,19 @@ class WorkerPool:
         self.next_request: Callable[[], int] = partial(next, count(1))
         progress = Progress(len(names), setup.tell, self.arena.board)
         self._conversation = Conversation(self.ranks, self.arena.board, self.facts, setup.stall_s, progress)
-        self._callers = CallersLock(self)
+        self._lock = threading.RLock()
         self._life = "starting"  # then ready, failed or closed
 
     @property
     def state(self) -> str:
         """``starting``, ``ready``, ``busy``, ``failed`` or ``closed``."""
-        return "busy" if self._life == "ready" and self._conversation.is_awaited else self._life
+        in_flight = list(self._conversation.in_flight.values())
+        return "busy" if self._life == "ready" and any(one.awaited for one in in_flight) else self._life
 
     @property
     def is_whole(self) -> bool:
         """Returns whether it can take requests: it is ready, and has lost no rank meanwhile."""
-        return self._life == "ready" and not self.ranks.has_lost_one(self._conversation.is_over)
+        return self._life == "ready" and not self.ranks.has_lost_one(not self._conversation.in_flight)
 
     @property
     def fault(self) -> str:
@@ -105,7 +79,7 @@ class WorkerPool:
     @property
     def idle(self) -> bool:
         """True if a request would be handled at once. May be asked from any thread."""
-        return self._life == "ready" and self._conversation.is_over
+        return self._life == "ready" and not self._conversation.in_flight
 
     # -- life
 
@@ -113,11 +87,11 @@ class WorkerPool:
         """Starts every rank and waits until each has said Ready. Raises PoolFailed,
         RunCancelled.
         """
-        began = time.monotonic()
-        with self._callers.lock:
+        began, everyone = time.monotonic(), self.facts.everyone
+        with self._lock:
             try:
                 self.ranks.start()
-                self._conversation.expect(0, self.facts.everyone)
+                self._conversation.in_flight[0] = SentRequest(0, everyone, {*everyone})
                 self.ready = tuple(self._conversation.collect(0, interrupted).values())
                 self.memory = [one.memory for one in self.ready]
             except Lost as lost:
@@ -138,34 +112,45 @@ class WorkerPool:
         for sentence in refused_kernels(self.ready):
             log.warning("[PipeMesh] %s", sentence)
 
-    def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Ends every rank and gives everything back. Safe in every state, any number of times."""
-        with self._callers.lock:
-            if self._life == "failed":
-                self._life = "closed"
-            elif self._life != "closed":
-                self._end("closed", grace_s if self.idle else 0)
-
-    def _end(self, life: str, grace_s: float = 0) -> None:
-        self._life = life
-        self.ranks.stop(grace_s)
-        self.arena.close()
+    def close(self, grace_s: float = CLOSE_GRACE_S, life: str = "closed") -> None:
+        """Ends every rank and gives everything back; the pool is ``life`` then. Safe in every
+        state, any number of times.
+        """
+        with self._lock:
+            was_up, grace_s = self._life in ("starting", "ready"), grace_s if self.idle else 0
+            self._life = life
+            if was_up:
+                self.ranks.stop(grace_s)
+                self.arena.close()
 
     def _fail(self, lost: Lost) -> PipeMeshError:
         """Ends the pool; returns the error to raise, with the last log lines of the rank it is
         about.
         """
         if self.ranks.are_killed:
-            self._end("closed")
+            self.close(0)
             return RunCancelled("ComfyUI ends.")
         sentence = lost.sentence
         if lost.rank is not None:
             sentence += self.ranks.last_lines(lost.rank)
         self.ranks.fault = sentence
-        self._end("failed")
+        self.close(0, "failed")
         return PoolFailed(sentence)
 
     # -- requests
+
+    @contextmanager
+    def _conversing(self) -> Iterator[Conversation]:
+        """Gives the conversation of a ready pool to one caller at a time; a caller may come again
+        inside. Raises PoolFailed where the pool is over, or ends meanwhile.
+        """
+        with self._lock:
+            if self._life != "ready":
+                raise PoolFailed(f"The pool is {self._life}: run again to start a fresh one.")
+            try:
+                yield self._conversation
+            except Lost as lost:
+                raise self._fail(lost) from lost.__cause__
 
     def ask(
         self, request: Request, fds: Sequence[int] = (), interrupted: Callable[[], bool] = never
@@ -173,7 +158,7 @@ class WorkerPool:
         """Submits ``request`` to every rank, once nothing cancelled is outstanding, and collects
         the answers, in rank order. Raises what ``submit`` and ``collect`` raise.
         """
-        with self._callers:
+        with self._conversing():
             stop_if(interrupted)
             self.settle(interrupted)
             self.submit(request, self.facts.everyone, fds, interrupted)
@@ -192,18 +177,18 @@ class WorkerPool:
         Raises PoolFailed, and RunCancelled where a cancel comes while tensors are on their way to
         another machine, which ends the pool. Any other error leaves the pool as it was.
         """
-        with self._callers as conversation:
+        with self._conversing() as conversation:
             try:
                 conversation.submit(request, group, fds, interrupted)
             except RunCancelled:
-                self._end("closed")
+                self.close(0)
                 raise
 
     def call_back(self) -> None:
         """Tells the ranks to leave what is in flight at their next block, without a deadline: they
         still answer, and ``collect`` waits for that.
         """
-        with self._callers as conversation:
+        with self._conversing() as conversation:
             conversation.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool] = never) -> dict[int, Done]:
@@ -215,7 +200,7 @@ class WorkerPool:
         (the ranks rejected it): the pool stays warm; what else is in flight is to be abandoned.
         Raises PoolFailed.
         """
-        with self._callers as conversation:
+        with self._conversing() as conversation:
             answers = conversation.collect(number, interrupted)
             self.memory = [
                 answers[rank].memory if rank in answers else known for rank, known in enumerate(self.memory)
@@ -226,7 +211,7 @@ class WorkerPool:
         """Cancels what is in flight and waits a while until the ranks have left it. Raises nothing
         of ours: whoever abandons has an error to tell already.
         """
-        with suppress(PipeMeshError), self._callers as conversation:
+        with suppress(PipeMeshError), self._conversing() as conversation:
             conversation.abandon()
 
     def settle(self, interrupted: Callable[[], bool] = never) -> None:
@@ -235,5 +220,5 @@ class WorkerPool:
 
         Raises RunCancelled, and PoolFailed where a rank failed or hangs meanwhile.
         """
-        with self._callers as conversation:
+        with self._conversing() as conversation:
             conversation.settle(interrupted)

@@ -51,17 +51,12 @@ class Progress:
     each of ``ranks`` is.
     """
 
-    def __init__(self, ranks: int, tell: Callable[[Told], None], board: Board | None = None):
+    def __init__(self, ranks: int, tell: Callable[[Told], None], board: Board):
         self._ranks = ranks
         self._tell = tell
         self._board = board
         self._act = ""
-        self._title = ""
         self._last = Told("")
-
-    def begin(self, title: str = "") -> None:
-        """Forgets what was told of earlier requests. ``title``: of the model that is asked for."""
-        self._act, self._title, self._last = "", title, Told("")
 
     def clear(self) -> None:
         """Takes the line away: what was waited for failed, or was cancelled."""
@@ -69,19 +64,19 @@ class Progress:
             self._say(Told(""))
             self._act = ""
 
-    def look(self, phases: Sequence[str], is_wanted: bool = True) -> None:
-        """Says what is waited for. ``phases`` of the ranks that owe an answer; ``is_wanted``: it
-        was not cancelled.
+    def look(self, phases: Sequence[str], title: str = "", is_wanted: bool = True) -> None:
+        """Says what is waited for. ``phases`` of the ranks that owe an answer; ``title``: of the
+        model that is asked for; ``is_wanted``: it was not cancelled.
         """
         act = next((ACTS[phase] for phase in phases if phase in ACTS), "" if is_wanted else LEAVING)
         if not act:
             return
         self._act = act
         ready = self._ranks - len(phases)
-        named = f"loading {self._title}" if act == LOADING and self._title else act
+        named = f"loading {title}" if act == LOADING and title else act
         text = f"PipeMesh: {named}, {ready} of {self._ranks} ready"
         done = total = 0
-        if act in (LOADING, PATCHING) and self._board is not None:
+        if act in (LOADING, PATCHING):
             done, total = map(sum, zip(*map(self._board.counted, range(self._ranks)), strict=True))
         if not total:
             self._say(Told(text, ready, self._ranks))

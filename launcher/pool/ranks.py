@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import selectors
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,15 +12,16 @@ import msgspec
 from ...parallel_runtime.errors import RunCancelled
 from ...parallel_runtime.wire.arena import Arena
 from ...parallel_runtime.wire.channel import ChannelClosed
-from ...parallel_runtime.wire.messages import Close, Request
+from ...parallel_runtime.wire.messages import Cancel, Close, Request
 from .crew import Crew
 from .devices import Placement
 from .rank_setup import RankSetup
-from .remote_machine import FINISH_S, RemoteMachine, join
+from .remote_machine import RemoteMachine, join
 from .rendezvous import MachineMissing, net_for, new_meeting
 from .supervisor import Supervisor
 from .verdict import Facts, sentence_of_death, sentence_of_lost_machine
 
+FINISH_S = 5.0  # for other machines to end their ranks
 CUT_S = 0.1  # a cancelled run returns within 0.5 s, whatever is still on its way to other machines
 DEATH_WAIT_S = 2.0  # for a process to be reaped whose connection has closed
 
@@ -68,7 +68,7 @@ class Ranks:
             machine = join(name, self._placement.ranks_on(name), self._setup, self._arena)
             self._machines.append(machine)
             self._sides |= dict.fromkeys(machine.ranks, machine)
-            self._selector.register(machine, selectors.EVENT_READ, machine)
+            self._selector.register(machine.link, selectors.EVENT_READ, machine)
         net = net_for(self._setup, self._machines[0].own_address, new_meeting()) if names else None
         self._crew.start(self._arena.segment, net)
         for rank, channel in self._crew.channels.items():
@@ -112,67 +112,56 @@ class Ranks:
         self._arena.board.cancel(number)
         for machine in self._machines:
             with contextlib.suppress(ChannelClosed):  # its loss is told when it is listened to
-                machine.cancel(number)
+                machine.link.send(Cancel(number))
 
     def listen(self, wait_s: float) -> list[tuple[int, Any]]:
         """Waits for messages; returns each with the rank that sent it. Raises Lost."""
         said: list[tuple[int, Any]] = []
         for key, _ in self._selector.select(wait_s):
-            said += self._read(key.data)
+            source: int | RemoteMachine = key.data  # a machine speaks for all of its ranks
+            try:
+                if isinstance(source, RemoteMachine):
+                    said += source.pump()
+                else:
+                    said += [(source, message) for message, _fds in self._crew.channels[source].pump()]
+            except ChannelClosed as error:
+                raise self._gone(source, error) from None
+            except MachineMissing as error:
+                raise Lost(str(error)) from error
+            except msgspec.DecodeError as error:
+                rank = source.ranks[0] if isinstance(source, RemoteMachine) else source
+                sentence = (
+                    f"{self._facts.where(rank)} sent a message this version of PipeMesh does not know"
+                    f" ({error}): restart ComfyUI."
+                )
+                raise Lost(sentence, rank) from error
         for rank, message in said:
             if message is None:
                 raise self._died(rank)
         return said
-
-    def _read(self, source: int | RemoteMachine) -> list[tuple[int, Any]]:
-        """Reads once from ``source``: a rank of this machine, or another machine, which speaks for
-        all of its ranks.
-        """
-        try:
-            return (
-                source.pump()
-                if isinstance(source, RemoteMachine)
-                else [(source, message) for message, _fds in self._crew.channels[source].pump()]
-            )
-        except ChannelClosed as error:
-            raise self._gone(source, error) from None
-        except MachineMissing as error:
-            raise Lost(str(error)) from error
-        except msgspec.DecodeError as error:
-            rank = source.ranks[0] if isinstance(source, RemoteMachine) else source
-            sentence = (
-                f"{self._facts.where(rank)} sent a message this version of PipeMesh does not know ({error}):"
-                " restart ComfyUI."
-            )
-            raise Lost(sentence, rank) from error
 
     def check(self, owing: Collection[int]) -> None:
         """Raises Lost where the leader of a machine whose ranks owe an answer has fallen silent."""
         for machine in self._machines:
             if not {*machine.ranks}.isdisjoint(owing):
                 try:
-                    machine.check()
+                    machine.link.check()
                 except ChannelClosed as error:
-                    machine.close(0)  # it would not close its side
+                    machine.link.finish(0)  # it would not close its side
                     raise self._gone(machine, error) from None
 
     def has_lost_one(self, idle: bool) -> bool:
         """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
         nothing unasked but that.
         """
-        return self._crew.supervisor.ended_rank is not None or (
+        return bool(self._crew.supervisor.ended) or (
             idle and any(machine.has_news() for machine in self._machines)
         )
 
     def loss(self) -> str:
-        """Says which rank of this machine has ended; empty where none has. Waits for nothing."""
-        rank = self._crew.supervisor.ended_rank
-        if rank is None:
-            return ""
-        sentence = sentence_of_death(
-            self._facts.where(rank), self._arena.board.phase(rank), self._crew.supervisor.exit_of(rank, 0)
-        )
-        return sentence + self.last_lines(rank)
+        """Says which rank of this machine has ended first; empty where none has."""
+        ended = self._crew.supervisor.ended
+        return f"{self._died(ended[0])}{self.last_lines(ended[0])}" if ended else ""
 
     def last_lines(self, rank: int) -> str:
         """Returns the last lines of the rank's log, as an error ends with them; empty where it has
@@ -192,16 +181,13 @@ class Ranks:
         """Ends every rank and closes every connection; ranks that are to have some time for that
         are told to leave. Safe in every state, any number of times.
         """
-        closers = [
-            *(machine.send_close for machine in self._machines),
-            *(partial(one.send, Close()) for one in self._crew.channels.values()),
-        ]
-        for close in closers if grace_s else ():
+        links = [machine.link for machine in self._machines]
+        for channel in [*links, *self._crew.channels.values()] if grace_s else ():
             with contextlib.suppress(ChannelClosed):  # gone already
-                close()
+                channel.send(Close())
         self._crew.stop(grace_s)
-        for machine in self._machines:
-            machine.close(machines_s)
+        for link in links:  # upon which the leader ends its ranks
+            link.finish(machines_s)
         self._selector.close()
 
     def _gone(self, source: int | RemoteMachine, error: ChannelClosed) -> Lost:

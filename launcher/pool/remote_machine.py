@@ -18,8 +18,6 @@ from ...parallel_runtime.wire.channel import ChannelClosed, close_all
 from ...parallel_runtime.wire.messages import (
     PHASE,
     Beat,
-    Cancel,
-    Close,
     Denied,
     Done,
     Ended,
@@ -32,8 +30,7 @@ from ...parallel_runtime.wire.messages import (
 )
 from ...parallel_runtime.wire.segment import TensorRef
 from ...parallel_runtime.wire.tcp import COMFYUI, Link, SecretRefused, notice_loss, shake_hands
-from ...parallel_runtime.wire.tree import decode_tree, encode_tree
-from .crew import no_tensor
+from ...parallel_runtime.wire.tree import decode_tree, encode_plain
 from .devices import Placement
 from .rank_setup import SECRET_VARIABLE, RankSetup
 from .rendezvous import (
@@ -46,7 +43,6 @@ from .rendezvous import (
     version_conflict,
 )
 
-FINISH_S = 5.0
 NO_TENSOR = torch.empty(0)
 
 
@@ -97,23 +93,20 @@ def leader_address(name: str, setup: RankSetup) -> str:
 
 
 class RemoteMachine:
-    """The ranks of one other machine, over the connection to its leader. What they read of
-    ComfyUI's arena is sent there; their outputs, and their lines of the board, are copied back.
+    """The ranks of one other machine, over the ``link`` to its leader. What they read of ComfyUI's
+    arena is sent there; their outputs, and their lines of the board, are copied back.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, arena: Arena):
         self.name = name
         self.ranks = ranks
         self.own_address = sock.getsockname()[0]
-        self._link = Link(sock, FromMachine)
+        self.link = Link(sock, FromMachine)
         self._arena = arena
         self._ended: dict[int, Ended] = {}
         self._versions: set[int] = set()  # of conditioning that is there
         # The latest arguments that are there: patches of an evaluation have the same ones
         self._arguments: deque[bytes] = deque(maxlen=16)
-
-    def fileno(self) -> int:
-        return self._link.fileno()
 
     def open(self, placement: Placement, setup: RankSetup, meeting: str, arena_bytes: int) -> None:
         """Has the leader start its ranks; each will say Ready. Raises MachineMissing."""
@@ -123,12 +116,12 @@ class RemoteMachine:
             devices=tuple(device.name for device in placement.devices),
             backend=placement.backend,
             meeting=meeting,
-            comfy_args=encode_tree(setup.comfy_args, no_tensor),
+            comfy_args=encode_plain(setup.comfy_args),
             arena_bytes=arena_bytes,
             speeds=placement.speeds,
         )
         try:
-            self._link.send(opening)
+            self.link.send(opening)
         except ChannelClosed as error:
             raise MachineMissing(
                 f"Machine {self.name} was lost before its ranks could start ({error}): run again."
@@ -145,7 +138,7 @@ class RemoteMachine:
         new = self._lacking(request.arguments) if isinstance(request, Forward) else ()
         pieces = tuple((ref.offset, ref.nbytes) for ref in new)
         ranges = [(self._arena.segment.fd, *piece) for piece in pieces]
-        self._link.send(ForRanks(tuple(group), request, pieces), fds, before_piece, ranges)
+        self.link.send(ForRanks(tuple(group), request, pieces), fds, before_piece, ranges)
         if new and isinstance(request, Forward):
             self._versions.update(ref.version for ref in new if ref.version)
             self._arguments.append(request.arguments)
@@ -166,18 +159,12 @@ class RemoteMachine:
         decode_tree(arguments, note)
         return new.values()
 
-    def cancel(self, request: int) -> None:
-        self._link.send(Cancel(request))
-
-    def send_close(self) -> None:
-        self._link.send(Close())
-
     def pump(self) -> list[tuple[int, Any]]:
         """Reads once: each message with the rank that sent it; None in its place for a rank that
         has ended. Raises ChannelClosed, MachineMissing, msgspec.DecodeError.
         """
         said: list[tuple[int, Any]] = []
-        for message, fds in self._link.pump():
+        for message, fds in self.link.pump():
             if isinstance(message, Denied):
                 raise MachineMissing(f"Machine {self.name} cannot start its ranks: {message.text}")
             if isinstance(message, Beat):
@@ -213,15 +200,11 @@ class RemoteMachine:
 
     def has_news(self) -> bool:
         """True if there is something to read: between requests, only the loss of the machine."""
-        if self._link.fileno() < 0:  # another thread has just closed the pool
+        if self.link.fileno() < 0:  # another thread has just closed the pool
             return True
         poller = select.poll()
-        poller.register(self._link.fileno(), select.POLLIN)
+        poller.register(self.link.fileno(), select.POLLIN)
         return bool(poller.poll(0))
-
-    def check(self) -> None:
-        """Raises ChannelClosed where its leader beats no more. To be asked while ranks owe."""
-        self._link.check()
 
     def exit_of(self, rank: int, wait_s: float = 0) -> int | None:
         """Returns the exit status that the leader told; None if the rank is not known to have
@@ -230,11 +213,4 @@ class RemoteMachine:
         return self._ended[rank].status if rank in self._ended else None
 
     def tail(self, rank: int) -> list[str]:
-        """Returns the last lines of the rank's log, once it has ended."""
         return list(self._ended[rank].tail) if rank in self._ended else [f"(on machine {self.name})"]
-
-    def close(self, wait_s: float = FINISH_S) -> None:
-        """Closes the connection, upon which the leader ends its ranks, and waits ``wait_s`` for it
-        to have done so.
-        """
-        self._link.finish(wait_s)

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
 from ...parallel_runtime.wire.messages import CountLike
-from ...parallel_runtime.wire.tree import encode_tree
-from .crew import no_tensor, rank_environment
+from ...parallel_runtime.wire.tree import encode_plain
+from .crew import rank_environment
 from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device
 from .rank_setup import RankSetup
 from .supervisor import Command, Supervisor
@@ -49,8 +49,7 @@ class SideProcess:
                 self._supervisor.start({0: command})
             undo.callback(self._supervisor.stop, 0)
             with contextlib.suppress(ChannelClosed):  # it has ended: the next question finds that
-                args = encode_tree(dict(comfy_args), no_tensor)
-                self.channel.send(CountLike(comfyui=setup.comfyui, comfy_args=args))
+                self.channel.send(CountLike(comfyui=setup.comfyui, comfy_args=encode_plain(dict(comfy_args))))
             undo.pop_all()
 
     @property

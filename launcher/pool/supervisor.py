@@ -95,6 +95,7 @@ class Supervisor:
     """The processes of ranks, which ``launch`` starts. The thread ends with the last of them."""
 
     def __init__(self, launch: Callable[[Command], Process] = process_of_its_own):
+        self.ended: list[int] = []  # ranks whose processes have ended, the first one first
         self._launch = launch
         self._children: dict[int, Child] = {}
         self._thread: threading.Thread | None = None
@@ -115,16 +116,7 @@ class Supervisor:
         """Process ids by rank; empty before the start."""
         return {rank: child.process.pid for rank, child in list(self._children.items())}
 
-    @property
-    def ended_rank(self) -> int | None:
-        """The first rank whose process has ended; None while all run."""
-        for rank, child in list(self._children.items()):
-            if child.ended.is_set():
-                return rank
-        return None
-
     def tail(self, rank: int) -> list[str]:
-        """Returns the last lines of the rank's log."""
         return self._children[rank].tail()
 
     def exit_of(self, rank: int, wait_s: float) -> int | None:
@@ -171,21 +163,21 @@ class Supervisor:
                 if data:
                     child.log(rank, data)
                 else:
-                    reap(selector, child)
+                    self._reap(selector, *key.data)
             for key in list(selector.get_map().values()) if not readable else ():
-                _rank, child = key.data
+                rank, child = key.data
                 if child.process.poll() is not None:  # a process it left behind holds the pipe open
-                    reap(selector, child)
+                    self._reap(selector, rank, child)
         selector.close()
 
-
-def reap(selector: selectors.BaseSelector, child: Child) -> None:
-    output = child.process.stdout
-    assert output is not None
-    selector.unregister(output)
-    output.close()
-    child.process.wait()
-    child.ended.set()
+    def _reap(self, selector: selectors.BaseSelector, rank: int, child: Child) -> None:
+        output = child.process.stdout
+        assert output is not None
+        selector.unregister(output)
+        output.close()
+        child.process.wait()
+        self.ended.append(rank)  # whoever waited for the end finds it there
+        child.ended.set()
 
 
 def shown(line: str) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from ...parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PipeMeshError, PoolFailed, Refused
-from ...parallel_runtime.wire.messages import Failed
+from ...parallel_runtime.wire.messages import Failed, FromRank
 from ...parallel_runtime.wire.segment import mib
-from .sent_request import Meets, SentRequest
 from .supervisor import NEVER_STARTED, SERVER_ENDED
 
 LEAVE_WAIT_S = 10.0  # for the others to leave early, after one rank has failed
@@ -24,6 +24,41 @@ DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
     signal.SIGBUS: "its checkpoint was cut short on disk, or shared memory ran out",
 }
+
+
+class Meets(Enum):
+    """Names the ranks that one exchanges messages with while it handles a request."""
+
+    NOBODY = "each rank works by itself"
+    SEQUENCE = "all ranks of the group meet in collectives: one that fails goes through them until all leave"
+    STAGES = "ranks hand hidden states on to the next stage: the others can leave early"
+
+
+@dataclass
+class SentRequest:
+    """A request that ``group`` was sent. ``owing``: the ranks that have not answered; ``title``: of
+    the model that it asks for; ``awaited``: a caller will collect the answers.
+    """
+
+    number: int
+    group: tuple[int, ...]
+    owing: set[int]
+    meets: Meets = Meets.NOBODY
+    title: str = ""
+    awaited: bool = True
+    answers: dict[int, FromRank] = field(default_factory=dict)
+    has_failed: bool = False
+
+    @property
+    def failures(self) -> dict[int, Failed]:
+        return {rank: answer for rank, answer in self.answers.items() if isinstance(answer, Failed)}
+
+    def take(self, rank: int, answer: FromRank) -> None:
+        """Notes a rank's answer. That of a rank that owes none is dropped."""
+        if rank in self.owing:
+            self.owing.discard(rank)
+            self.answers[rank] = answer
+            self.has_failed |= isinstance(answer, Failed)
 
 
 @dataclass(frozen=True)
@@ -38,7 +73,6 @@ class Facts:
 
     @property
     def everyone(self) -> tuple[int, ...]:
-        """All ranks, as a group."""
         return tuple(range(len(self.names)))
 
     def where(self, rank: int) -> str:

@@ -14,7 +14,8 @@ ROWS = -2  # the dimension of a picture (B, C, H, W) or (B, C, T, H, W)
 @dataclass(frozen=True)
 class Window:
     """The rows that one output row of a convolution is computed of. A band begins at a multiple of
-    ``stride``, and has the output rows whose windows begin ``padding`` rows before its own rows.
+    ``stride``, and has the output rows whose windows begin ``padding`` rows before its own rows: it
+    needs so many rows of the bands ``above`` and ``below``.
     """
 
     kernel: int
@@ -24,12 +25,10 @@ class Window:
 
     @property
     def above(self) -> int:
-        """The rows that a band needs of the band above."""
         return self.padding
 
     @property
     def below(self) -> int:
-        """The rows that a band needs of the band below."""
         return max(0, self.of(1) - self.stride - self.padding)
 
     def of(self, outputs: int) -> int:

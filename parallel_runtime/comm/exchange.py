@@ -37,7 +37,6 @@ class StopFlag:
         self.is_whole = False  # no rank leaves the evaluation at hand
 
     def begin(self, attentions: int) -> None:
-        """Begin an evaluation of so many attentions."""
         self._later.clear()
         self.has_waited = self.is_whole = False
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)

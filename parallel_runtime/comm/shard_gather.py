@@ -36,11 +36,9 @@ class ShardGather(Mover):
         self._works: list[dist.Work] = []
 
     def add(self, model: int, places_of: PlacesOf) -> None:
-        """Have the layers of a model be gathered."""
         self._models[model] = places_of
 
     def take_away(self, model: int) -> None:
-        """Keep nothing of a model."""
         self._models.pop(model, None)
 
     def open(self, token: torch.Tensor) -> torch.Tensor:

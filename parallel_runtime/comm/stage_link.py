@@ -48,9 +48,7 @@ class Sends:
         """Wait until all but so many have gone."""
         while len(self._sending) > but:
             works, _buffer = self._sending.popleft()
-            began = time.perf_counter()
-            wait_for(works)
-            self._traffic.waited_s[AXIS] += time.perf_counter() - began
+            wait_for(works, self._traffic)
 
 
 class StageLink:
@@ -95,7 +93,7 @@ class StageLink:
             self._sends.start(token)
             self._sends.finish()
         else:
-            wait_for([dist.irecv(token, self._previous, self._from_before)])
+            wait_for([dist.irecv(token, self._previous, self._from_before)], self.traffic)
         token.item()  # NCCL tells of a failure here
 
     def free_buffers(self) -> None:
@@ -168,9 +166,7 @@ class StageLink:
 
     def _wait(self, works: Works) -> None:
         self._before_waiting()
-        began = time.perf_counter()
-        wait_for(works)
-        self.traffic.waited_s[AXIS] += time.perf_counter() - began
+        wait_for(works, self.traffic)
 
     def check(self, but: int = 0) -> None:
         """Raise RuntimeError if a patch that was received belongs to another request; ``but`` so
@@ -194,7 +190,6 @@ class StageLink:
         self._sends.start(buffer)
 
     def announce_nothing(self) -> None:
-        """Announce that no rows of this patch come."""
         self._sends.start(announcement(self._device, 1, 0, 0))
 
 
@@ -202,10 +197,12 @@ def announcement(device: torch.device, *content: int) -> torch.Tensor:
     return torch.tensor(content, dtype=torch.int64, device=device)
 
 
-def wait_for(works: Works) -> None:
+def wait_for(works: Works, traffic: Traffic) -> None:
+    began = time.perf_counter()
     for work in works:
         assert work is not None
         work.wait()
+    traffic.waited_s[AXIS] += time.perf_counter() - began
 
 
 def chunks_of(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -25,7 +25,7 @@ from ..watch.attributes import Attributes
 from ..weights.comparison import Weights
 from ..weights.gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
 from ..weights.quantised import is_quantised, named_tensors
-from ..wire.tree import encode_tree, is_plain
+from ..wire.tree import encode_plain, is_plain
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin")
@@ -96,7 +96,7 @@ def describe_source(patcher: Any) -> Source:
             name, index = f"{factory.__module__}:{factory.__qualname__}", init[2] if len(init) > 2 else None
             dtypes = resolved_dtypes(patcher.model.model_config)
             # Some mounts number their files anew
-            identity = encode_tree([name, list(args), index, file and file[:3], dtypes], _no_tensor)
+            identity = encode_plain([name, list(args), index, file and file[:3], dtypes])
             model = hashlib.blake2b(identity, digest_size=8).hexdigest()
             return Source(model=model, factory=name, args=args, index=index, file=file, dtypes=dtypes)
     refuse_state(patcher)
@@ -259,7 +259,3 @@ def build_vae(source: dict[str, Any], device: torch.device) -> torch.nn.Module:
             " VAE out."
         )
     return model.to(device=device, dtype=source["dtype"])
-
-
-def _no_tensor(path: str, _tensor: Any) -> Any:
-    raise TypeError(f"{path} is a tensor")

@@ -7,7 +7,7 @@ else is handed out by a first-fit allocator that lives in the UI alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,81 +37,79 @@ PHASES = (
 
 
 class Board:
-    """Single-writer words: the UI writes the cancel word, each rank its own line. Readable from any
-    process at any time.
+    """Single-writer words: the UI writes the cancel word, each rank its own line (progress, phase,
+    done, total). Readable from any process at any time.
     """
 
     def __init__(self, segment: Segment):
-        self._words = segment.tensor(TensorRef(0, (BOARD_BYTES // 8,), dtype_name(torch.int64))).numpy()
+        ref = TensorRef(0, (MAX_RANKS + 1, LINE_WORDS), dtype_name(torch.int64))
+        self._lines = segment.tensor(ref).numpy()[:, :USED_WORDS]  # the first one is the UI's
 
     @property
     def cancelled_request(self) -> int:
-        return int(self._words[0])
+        return int(self._lines[0, 0])
 
     def cancel(self, request: int) -> None:
-        self._words[0] = request
+        self._lines[0, 0] = request
 
     def freeze(self) -> None:
         """Keeps the words as they are now, without the memory they were shared in."""
-        self._words = self._words.copy()
+        self._lines = self._lines.copy()
 
     def tick(self, rank: int, steps: int = 1) -> None:
-        self._words[LINE_WORDS * (rank + 1)] += steps
+        self._lines[rank + 1, 0] += steps
 
     def enter(self, rank: int, phase: str, request: int = 0) -> None:
         """Notes the phase, and the progress that it begins with. Every request starts the counter
         at a place of its own, so that ranks at work on the same one can be compared.
         """
-        line = LINE_WORDS * (rank + 1)
-        self._words[line + 1] = PHASES.index(phase)
-        self._words[line] = request << 32 if request else self._words[line] + 1
+        line = self._lines[rank + 1]
+        line[1] = PHASES.index(phase)
+        line[0] = request << 32 if request else line[0] + 1
         if request:
-            self._words[line + 2 : line + USED_WORDS] = 0
+            line[2:] = 0
 
     def note(self, rank: int, phase: str) -> None:
         """Notes a phase within a request: its progress goes on."""
-        self._words[LINE_WORDS * (rank + 1) + 1] = PHASES.index(phase)
+        self._lines[rank + 1, 1] = PHASES.index(phase)
 
     def count(self, rank: int, done: int, total: int) -> None:
         """Notes how much of the request at hand is done; that stays until the next request."""
-        line = LINE_WORDS * (rank + 1)
-        self._words[line + 2], self._words[line + 3] = done, total
+        self._lines[rank + 1, 2:] = done, total
 
     def counted(self, rank: int) -> tuple[int, int]:
         """Returns how much is done, and how much there is; 0 where that is not known."""
-        line = LINE_WORDS * (rank + 1)
-        return int(self._words[line + 2]), int(self._words[line + 3])
+        return self.line(rank)[2:]
 
     def progress(self, rank: int) -> int:
-        return int(self._words[LINE_WORDS * (rank + 1)])
+        return int(self._lines[rank + 1, 0])
+
+    def phase(self, rank: int) -> str:
+        return PHASES[int(self._lines[rank + 1, 1])]
 
     def line(self, rank: int) -> tuple[int, int, int, int]:
         """Returns a rank's words, for ``copy_line`` on another machine's board."""
-        start = LINE_WORDS * (rank + 1)
-        progress, phase, done, total = map(int, self._words[start : start + USED_WORDS])
+        progress, phase, done, total = map(int, self._lines[rank + 1])
         return progress, phase, done, total
 
     def copy_line(self, rank: int, line: tuple[int, int, int, int]) -> None:
-        start = LINE_WORDS * (rank + 1)
-        self._words[start : start + USED_WORDS] = line
-
-    def phase(self, rank: int) -> str:
-        return PHASES[int(self._words[LINE_WORDS * (rank + 1) + 1])]
+        self._lines[rank + 1] = line
 
 
 class Allocator:
     """Hands out ranges of [start, end), first fit; ``end`` moves out when nothing fits. Sizes are
-    in bytes. Touches no memory.
+    in bytes.
     """
 
     def __init__(self, start: int):
         self.end = start
         self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
 
-    def take(self, nbytes: int, grow: Callable[[int], None] = lambda end: None) -> int:
-        """Returns the offset of a free range. ``grow`` is told the new end before it moves out; if
-        it raises, nothing has changed.
-        """
+    def grow(self, end: int) -> None:
+        """Is told the new end before it moves out; if it raises, nothing has changed."""
+
+    def take(self, nbytes: int) -> int:
+        """Returns the offset of a free range. Raises what ``grow`` does."""
         size = max(aligned(nbytes), aligned(1))
         for index, (offset, room) in enumerate(self._free):
             if room >= size:
@@ -119,7 +117,7 @@ class Allocator:
                 return offset
         ends_free = bool(self._free) and sum(self._free[-1]) == self.end
         offset = self._free[-1][0] if ends_free else self.end
-        grow(offset + size)
+        self.grow(offset + size)
         if ends_free:
             self._free.pop()
         self.end = offset + size
@@ -136,41 +134,32 @@ class Allocator:
         self._free = merged
 
 
-class Arena:
+class Arena(Allocator):
     """The UI's side of the arena: allocation and writing."""
 
     def __init__(self, nbytes: int = 4 << 20):
+        super().__init__(BOARD_BYTES)
         self.segment = Segment.create("arena", nbytes)
         self.board = Board(self.segment)
-        self._allocator = Allocator(BOARD_BYTES)
 
     @property
     def nbytes(self) -> int:
         return self.segment.nbytes
 
-    def take(self, nbytes: int) -> int:
-        """Returns the offset of a free range. Raises SharedMemoryFull, and leaves the arena as it
-        was, when it cannot grow.
-        """
-        return self._allocator.take(nbytes, self._grow)
-
-    def _grow(self, end: int) -> None:
+    def grow(self, end: int) -> None:
+        """Raises SharedMemoryFull."""
         if end > self.segment.nbytes:
             try:
                 self.segment.grow(max(end, self.segment.nbytes * 2))
             except SharedMemoryFull:
                 self.segment.grow(end)
 
-    def give(self, offset: int, nbytes: int) -> None:
-        self._allocator.give(offset, nbytes)
-
-    def put(self, tensor: torch.Tensor, version: int = 0, later: bool = False) -> TensorRef:
-        nbytes = tensor.numel() * tensor.element_size()
-        offset = self.take(nbytes)
+    def put(self, tensor: torch.Tensor, version: int = 0) -> TensorRef:
+        offset = self.take(tensor.nbytes)
         try:
-            return self.segment.put(offset, tensor, version, later)
+            return self.segment.put(offset, tensor, version)
         except BaseException:
-            self.give(offset, nbytes)
+            self.give(offset, tensor.nbytes)
             raise
 
     @contextmanager
@@ -208,11 +197,11 @@ class Frame:
     def put(self, tensor: torch.Tensor, in_place: bool = False) -> TensorRef:
         key = identity(tensor)
         if key not in self._seen:
-            self._arena.segment.pin(tensor.device)
-            ref = self._arena.put(tensor, later=True)
-            if tensor.device.type == "cuda" and self._arena.segment.is_pinned:
+            segment = self._arena.segment
+            segment.pin(tensor.device)
+            ref = segment.put(self.blank(tensor.nbytes).offset, tensor, later=True)
+            if tensor.device.type == "cuda" and segment.is_pinned:
                 self._on_their_way.add(tensor.device)
-            self._taken.append(ref)
             self._seen[key] = (ref, tensor)  # the tensor is kept so that its address is not handed out again
         return replace(self._seen[key][0], in_place=in_place)
 

@@ -158,6 +158,9 @@ class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     out: TensorRef
 
 
+Request = Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """End the process, or the lending of a machine."""
 
@@ -235,6 +238,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     messages_done: Literal["none", "some", "all"] = "all"
 
 
+FromRank = Ready | Done | Failed
+
+
 class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Start a pool's ranks on ``machine``: the first message to its leader. ``devices`` of all
     ranks, by name; ``speeds`` as ``Start`` has them.
@@ -256,7 +262,7 @@ class ForRanks(msgspec.Struct, frozen=True, tag=True):
     """
 
     ranks: tuple[int, ...]
-    request: Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+    request: Request
     pieces: tuple[tuple[int, int], ...] = ()
 
 
@@ -270,7 +276,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
     """Passes back the answer of a rank on that machine. Carries what it wrote of an output."""
 
     rank: int
-    message: Ready | Done | Failed
+    message: FromRank
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -343,9 +349,7 @@ class Tried(msgspec.Struct, frozen=True, tag=True):
     says: str
 
 
-ToRank = Start | Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch | Close
-FromRank = Ready | Done | Failed
-Request = Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+ToRank = Start | Request | Close
 ToMachine = Open | ForRanks | Cancel | Close
 FromMachine = Said | Beat | Ended | Denied
 ToCounter = CountLike | Count

@@ -7,7 +7,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -105,26 +105,24 @@ class Segment:
         )
 
     @classmethod
-    def create(
-        cls, name: str, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate
-    ) -> Segment:
+    def create(cls, name: str, nbytes: int) -> Segment:
         """Makes a segment. Raises SharedMemoryFull when the system has no room: pages are reserved
         here, not at first touch.
         """
         fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
         try:
-            reserve(fd, 0, nbytes, allocate)
+            reserve(fd, 0, nbytes)
             return cls(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
 
-    def grow(self, nbytes: int, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> None:
+    def grow(self, nbytes: int) -> None:
         """Extends the segment to ``nbytes``. Refs stay valid, old views too (they keep the older
         mapping of the same pages).
         """
         if nbytes > self.nbytes:
-            reserve(self.fd, self.nbytes, nbytes - self.nbytes, allocate)
+            reserve(self.fd, self.nbytes, nbytes - self.nbytes)
             self.follow(nbytes)
 
     def follow(self, nbytes: int) -> None:
@@ -183,9 +181,10 @@ class Segment:
             self.fd = -1
 
 
-def reserve(fd: int, start: int, nbytes: int, allocate: Callable[[int, int, int], None]) -> None:
+def reserve(fd: int, start: int, nbytes: int) -> None:
+    """Raises SharedMemoryFull."""
     try:
-        allocate(fd, start, nbytes)
+        os.posix_fallocate(fd, start, nbytes)
     except OSError as error:
         raise SharedMemoryFull(
             f"Shared memory is full: {mib(nbytes)} more could not be reserved ({error.strerror}); close other"

@@ -59,14 +59,13 @@ def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_
     nothing. ``limit_s`` is for all of it: a byte now and then does not hold it up.
     Raises SecretRefused, TimeoutError, other OSErrors.
     """
-    until = time.monotonic() + limit_s
+    until, body = time.monotonic() + limit_s, msgspec.msgpack.encode(own)
     prove(sock, secret, role, until)
     if role == COMFYUI:
-        send_hello(sock, own, until)
-        theirs = receive_hello(sock, until)
-    else:
-        theirs = receive_hello(sock, until)
-        send_hello(sock, own, until)
+        send_before(sock, HEADER.pack(len(body), 0) + body, until)
+    theirs = receive_hello(sock, until)
+    if role == LEADER:
+        send_before(sock, HEADER.pack(len(body), 0) + body, until)
     sock.settimeout(None)
     return theirs
 
@@ -79,9 +78,7 @@ def prove(sock: socket.socket, secret: str, role: Role, until: float) -> None:
     send_before(sock, mine, until)
     theirs = read_before(sock, NONCE_BYTES, until)
     nonces = mine + theirs if role == COMFYUI else theirs + mine
-    own, other = (
-        proof(secret, side, nonces) for side in ((COMFYUI, LEADER) if role == COMFYUI else (LEADER, COMFYUI))
-    )
+    own, other = proof(secret, role, nonces), proof(secret, LEADER if role == COMFYUI else COMFYUI, nonces)
     if role == COMFYUI:
         send_before(sock, own, until)
     if not hmac.compare_digest(read_before(sock, PROOF_BYTES, until), other):
@@ -92,11 +89,6 @@ def prove(sock: socket.socket, secret: str, role: Role, until: float) -> None:
 
 def proof(secret: str, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret.encode(), PROTOCOL + role + nonces, "sha256")
-
-
-def send_hello(sock: socket.socket, own: Hello, until: float) -> None:
-    body = msgspec.msgpack.encode(own)
-    send_before(sock, HEADER.pack(len(body), 0) + body, until)
 
 
 def receive_hello(sock: socket.socket, until: float) -> Hello:
@@ -149,12 +141,6 @@ def notice_loss(sock: socket.socket, lost_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * lost_s))
 
 
-def lost_ms_of(sock: socket.socket) -> int:
-    """Returns what ``notice_loss`` has set; 0 for none."""
-    is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) if is_tcp else 0
-
-
 class Link(Channel):
     """A channel over TCP. A descriptor's content goes after the message; at the other end it is a
     memfd of its own, which the caller owns.
@@ -167,8 +153,11 @@ class Link(Channel):
     def __init__(self, sock: socket.socket, incoming: Any):
         super().__init__(sock, incoming)
         self._heard = time.monotonic()  # when something came, or was sent
-        self._readable, self._lost_ms = select.poll(), lost_ms_of(sock)
+        self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
+        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        # As ``notice_loss`` has set it; 0 for none
+        self._lost_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) if is_tcp else 0
 
     def cut(self) -> None:
         """Has both sides find the connection closed."""
@@ -241,7 +230,7 @@ class Link(Channel):
         fd = os.memfd_create("pipemesh-parcel", os.MFD_CLOEXEC)
         try:
             try:
-                reserve(fd, 0, left, os.posix_fallocate)
+                reserve(fd, 0, left)
             except SharedMemoryFull as error:
                 self.no_room = error
             while left:

@@ -39,6 +39,11 @@ def encode_tree(tree: Any, put: Callable[[str, torch.Tensor], TensorRef]) -> byt
     return _encode(_flatten(tree, "", put))
 
 
+def encode_plain(tree: Any) -> bytes:
+    """Returns a tree of plain data as bytes. Raises NotPlain, also for a tensor."""
+    return encode_tree(tree, _refuse)
+
+
 def is_plain(tree: Any) -> bool:
     return why_not_plain(tree) is None
 
@@ -82,7 +87,7 @@ def _flatten(value: Any, path: str, put: Callable[[str, torch.Tensor], TensorRef
 
 
 def _refuse(path: str, tensor: torch.Tensor) -> TensorRef:
-    """For what stands in a set: a tensor is the same one there by its identity, which ends here."""
+    """Raises NotPlain. In a set a tensor is the same one by its identity, which ends here."""
     raise NotPlain(path, tensor)
 
 

@@ -1,9 +1,12 @@
-"""Read an evaluation's arguments from the arena, and write its output there."""
+"""Read an evaluation's arguments from the arena, and write its output there. A run's conditioning
+is kept on the rank's device.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +15,6 @@ from ..comm.late import Reached, to_cpu, to_device
 from ..wire.arena import KEPT_CONDITIONING
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name
 from ..wire.tree import decode_tree, encode_tree
-from .kept import KeptConditioning
 
 
 class Writing(NamedTuple):
@@ -31,17 +33,56 @@ class Writing(NamedTuple):
 NOTHING = Writing(b"", 0, lambda: None)
 
 
+class KeptConditioning:
+    """Tensors by version, the least recently used first. What the evaluation at hand names stays,
+    of any size; beside it ``limit_bytes`` are kept.
+
+    What goes is read again when it is next named: the arena has it for as long as the UI names it.
+    """
+
+    def __init__(self, limit_bytes: int):
+        self._limit_bytes = limit_bytes
+        self.nbytes = 0  # of all that is kept
+        self._tensors: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._named: set[int] = set()
+
+    def get(self, version: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the tensor of ``version``, the same object for as long as it is kept."""
+        self._named.add(version)
+        if version not in self._tensors:
+            self._tensors[version] = read()
+            self.nbytes += self._tensors[version].nbytes
+        self._tensors.move_to_end(version)
+        return self._tensors[version]
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Names what is got inside; drops what is not, down to the limit, also where it fails."""
+        self._named.clear()
+        try:
+            yield
+        finally:
+            others = [version for version in self._tensors if version not in self._named]
+            held = sum(self._tensors[version].nbytes for version in others)
+            for version in others:
+                if held <= self._limit_bytes:
+                    break
+                dropped = self._tensors.pop(version).nbytes
+                held -= dropped
+                self.nbytes -= dropped
+
+    def forget(self) -> None:
+        self._tensors.clear()
+        self.nbytes = 0
+        self._named.clear()
+
+
 class ArenaIO:
     """Reads and writes for one rank. ``arena`` is the UI's arena, mapped; on another machine, that
     of the leader, which has in the same places what ranks there read.
     """
 
-    def __init__(
-        self,
-        arena: Segment,
-        device: torch.device,
-        conditioning_bytes: int = KEPT_CONDITIONING,
-    ):
+    def __init__(self, arena: Segment, device: torch.device, conditioning_bytes: int = KEPT_CONDITIONING):
         self.arena = arena
         self._device = device
         self.conditioning = KeptConditioning(conditioning_bytes)
@@ -109,13 +150,11 @@ class ArenaIO:
             for ref, tensor in pieces:
                 self.arena.tensor(ref).copy_(tensor)
 
-        tree = encode_tree(output, put)
+        tree, nbytes = encode_tree(output, put), offset - place.offset
         self._unwritten = output if offset > end else None
-        return (
-            Writing(tree, 0, finish, (place.offset, offset - place.offset))
-            if offset <= end
-            else NOTHING._replace(needs_bytes=offset - place.offset)
-        )
+        if offset > end:
+            return NOTHING._replace(needs_bytes=nbytes)
+        return Writing(tree, 0, finish, (place.offset, nbytes))
 
     def write_again(self, place: TensorRef) -> Writing:
         return self.write(self._unwritten, place)

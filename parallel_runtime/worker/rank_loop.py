@@ -84,7 +84,6 @@ class RankLoop:
             self._send_first()
 
     def note(self, phase: str) -> None:
-        """Notes a phase of the request at hand."""
         self._board.note(self._rank, phase)
 
     def count(self, done: int, total: int) -> None:
