@@ -128,7 +128,7 @@ def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_
 
     def written(arguments):
         submit(client, arguments)
-        return pool.arena._allocator.end
+        return pool.arena.end
 
     def is_free(place):
         offset = pool.arena.take(place.nbytes)
