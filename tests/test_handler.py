@@ -12,6 +12,7 @@ from pipemesh.launcher.pool.crew import Crew
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.method import Facts
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
@@ -28,7 +29,7 @@ class Counted:
     """A rank's memory that counts what it is asked for."""
 
     def __init__(self):
-        self.done = []
+        self.done, self.graph_bytes = [], {}
 
     def give_back(self):
         self.done.append("give back")
@@ -51,17 +52,19 @@ class Counted:
 def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, keeps, cleared):
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
     memory, ended = Counted(), []
+    facts = SimpleNamespace(facts=Facts(graph_bytes=5))
     handler = RequestHandler(
         SimpleNamespace(rank=0, layout=layout),
         torch.device("cpu"),
         memory,
         SimpleNamespace(conditioning=KeptConditioning(0)),
     )
-    handler.models["m"] = SimpleNamespace(end_run=lambda *args: ended.append(args) or True)
+    handler.models["m"] = SimpleNamespace(method=facts, end_run=lambda *args: ended.append(args) or True)
     answer = handler.handle(EndRun(request=1, model="m", cleared=cleared), [], None)
     assert memory.done == [(keeps, 0 in cleared)] and not answer.keeps
     assert handler.handle(EndRun(request=2, model="m", steps=(3,)), [], None).keeps
     assert ended == [((), -1), ((3,), 64)], "nothing is to stay where no steps are named"
+    assert memory.graph_bytes == {"m": 5}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,17 @@ def test_ranks_on_one_device_each_count_their_share_of_what_is_free(monkeypatch)
     DeviceMemory(torch.device("cpu"), 1, sharers=2).reserve(5 << 20)
     with pytest.raises(NoRoom, match=r"Rank 1 needs 6\.0 MiB .* and 5\.0 MiB are free"):
         DeviceMemory(torch.device("cpu"), 1, sharers=2).reserve(6 << 20)
+
+
+def test_what_torch_keeps_for_cuda_graphs_does_not_count_as_free(monkeypatch):
+    for name, value in (("mem_get_info", (10, 80)), ("memory_reserved", 40), ("memory_allocated", 20)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    memory = DeviceMemory(torch.device("cuda"), 0)
+    assert memory.now().free == 10 + 20
+    memory.graph_bytes |= {"m": 7, "n": 8}
+    assert memory.now().free == 10 + 20 - 15
+    memory.graph_bytes["m"] = 21
+    assert memory.now().free == 10
 
 
 def test_ranks_are_told_how_many_are_on_their_device():

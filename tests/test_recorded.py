@@ -2,6 +2,8 @@
 graph that a replay would have as it was: late GPUs record what they are asked for.
 """
 
+import gc
+import weakref
 from collections import Counter, defaultdict
 from copy import deepcopy
 from functools import cache
@@ -20,12 +22,13 @@ from pipemesh.parallel_runtime.client.session import Like, Resident, Session
 from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.crossing.in_block import PatchesHere
-from pipemesh.parallel_runtime.errors import RunCancelled
+from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.families.every import SAMPLES
 from pipemesh.parallel_runtime.families.plan import COMPILE
 from pipemesh.parallel_runtime.forward import binder, forward_name
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods import recorded
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.recorded import RecordedForward, Recording, Region, Unlike, when_wanted
 from pipemesh.parallel_runtime.patches import Part
@@ -70,7 +73,7 @@ def stock(family):
 
 
 class Asked(NamedTuple):
-    """An evaluation. ``changed`` and ``foreign``: as ``Expected`` has it; ``model``: which one.
+    """An evaluation. ``changed``, ``foreign``, ``graph``: of ``Expected``; ``model``: which one.
     ``run``: where it is another than before, that one has ended.
     """
 
@@ -80,6 +83,7 @@ class Asked(NamedTuple):
     model: int = 0
     attempt: int = 0
     run: int = 0
+    graph: str = "record"
 
     @property
     def part(self):
@@ -101,8 +105,8 @@ class UI:
         kind, model = self.kind_of(asked), str(asked.model)
         confirmed = self.session.known_steps(model, kind, self.ranks)
         like = Like(asked.part._replace(run=0), kind, self.ranks)
-        recorded = like in self.session.models[model].recorded
-        return Expected(kind, confirmed, recorded, changed=asked.changed, foreign=asked.foreign)
+        graph = "replay" if like in self.session.models[model].recorded else asked.graph
+        return Expected(kind, confirmed, graph, changed=asked.changed, foreign=asked.foreign)
 
     def kind_of(self, asked):
         return str([one.shape for one in asked.arguments.values() if isinstance(one, torch.Tensor)])
@@ -255,7 +259,9 @@ def test_a_graph_that_was_recorded_anew_is_compared_anew():
 
     def hold_to(numbers):
         ticket = SimpleNamespace(run=run, like=like, unproven=numbers)
-        Replayed([ticket], [(torch.ones(2), None)]).hold_to([(torch.ones(2), None)], session)
+        Replayed([ticket], [(torch.ones(2), None)]).hold_to(
+            [(torch.ones(2), None)], SimpleNamespace(latest=session)
+        )
 
     assert not compared(3, 4)
     hold_to((1, 2))  # what was replayed then is gone
@@ -294,15 +300,18 @@ def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
 
 @pytest.mark.parametrize(("seed", "is_bound"), [(0, False), (1, True)], ids=["by the GPU", "by the CPU"])
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout()], ids=Layout.equation)
-def test_by_itself_a_rank_records_where_the_gpu_waits_for_it_and_messages_are_known(layout, seed, is_bound):
-    asked = [Asked(given(PLAIN, number)) for number in range(4)]
+def test_by_itself_a_rank_records_where_the_gpu_has_often_waited_for_it(layout, seed, is_bound, monkeypatch):
+    """The first of a kind does not count: ranks ask each other for its messages there."""
+    monkeypatch.setattr(recorded, "WORTH", 2)
+    asked = [Asked(given(PLAIN, number)) for number in range(5)]
 
     def prepare(mesh, run, models, at):
         mesh.sequence.device = own_gpu()  # as a rank over NCCL has it
 
     outputs, replays = evaluated(layout, asked, [stock(PLAIN)], seed=seed, records="late", prepare=prepare)
-    for first, second, _, last in replays:
-        assert first == second == 0 and bool(last) == is_bound
+    shared = layout.world_size > 1
+    for *first, fourth, last in replays:
+        assert not any(first) and bool(fourth) == (is_bound and not shared) and bool(last) == is_bound
     assert all(is_right(outputs[0, at], stock(PLAIN), one.arguments) for at, one in enumerate(asked))
 
 
@@ -423,6 +432,79 @@ def test_a_graph_that_computes_something_else_is_told_of_and_changes_no_image(mo
     assert (replays == {1}) == (len(warned) == 1) == (factor != 1)
 
 
+def test_what_has_no_memory_beside_graphs_is_computed_without_them_and_later_runs_too(monkeypatch, caplog):
+    """One rank has no memory for an evaluation while it holds a graph."""
+    held, real = [], RecordedForward._recorded
+
+    def kept(self, *args):
+        recording = real(self, *args)
+        held.append((getcurrent().gpu, weakref.ref(recording.graph)))
+        return recording
+
+    def lack(*_):
+        own = getcurrent().gpu
+        gc.collect()  # what a late GPU has recorded refers to itself
+        if own.recording is None and any(gpu is own and graph() is not None for gpu, graph in held):
+            raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(RecordedForward, "_recorded", kept)
+    sampler = WholeEvaluations(Layout(ulysses=2))
+    pooled(
+        sampler.layout,
+        sampler,
+        prepare=lambda rank, model: rank or model.register_forward_pre_hook(lack),
+        records="always",
+    )
+    for outputs in sampler.runs:
+        assert_same(outputs, at_once(sampler.layout))
+    assert len(held) == 2  # one of each rank
+    (line,) = [line for line in caplog.messages if "until ComfyUI is started again" in line]
+    assert "Beside CUDA graphs no memory is left" in line
+
+
+def test_where_the_pool_is_lost_in_the_first_replay_the_next_one_has_no_graphs(caplog):
+    said = []
+
+    class Lost(WholeEvaluations):
+        def sampled(self, remote):
+            session = remote.sessions.open(lambda: False)
+            collect = session.pool.collect
+
+            def lose(number, interrupted):
+                if any(ticket.unproven for ticket in session.tickets):
+                    raise PoolFailed("Rank 1 was lost")
+                return collect(number, interrupted)
+
+            session.pool.collect = lose
+            with pytest.raises(PoolFailed):
+                super().sampled(remote)
+            session.pool.collect = collect
+            said.append(remote.sessions.graphs)
+            return super().sampled(remote)
+
+    sampler = Lost(Layout(ulysses=2), runs=1)
+    pooled(sampler.layout, sampler, records="always")
+    assert said == [False]
+    assert_same(sampler.runs[0], at_once(sampler.layout))
+    (line,) = [line for line in caplog.messages if "until ComfyUI is started again" in line]
+    assert "The pool was lost in the first replay" in line
+
+
+def test_a_model_gives_up_its_graphs_where_none_is_to_be_held():
+    graphs = ("record", "record", "none", "record", "record")
+    asked = [Asked(given(PLAIN, number), graph=graph) for number, graph in enumerate(graphs)]
+    asked[2] = asked[2]._replace(arguments=given(PLAIN, 2, x=(1, 16, 12, 13)))
+    seen = []
+    outputs, replays = evaluated(
+        Layout(),
+        asked,
+        [stock(PLAIN)],
+        prepare=lambda mesh, run, models, at: seen.append(run.gpu.recordings),
+    )
+    assert replays == [[0, 1, 1, 1, 2]] and seen == [0, 1, 1, 1, 2]
+    assert all(is_right(outputs[0, at], stock(PLAIN), one.arguments) for at, one in enumerate(asked))
+
+
 def test_a_pool_records_nothing_where_that_is_off():
     gpus = pooled(Layout(ulysses=2), Sampler(Layout(ulysses=2), runs=1))
     assert not any(gpu.recordings for gpu in gpus)
@@ -508,7 +590,9 @@ def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family, monk
     assert len(asked) == 6 and len(set(keys)) == 2 and None not in keys
 
 
-def test_graphs_are_off_unless_they_are_asked_for_and_nccl_moves_messages():
+def test_graphs_are_on_where_nccl_moves_messages_between_gpus_of_nvidias_and_may_be_left_out():
     asked = [(backend, {"PIPEMESH_GRAPHS": one}) for backend in ("nccl", "gloo") for one in ("all", "1", "0")]
-    assert [when_wanted(*one) for one in asked] == ["always", "late", "never", *["never"] * 3]
-    assert when_wanted("nccl", {}) == "never"
+    for is_amd in (False, True):
+        found = [when_wanted(*one, is_amd) for one in asked]
+        assert found == ["always", "late", "never", *["never"] * 3]
+    assert [when_wanted("nccl", {}, is_amd) for is_amd in (False, True)] == ["late", "never"]

@@ -124,7 +124,8 @@ class Tried:
             nonlocal expected
             method.begin(Part(1, 0), expected)
             output = method.forward(forward, dict(arguments), 1)
-            expected = Expected(confirmed=method.facts.confirmed, recorded=method.facts.recorded > 0)
+            facts = method.facts
+            expected = Expected(confirmed=facts.confirmed, graph="replay" if facts.recorded else "record")
             return output
 
         try:

@@ -32,6 +32,8 @@ from .residency import Residency
 from .run import Run, measured
 from .session import Like, Session, Sessions, Ticket, WrittenArguments
 
+NO_ROOM = "Beside CUDA graphs no memory is left for an evaluation"
+LOST = "The pool was lost in the first replay of a CUDA graph"
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
 IN_PLACE = (CONTROL, "samples")  # ranks take the rows that they need from where it lies
 # With every evaluation; the last is of a second latent
@@ -79,15 +81,14 @@ class Evaluations:
     def dispatch(
         self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
     ) -> list[Any]:
-        """Submits whole evaluations, each to its ranks, and collects them; again after other models
-        are released where the ranks ran out of memory, if that ``makes_room``, and where
-        conditioning was not what it was assumed to be, an output is larger than its latent, or
-        ranks replayed a CUDA graph for the first time: then what they compute is held to it.
-
-        Nothing cancelled may be outstanding: ranks may still read what is to be written over.
-        Returns own tensors.
+        """Submits whole evaluations, each to its ranks, and collects them; again where ranks ran
+        out of memory (without other models, if that ``makes_room``, or without CUDA graphs), an
+        output or conditioning was not what it was taken for, or a graph was replayed for the first
+        time: what ranks compute is held to it. Nothing cancelled may be outstanding, which ranks
+        may still read. Returns own tensors.
         """
         began = time.perf_counter()
+        tickets: list[Ticket] = []
         answered: list[tuple[Any, Answers]] = []
         replayed: Replayed | None = None
         with one_thread():
@@ -109,7 +110,7 @@ class Evaluations:
                         if any([ticket.unproven for ticket in tickets]):
                             replayed, answered = Replayed(tickets, answered), []  # now it is computed
                         elif replayed is not None:
-                            replayed.hold_to(answered, self._sessions.latest)
+                            replayed.hold_to(answered, self._sessions)
                     else:
                         self._retract(tickets, interrupted)
                 except OutputTooLarge as error:
@@ -117,10 +118,13 @@ class Evaluations:
                     self._growth[run.model, works[0].arguments.get("work")] = error.growth
                 except OutOfMemory:
                     self.abandon()
-                    if not (makes_room and self._residency.make_room(run.model, of_runs=True)):
+                    has_room = makes_room and self._residency.make_room(run.model, of_runs=True)
+                    if not (has_room or self._sessions.leave_graphs(NO_ROOM)):
                         raise
-                except BaseException:
+                except BaseException as error:
                     self.abandon()
+                    if isinstance(error, PoolFailed) and any(ticket.unproven for ticket in tickets):
+                        self._sessions.leave_graphs(LOST)
                     raise
         if works[0].width != ALONE:
             run.evaluations.append(
@@ -142,9 +146,8 @@ class Evaluations:
         submission, or ``abandon``. Call it where torch computes on ``one_thread``.
 
         Patches of the same arguments that are in flight together share what was written of them.
-        ``assume``: names the conditioning that this branch sent last without looking at it; then
-        ``written.is_right`` is to be asked while the ranks compute. ``began``: of the first
-        attempt; now, where there was none. ``may_replay``: a CUDA graph. Raises PoolFailed.
+        ``assume``: names the conditioning that this branch sent last; ``written.is_right`` is to be
+        asked then. ``began``: of the first attempt. ``may_replay``: a graph. Raises PoolFailed.
         """
         arguments = work.arguments
         session = self._sessions.latest
@@ -175,7 +178,7 @@ class Evaluations:
         keeps = KEPT in arguments.get("transformer_options", {}) and part in self._looked_at.get(run, ())
         kind = hash((written.kind, part.patch, keeps))
         confirmed = session.known_steps(run.model, kind, ranks)
-        may_replay = may_replay and session.replays and confirmed > 0
+        may_replay = may_replay and self._sessions.graphs and confirmed > 0
         like = Like(part._replace(run=0), kind, ranks)
         graphs = session.models[run.model].recorded.get(like) if may_replay else None
         unproven = graphs.numbers if graphs is not None and not graphs.are_right else ()
@@ -193,7 +196,7 @@ class Evaluations:
             width=work.width,
             kind=kind,
             confirmed=confirmed,
-            recorded=graphs is not None,
+            graph="replay" if graphs is not None else "record" if self._sessions.graphs else "none",
         )
         try:
             session.pool.submit(request, ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 
 from ..crossing.rows import tensors_in
-from .session import Session, Ticket
+from .session import Sessions, Ticket
 
 ROUNDING = 0.02  # of an output's size: what kernels that were chosen anew may be apart
-log = logging.getLogger("pipemesh")
 
 
 @dataclass(frozen=True)
@@ -24,25 +22,23 @@ class Replayed:
     tickets: Sequence[Ticket]
     answered: Sequence[tuple[Any, Any]]
 
-    def hold_to(self, computed: Sequence[tuple[Any, Any]], session: Session | None) -> None:
-        """Rely on the graphs from now on, or on none of the pool where one is not right."""
-        assert session is not None  # that computed them
+    def hold_to(self, computed: Sequence[tuple[Any, Any]], sessions: Sessions) -> None:
+        """Rely on the graphs from now on, or on none any more where one is not right."""
+        assert sessions.latest is not None  # that computed them
         apart = max(
             distance(one, other) for (one, _), (other, _) in zip(self.answered, computed, strict=True)
         )
-        if apart <= ROUNDING:
-            for ticket in self.tickets:  # a graph that was lost meanwhile has another number
-                recorded = session.models[ticket.run.model].recorded
-                graphs = recorded.get(ticket.like)
-                if graphs is not None and graphs.numbers == ticket.unproven:
-                    recorded[ticket.like] = graphs._replace(are_right=True)
+        if apart > ROUNDING:
+            sessions.leave_graphs(
+                f"A CUDA graph came {apart:.1%} off what its kernels compute, whose image this is (please"
+                " report it)"
+            )
             return
-        session.replays = False
-        log.warning(
-            "[PipeMesh] A CUDA graph came %.1f%% off what its kernels compute. The image is theirs, and"
-            " no graph is replayed any more. Please report it.",
-            100 * apart,
-        )
+        for ticket in self.tickets:  # a graph that was lost meanwhile has another number
+            recorded = sessions.latest.models[ticket.run.model].recorded
+            graphs = recorded.get(ticket.like)
+            if graphs is not None and graphs.numbers == ticket.unproven:
+                recorded[ticket.like] = graphs._replace(are_right=True)
 
 
 def distance(replayed: Any, computed: Any) -> float:

@@ -165,7 +165,7 @@ class Session:
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
-        self.replays = True  # graphs have computed what ranks do
+        self.has_graphs = False  # a rank has recorded one
 
     def known_steps(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
         """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
@@ -178,6 +178,7 @@ class Session:
             model, like = self.models[ticket.run.model], ticket.like
             model.confirmed[like.kind, like.ranks] = known.pop() if len(known) == 1 else 0
             numbers = tuple(sorted(answer.recorded for answer in answers))
+            self.has_graphs |= any(numbers)
             if not all(numbers):
                 model.recorded.pop(like, None)
             elif like not in model.recorded or model.recorded[like].numbers != numbers:
@@ -220,6 +221,15 @@ class Sessions:
         self._handle = handle
         self.layout = handle.layout
         self.latest: Session | None = None  # its pool may be gone
+        self.graphs = True  # ranks may record CUDA graphs and replay them, in this pool or another
+
+    def leave_graphs(self, why: str) -> bool:
+        """Has ranks compute all there is from now on. Returns whether they had graphs until now."""
+        had = self.graphs and self.latest is not None and self.latest.has_graphs
+        if had:
+            self.graphs = False
+            log.warning("[PipeMesh] %s: no CUDA graph is replayed until ComfyUI is started again.", why)
+        return had
 
     @property
     def live(self) -> Session | None:

@@ -44,15 +44,16 @@ class Expected(NamedTuple):
     ``kind`` take the same, as a rule.
 
     ``confirmed``: the evaluation in which all its ranks learned them. All have told that they know
-    them, and have had memory for the messages since. 0: nobody knows of that. ``recorded``: all
-    have recorded it, so that none leaves amid it. ``lasts``: whether the next evaluation of this
-    kind takes the same steps. ``changed``: the model's weights may be others than before.
-    ``foreign``: code of nodes replaces some of the model's.
+    them, and have had memory for the messages since. 0: nobody knows of that. ``graph``: ranks have
+    all recorded it and "replay" it, so that none leaves amid it; they may "record" it; or "none" is
+    to be held of this model. ``lasts``: whether the next evaluation of this kind takes the same
+    steps. ``changed``: the model's weights may be others than before. ``foreign``: code of nodes
+    replaces some of the model's.
     """
 
     kind: Hashable = ()
     confirmed: int = 0
-    recorded: bool = False
+    graph: str = "record"
     lasts: bool = True
     changed: bool = False
     foreign: bool = False

@@ -24,13 +24,15 @@ class Facts:
     have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
     each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
     ``InStep`` has it. ``recorded``: behind which evaluation this rank recorded a CUDA graph of
-    such ones, 0 where it has none.
+    such ones, 0 where it has none. ``graph_bytes``: of the device, which all graphs of the model
+    take.
     """
 
     messages_done: Progress = "all"
     confirmed: int = 0
     block_s: Callable[[], Mapping[int, float]] = dict
     recorded: int = 0
+    graph_bytes: int = 0
 
 
 class Rank(Protocol):

@@ -23,6 +23,10 @@ from ..families.plan import COMPILE
 
 VARIABLE = "PIPEMESH_GRAPHS"
 MOST = 8  # graphs of a model
+# Evaluations that the CPU held up before one is recorded. On an H100 a rank took as long to
+# record as 10 to 25 replays spare (lab/docs/CUDA.md): what is recorded then costs at most as much
+# again as had been lost without, and what comes a few times alone is never recorded.
+WORTH = 16
 COPIES = {"aten::_to_copy", "aten::to", "aten::copy_"}
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 OF_ITS_TIME = {  # what a graph has of the moment in which it was recorded
@@ -32,10 +36,13 @@ OF_ITS_TIME = {  # what a graph has of the moment in which it was recorded
 log = logging.getLogger("pipemesh")
 
 
-def when_wanted(backend: str, environ: Mapping[str, str]) -> str:
-    """Return when graphs are recorded: never, always, or late, where the GPU waits for the CPU."""
-    named = {"1": "late", "all": "always"}
-    return named.get(environ.get(VARIABLE, ""), "never") if backend == "nccl" else "never"
+def when_wanted(backend: str, environ: Mapping[str, str], is_amd: bool) -> str:
+    """Return when graphs are recorded: never, always, or late, where the GPU waits for the CPU. On
+    GPUs of AMD's none has been yet, and they are to be asked for.
+    """
+    named = {"0": "never", "1": "late", "all": "always"}
+    by_itself = "never" if is_amd else "late"
+    return named.get(environ.get(VARIABLE, ""), by_itself) if backend == "nccl" else "never"
 
 
 class Unlike(ValueError):
@@ -73,18 +80,10 @@ class Region(TorchDispatchMode):
         return False  # nothing is compiled here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, name = kwargs or {}, func._schema.name
-        given = [*flat(args), *flat(kwargs.values())]
-        tensors = [one for one in given if isinstance(one, torch.Tensor)]
-        devices = {one.type for one in given if isinstance(one, torch.device)} | {
-            one.device.type for one in tensors if one.ndim or one.is_cuda or name in COPIES
-        }
-        if kwargs.get("pin_memory"):
-            raise Unlike(f"{name} takes pinned memory")
-        if {"cpu", "cuda"} <= devices:
-            raise Unlike(f"{name} is on the CPU and the GPU")
-        for why in reasons(func) if "cuda" in devices else ():
-            raise Unlike(f"{name} {why}")
+        kwargs = kwargs or {}
+        if why := why_none(func, args, kwargs):
+            raise Unlike(f"{func._schema.name} {why}")
+        tensors = [one for one in flat((*args, *kwargs.values())) if isinstance(one, torch.Tensor)]
         for one in tensors:
             if not self._has_made(one) and not isinstance(one, torch.nn.Parameter):
                 self.read[id(one)] = one
@@ -120,6 +119,7 @@ class RecordedForward:
         self._level = logging.WARNING if when == "always" else logging.INFO
         self._recordings: dict[Hashable, Recording] = {}
         self._refused: set[Hashable] = set()
+        self._held_up: Counter[Hashable] = Counter()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recordings
@@ -127,6 +127,15 @@ class RecordedForward:
     def number_of(self, key: Hashable) -> int:
         """Return behind which evaluation the graph was recorded, 0 where there is none."""
         return self._recordings[key].number if key in self else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self._recordings.values())
+
+    def pays(self, key: Hashable) -> bool:
+        """Note an evaluation that the CPU held up. Return whether there were enough of them."""
+        self._held_up[key] += 1
+        return self._held_up[key] >= WORTH
 
     def key_of(self, arguments: dict[str, Any], *others: Hashable) -> Hashable:
         """Return what evaluations have in common that one graph computes: all but what tensors
@@ -137,9 +146,9 @@ class RecordedForward:
                 raise Unlike("blocks are compiled")
             return others, *((path, described(leaf)) for path, leaf in tree_flatten_with_path(arguments)[0])
         except Unlike as error:
-            return self.refuse(error)
+            return self.refuse(str(error))
 
-    def refuse(self, why: Any, key: Hashable = None) -> None:
+    def refuse(self, why: str, key: Hashable = None) -> None:
         if not self._refused:
             log.log(self._level, "[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
         self._refused.add(key)
@@ -179,7 +188,7 @@ class RecordedForward:
             inputs = tree_map_only(torch.Tensor, torch.clone, arguments)
             self._recordings[key] = self._recorded(inputs, compute, sent_bytes, lasting, number)
         except Exception as error:  # noqa: BLE001 it was computed already
-            self.refuse(error, key)
+            self.refuse(str(error), key)  # a log may keep what it is told, and with it the frames
 
     def _recorded(
         self,
@@ -217,6 +226,21 @@ class RecordedForward:
             self._recordings = lasting
         if room >= 0:
             self._refused |= recorded.keys() - self._recordings.keys()
+
+
+def why_none(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Return why no graph can have this operation of torch's, or nothing."""
+    given, name = flat((*args, *kwargs.values())), func._schema.name
+    devices = {one.type for one in given if isinstance(one, torch.device)} | {
+        one.device.type
+        for one in given
+        if isinstance(one, torch.Tensor) and (one.ndim or one.device.type != "cpu" or name in COPIES)
+    }
+    if kwargs.get("pin_memory"):
+        return "takes pinned memory"
+    if {"cpu", "cuda"} <= devices:
+        return "is on the CPU and the GPU"
+    return next(iter(reasons(func)), "") if "cuda" in devices else ""
 
 
 def described(leaf: Any) -> Hashable:

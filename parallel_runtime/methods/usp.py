@@ -66,7 +66,7 @@ class SequenceParallel:
         self._known = KnownSteps()
         self._keeps_tokens = not (plan.prefix is None and plan.kept is None)
         self._recorded = RecordedForward(self._comm.records)
-        self._foreign = False
+        self._expected = ALONE
         self._key: Hashable = None  # of the evaluation at hand; None: no graph stands for it
 
     @staticmethod
@@ -89,11 +89,11 @@ class SequenceParallel:
         if before is None or part.run != before.run:
             self._hooks.end_run()
         failed = before.attempt if before is not None and before.run == part.run else 0
-        if expected.changed or part.attempt != failed:
+        if expected.changed or expected.graph == "none" or part.attempt != failed:
             self._recorded = RecordedForward(self._comm.records)
-        self._part, self._foreign, self._key = part, expected.foreign, None
+        self._part, self._expected, self._key = part, expected, None
         self._comm.begin(self._attentions)
-        self._comm.stop.is_whole = expected.recorded
+        self._comm.stop.is_whole = expected.graph == "replay"
         self._comm.in_step.begin(self._known, expected)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
@@ -115,16 +115,19 @@ class SequenceParallel:
             raise
         # By the CPU, which starts kernels
         is_bound = not (asks or self._comm.stop.is_whole or self._comm.stop.has_waited)
-        if self._key is not None and (is_bound or self._comm.records == "always"):
+        always = self._comm.records == "always"
+        if self._key is not None and (always or (is_bound and self._recorded.pays(self._key))):
             lasting = (*self._comm.buffers, *self._model.buffers())
             self._recorded.record(self._key, arguments, partial(self._again, forward), sent, lasting, number)
         return output
 
     def _key_of(self, arguments: dict[str, Any]) -> Hashable:
         assert self._part is not None  # begin is called first
+        if self._expected.graph == "none":
+            return None
         if self._keeps_tokens:
             return self._recorded.refuse("the model keeps tokens from one evaluation to the next")
-        if self._foreign:
+        if self._expected.foreign:
             return self._recorded.refuse("code of nodes replaces some of the model's")
         if self._comm.weights is not None:
             return self._recorded.refuse("weights are gathered from other ranks")
@@ -156,7 +159,8 @@ class SequenceParallel:
         in_step = self._comm.in_step
         done = "all" if in_step.is_even else "some"
         recorded = 0 if self._key is None else self._recorded.number_of(self._key)
-        return Facts(done, in_step.confirmed, recorded=recorded)
+        held = 0 if self._comm.records == "never" else self._recorded.nbytes
+        return Facts(done, in_step.confirmed, recorded=recorded, graph_bytes=held)
 
 
 class SequenceSharding(SequenceAttention):

@@ -134,7 +134,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
     has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
     neighbouring groups of ranks got it, and share its sequence; ``layout.ALONE``: one rank did.
-    ``kind``, ``confirmed`` and ``recorded``: as ``Expected`` has them.
+    ``kind``, ``confirmed`` and ``graph``: as ``Expected`` has them.
     """
 
     request: int
@@ -147,7 +147,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     width: int = 1
     kind: int = 0
     confirmed: int = 0
-    recorded: bool = False
+    graph: str = "record"
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):

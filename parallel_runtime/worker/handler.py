@@ -201,6 +201,7 @@ class RequestHandler:
         if model is not None:
             model.detach()
         del model
+        self._memory.graph_bytes.pop(name, None)
         self._count_models()
         self._forget_conditioning()
         self._memory.give_back()
@@ -219,6 +220,7 @@ class RequestHandler:
         stays, model = False, self.models.get(request.model)
         if model is not None:
             stays = model.end_run(request.steps, self._memory.little() if request.steps else -1)
+            self._memory.graph_bytes[request.model] = model.method.facts.graph_bytes
         self._forget_conditioning()
         self._memory.end_run(
             keeps_freed=self._mesh.layout.stages == 1, needed=self._mesh.rank in request.cleared
@@ -233,19 +235,17 @@ class RequestHandler:
         self._mesh.sequence.use(request.width)
         try:
             return self._evaluated(model, request, rank)
-        except Exception as error:
-            free_frames(error)
-            model.method.fail(request.request)
-            self._io.settle()
-            raise
-        except Stopped:
+        except (Exception, Stopped) as error:
+            if not isinstance(error, Stopped):
+                free_frames(error)
+                model.method.fail(request.request)
             self._io.settle()
             raise
 
     def _evaluated(
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
-        model.begin(request.part, request.kind, request.confirmed, request.recorded)
+        model.begin(request.part, request.kind, request.confirmed, request.graph)
         self._io.arena.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
             raise Refused(
@@ -265,6 +265,7 @@ class RequestHandler:
         rank.tick()  # the answer waits until the GPU has computed it
         writing = self._io.write(output, request.out) if self._writes[request.width] else NOTHING
         traffic, facts = self._mesh.sequence.traffic, model.method.facts
+        self._memory.graph_bytes[request.model] = facts.graph_bytes
         waited_s = {axis: spent_s for axis, spent_s in traffic.waited_s.items() if spent_s}
         sent_bytes = traffic.sent_bytes.total()
 

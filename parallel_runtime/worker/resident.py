@@ -211,7 +211,7 @@ class ResidentModel:
         with self.weights.in_place(key):
             return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
-    def begin(self, part: Part, kind: int = 0, confirmed: int = 0, recorded: bool = False) -> None:
+    def begin(self, part: Part, kind: int = 0, confirmed: int = 0, graph: str = "record") -> None:
         """Open an evaluation. Where weights are gathered, the first shows which layer follows
         which: the next one sends for them earlier.
         """
@@ -219,7 +219,7 @@ class ResidentModel:
         if self.kept is not None:
             self.kept.begin((part.run, part.attempt))
         lasts, foreign = turns is None or turns.are_known, bool(self._in_block.methods)
-        self.method.begin(part, Expected(kind, confirmed, recorded, lasts, self._run is None, foreign))
+        self.method.begin(part, Expected(kind, confirmed, graph, lasts, self._run is None, foreign))
         if part.run != self._run:
             self._tell(part.run)
 

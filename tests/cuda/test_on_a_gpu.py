@@ -6,6 +6,7 @@ ranks with a GPU each run over NCCL too.
 
 import math
 import time
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from statistics import median
 
@@ -164,6 +165,16 @@ def half_of(real, nbytes):
     return kept_in
 
 
+@contextmanager
+def nearly_full(device):
+    own = torch.empty(UIS_OWN, dtype=torch.uint8, device=device)  # its cache stays this process's
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - LEFT, dtype=torch.uint8, device=device)
+    del own
+    yield
+    del taken
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("layout", TWO, ids=Layout.equation)
 def test_a_forward_without_memory_leaves_the_pool_alive(truth, device, parallel, pools, figure, layout):
     """All but a little of the GPU is taken while a large latent is sampled."""
@@ -172,16 +183,35 @@ def test_a_forward_without_memory_leaves_the_pool_alive(truth, device, parallel,
     assert relative_error(sample(model, CASE), computed()) <= allowed()
     pids = pools(layout).remote.session.pool.ranks.pids
     if device == "cuda":
-        own = torch.empty(UIS_OWN, dtype=torch.uint8, device=device)  # its cache stays this process's
-        taken = torch.empty(torch.cuda.mem_get_info()[0] - LEFT, dtype=torch.uint8, device=device)
-        del own
-        with pytest.raises(OutOfMemory) as error:
+        with nearly_full(device), pytest.raises(OutOfMemory) as error:
             run(model, latent=torch.zeros(1, 16, 1024, 1024))
         figure(str(error.value))
-        del taken
-        torch.cuda.empty_cache()
     assert relative_error(sample(model, CASE), computed()) <= allowed()
     assert pools(layout).remote.session.pool.ranks.pids == pids
+
+
+def test_what_fits_where_no_graphs_are_is_computed_without_them(device, parallel, pools, figure):
+    """The rank holds a graph of one shape when the GPU is filled but for a little, and another
+    shape is sampled.
+    """
+    import comfy.model_management as mm
+
+    on_gpu = device == "cuda"
+    stock, side = stock_model(HEADS), 512 if on_gpu else 24
+    one, other = (torch.zeros(1, 16, width, side) for width in (side, side - 8))
+    due = run(stock, latent=other, steps=1)
+    if on_gpu:
+        assert torch.cuda.max_memory_allocated() > 2 * LEFT, "too small a latent to show anything"
+    model = parallel(stock, Layout(), "nccl")
+    run(model, latent=one, steps=3)
+    sessions = pools(Layout(), "nccl").remote.sessions
+    assert sessions.latest.has_graphs == on_gpu
+    mm.soft_empty_cache(force=True)
+    with nearly_full(device) if on_gpu else nullcontext():
+        image = run(model, latent=other, steps=1)
+    error = relative_error(image, due)
+    figure(f"off by {error:.2g} of the image's scale; graphs are {'kept' if sessions.graphs else 'left'}")
+    assert error <= BOUND and sessions.graphs == (not on_gpu)
 
 
 @pytest.mark.parametrize("method", ["ulysses2", "ring2", "ulysses4", "2x2"])
