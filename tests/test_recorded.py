@@ -301,17 +301,15 @@ def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
 @pytest.mark.parametrize(("seed", "is_bound"), [(0, False), (1, True)], ids=["by the GPU", "by the CPU"])
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout()], ids=Layout.equation)
 def test_by_itself_a_rank_records_where_the_gpu_has_often_waited_for_it(layout, seed, is_bound, monkeypatch):
-    """The first of a kind does not count: ranks ask each other for its messages there."""
-    monkeypatch.setattr(recorded, "WORTH", 2)
-    asked = [Asked(given(PLAIN, number)) for number in range(5)]
+    monkeypatch.setattr(recorded, "WORTH", 3)
+    asked = [Asked(given(PLAIN, number)) for number in range(7)]
 
     def prepare(mesh, run, models, at):
         mesh.sequence.device = own_gpu()  # as a rank over NCCL has it
 
     outputs, replays = evaluated(layout, asked, [stock(PLAIN)], seed=seed, records="late", prepare=prepare)
-    shared = layout.world_size > 1
-    for *first, fourth, last in replays:
-        assert not any(first) and bool(fourth) == (is_bound and not shared) and bool(last) == is_bound
+    for of_rank in replays:
+        assert of_rank[2] == 0 and bool(of_rank[-1]) == is_bound
     assert all(is_right(outputs[0, at], stock(PLAIN), one.arguments) for at, one in enumerate(asked))
 
 
