@@ -214,6 +214,8 @@ def test_an_install_whose_launcher_was_killed_still_counts_as_under_way_until_it
     held: list[str] = []
 
     def look(line: str) -> None:
+        if held:  # told once more, when pip may have ended
+            return
         lock.close()  # as when the launcher dies
         with (tmp_path / "host.lock").open("w") as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
