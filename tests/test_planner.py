@@ -195,7 +195,9 @@ def test_a_rank_takes_no_less_than_the_starts_of_its_kernels_which_messages_and_
 )
 def test_what_ranks_replay_as_a_graph_takes_no_longer_for_the_starts_of_kernels(whole, where, layout, kept):
     slow = dataclasses.replace(box(1).devices[0], launch_s=1.0)
-    there = dataclasses.replace(box(layout.world_size), devices=(slow,) * layout.world_size, **where)
+    there = dataclasses.replace(
+        box(layout.world_size), devices=(slow,) * layout.world_size, **{"replays": True, **where}
+    )
     activations = FLUX.activations._replace(**{"repeats": True, **whole})
     job = Job(whole=dataclasses.replace(FLUX, activations=activations), warm_up=1, evaluations=20)
     replays = (whole, where, layout, kept) == ({}, {}, Layout(ulysses=2), "whole")

@@ -588,9 +588,7 @@ def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family, monk
     assert len(asked) == 6 and len(set(keys)) == 2 and None not in keys
 
 
-def test_graphs_are_on_where_nccl_moves_messages_between_gpus_of_nvidias_and_may_be_left_out():
+def test_graphs_are_off_unless_they_are_asked_for_and_nccl_moves_messages():
     asked = [(backend, {"PIPEMESH_GRAPHS": one}) for backend in ("nccl", "gloo") for one in ("all", "1", "0")]
-    for is_amd in (False, True):
-        found = [when_wanted(*one, is_amd) for one in asked]
-        assert found == ["always", "late", "never", *["never"] * 3]
-    assert [when_wanted("nccl", {}, is_amd) for is_amd in (False, True)] == ["late", "never"]
+    assert [when_wanted(*one) for one in asked] == ["always", "late", "never", *["never"] * 3]
+    assert when_wanted("nccl", {}) == "never"

@@ -36,13 +36,10 @@ OF_ITS_TIME = {  # what a graph has of the moment in which it was recorded
 log = logging.getLogger("pipemesh")
 
 
-def when_wanted(backend: str, environ: Mapping[str, str], is_amd: bool) -> str:
-    """Return when graphs are recorded: never, always, or late, where the GPU waits for the CPU. On
-    GPUs of AMD's none has been yet, and they are to be asked for.
-    """
-    named = {"0": "never", "1": "late", "all": "always"}
-    by_itself = "never" if is_amd else "late"
-    return named.get(environ.get(VARIABLE, ""), by_itself) if backend == "nccl" else "never"
+def when_wanted(backend: str, environ: Mapping[str, str]) -> str:
+    """Return when graphs are recorded: never, always, or late, where the GPU waits for the CPU."""
+    named = {"1": "late", "all": "always"}
+    return named.get(environ.get(VARIABLE, ""), "never") if backend == "nccl" else "never"
 
 
 class Unlike(ValueError):

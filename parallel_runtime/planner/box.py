@@ -99,7 +99,7 @@ class Box:
     exchanges: tuple[tuple[int, float], ...] = ()
     patch_s: float = 0.0
     machine: int = 0
-    replays: bool = True
+    replays: bool = False
 
     def spans(self, ranks: Iterable[int]) -> bool:
         """Return whether ranks are on several machines."""

@@ -91,7 +91,6 @@ def machine_box(
         devices=devices,
         levels=levels,
         host_bytes_per_s=pcie(figure["pcie"]),
-        replays=not staged and not any("AMD" in one.title for one in seen),
         **of_any_box(),
     )
     if unknown:

@@ -103,7 +103,7 @@ def run(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
             speeds=start.speeds,
         )
-    mesh.sequence.records = when_wanted(start.backend, os.environ, torch.version.hip is not None)
+    mesh.sequence.records = when_wanted(start.backend, os.environ)
     kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
     io = ArenaIO(arena, device)
     handler = RequestHandler(mesh, device, memory, io, start.machines, kernels, joining)
