@@ -136,22 +136,6 @@ def test_a_mask_chooses_the_share_that_it_is_said_to(mode):
     assert sum(counts.waits.values()) == 2
 
 
-@pytest.mark.parametrize(
-    ("ask", "repeats"),
-    [
-        (lambda gpu: gpu * torch.tensor(2.0) + torch.ones(3, device=DEVICE), True),
-        (lambda gpu: torch.ones(3) * 2, True),
-        (lambda gpu: gpu + torch.ones(3).to(DEVICE), False),
-        (lambda gpu: gpu.sum().item(), False),
-        (lambda gpu: gpu[gpu > 0], False),
-    ],
-)
-def test_what_comes_from_the_cpu_or_is_read_is_nothing_that_a_cuda_graph_repeats(mode, ask, repeats):
-    with dry_device(mode) as counts:
-        ask(torch.empty(3, device=DEVICE))
-    assert counts.repeats == repeats
-
-
 def test_two_devices_in_one_operation_are_found_in_a_method(mode):
     with pytest.raises(RuntimeError, match="devices"):
         run(mode, Layout(ulysses=2), 1, [WARM], mask=torch.zeros(18, 18))

@@ -181,30 +181,6 @@ def test_a_rank_takes_no_less_than_the_starts_of_its_kernels_which_messages_and_
     assert started(Layout(ulysses=2)).parts["launches"] == pytest.approx(both)
 
 
-@pytest.mark.parametrize(
-    ("whole", "where", "layout", "kept"),
-    [
-        ({}, {}, Layout(ulysses=2), "whole"),
-        ({"repeats": False}, {}, Layout(ulysses=2), "whole"),
-        ({}, {"replays": False}, Layout(ulysses=2), "whole"),
-        ({}, {}, Layout(ulysses=2), "sharded"),
-        ({}, {}, Layout(), "whole"),
-        ({}, {}, Layout(pipefusion=2), "whole"),
-    ],
-    ids=["a graph", "none has the model", "none has the box", "gathered", "one GPU", "patches"],
-)
-def test_what_ranks_replay_as_a_graph_takes_no_longer_for_the_starts_of_kernels(whole, where, layout, kept):
-    slow = dataclasses.replace(box(1).devices[0], launch_s=1.0)
-    there = dataclasses.replace(
-        box(layout.world_size), devices=(slow,) * layout.world_size, **{"replays": True, **where}
-    )
-    activations = FLUX.activations._replace(**{"repeats": True, **whole})
-    job = Job(whole=dataclasses.replace(FLUX, activations=activations), warm_up=1, evaluations=20)
-    replays = (whole, where, layout, kept) == ({}, {}, Layout(ulysses=2), "whole")
-    made = next(one for one in predict(job, layout, there) if one.kept == kept)
-    assert (made.parts["launches"] == 0) == replays
-
-
 def test_prompts_are_split_into_groups_before_ranks_start_more_than_they_compute():
     """8 ranks of one sequence start both prompts' kernels in turn, two groups of 4 each one's."""
     both, fast = Job(whole=FLUX, branches=2), published_box("8xH100-NVLink")

@@ -310,7 +310,6 @@ def test_how_the_speeds_of_a_box_are_known_is_said():
     assert (linked.known, linked.box.name) == ("published", "2xH100-NVLink")
     assert machine_box([RankDevice("NVIDIA H100 PCIe", 80 << 30)] * 2).box.name == "2xH100-PCIe"
     staged = machine_box([RankDevice("NVIDIA RTX A6000", 48 << 30)] * 2, staged=True)
-    assert not linked.box.replays, "graphs are to be asked for"
     assert (
         staged.box.levels[0].bytes_per_s
         < machine_box([RankDevice("NVIDIA RTX A6000", 48 << 30)] * 2).box.levels[0].bytes_per_s

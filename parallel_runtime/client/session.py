@@ -228,7 +228,10 @@ class Sessions:
         had = self.graphs and self.latest is not None and self.latest.has_graphs
         if had:
             self.graphs = False
-            log.warning("[PipeMesh] %s: no CUDA graph is replayed until ComfyUI is started again.", why)
+            log.warning(
+                "[PipeMesh] %s: pools of this layout replay no CUDA graph until ComfyUI is started again.",
+                why,
+            )
         return had
 
     @property

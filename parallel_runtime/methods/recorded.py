@@ -25,7 +25,7 @@ VARIABLE = "PIPEMESH_GRAPHS"
 MOST = 8  # graphs of a model
 # Evaluations that the CPU held up before one is recorded. On an H100 a rank took as long to
 # record as 10 to 25 replays spare (lab/docs/CUDA.md): what is recorded then costs at most as much
-# again as had been lost without, and what comes a few times alone is never recorded.
+# again as had been lost without, and what is evaluated fewer times is never recorded.
 WORTH = 16
 COPIES = {"aten::_to_copy", "aten::to", "aten::copy_"}
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -77,10 +77,18 @@ class Region(TorchDispatchMode):
         return False  # nothing is compiled here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if why := why_none(func, args, kwargs):
-            raise Unlike(f"{func._schema.name} {why}")
-        tensors = [one for one in flat((*args, *kwargs.values())) if isinstance(one, torch.Tensor)]
+        kwargs, name = kwargs or {}, func._schema.name
+        given = [*flat(args), *flat(kwargs.values())]
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        devices = {one.type for one in given if isinstance(one, torch.device)} | {
+            one.device.type for one in tensors if one.ndim or one.is_cuda or name in COPIES
+        }
+        if kwargs.get("pin_memory"):
+            raise Unlike(f"{name} takes pinned memory")
+        if {"cpu", "cuda"} <= devices:
+            raise Unlike(f"{name} is on the CPU and the GPU")
+        for why in reasons(func) if "cuda" in devices else ():
+            raise Unlike(f"{name} {why}")
         for one in tensors:
             if not self._has_made(one) and not isinstance(one, torch.nn.Parameter):
                 self.read[id(one)] = one
@@ -223,21 +231,6 @@ class RecordedForward:
             self._recordings = lasting
         if room >= 0:
             self._refused |= recorded.keys() - self._recordings.keys()
-
-
-def why_none(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> str:
-    """Return why no graph can have this operation of torch's, or nothing."""
-    given, name = flat((*args, *kwargs.values())), func._schema.name
-    devices = {one.type for one in given if isinstance(one, torch.device)} | {
-        one.device.type
-        for one in given
-        if isinstance(one, torch.Tensor) and (one.ndim or one.device.type != "cpu" or name in COPIES)
-    }
-    if kwargs.get("pin_memory"):
-        return "takes pinned memory"
-    if {"cpu", "cuda"} <= devices:
-        return "is on the CPU and the GPU"
-    return next(iter(reasons(func)), "") if "cuda" in devices else ""
 
 
 def described(leaf: Any) -> Hashable:

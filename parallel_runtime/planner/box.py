@@ -86,8 +86,7 @@ class Box:
     ``overlaps``: messages travel while ranks compute, as where no core of theirs moves them.
     ``exchanges``: so many ranks, and the least that an exchange of all with all takes them.
     ``patch_s``: of ComfyUI's process for each patch of a pipeline. ``machine``: devices of each
-    machine, ComfyUI being on the first; 0 where there is one. ``replays``: ranks replay CUDA graphs
-    where starting kernels takes longer than they do.
+    machine, ComfyUI being on the first; 0 where there is one.
     """
 
     name: str
@@ -99,7 +98,6 @@ class Box:
     exchanges: tuple[tuple[int, float], ...] = ()
     patch_s: float = 0.0
     machine: int = 0
-    replays: bool = False
 
     def spans(self, ranks: Iterable[int]) -> bool:
         """Return whether ranks are on several machines."""

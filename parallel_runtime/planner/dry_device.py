@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..methods.recorded import why_none
-
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # of an H100; kernels are chosen by it
 aten = torch.ops.aten
@@ -70,14 +68,12 @@ class DeviceCounts(TorchDispatchMode):
     share of its elements that a mask chooses. ``moved``: kernels beside products, attentions and
     messages, by the bytes that they read and write. ``launches``: all kernels, a message as one;
     ``spared``: of those, the ones that are not where an operation of the pack's own is one.
-    ``repeats``: a CUDA graph can have them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.value = 0.0
         self.chosen = 1.0
-        self.repeats = True
         self.flops = self.launches = self.spared = 0
         self.moved: Counter[int] = Counter()
         self.memory = Memory()
@@ -103,7 +99,6 @@ class DeviceCounts(TorchDispatchMode):
             return args[0].device
         if func in QUESTIONS:
             return func(*args, **options)
-        self.repeats = self.repeats and not why_none(func, args, options)
         if func in READS:
             return self.read(func, args)
         if func is aten.scaled_dot_product_attention.default:

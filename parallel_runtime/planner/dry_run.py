@@ -124,7 +124,6 @@ class Recorder:
                 counts.memory.peak,
                 sorted((size, kernels) for size, kernels in counts.moved.items() if size),
                 nbytes(one for one in tree_leaves(self.out) if isinstance(one, torch.Tensor)),
-                counts.repeats and plan.prefix is None and plan.kept is None,
             ),
             attended_by_block=self.attended or [[]],
             tokens=self.tokens,

@@ -106,9 +106,9 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
         "ring": costs.ring_s(ranks, 1.0),
         "weights": _waits(costs, kept, moved_s, max(computing)),
     }
-    replays = costs.box.replays and costs.job.whole.activations.repeats and kept == "whole" and len(ranks) > 1
-    starting = 0.0 if replays else max(starting_s(costs, rank) for rank in ranks)
-    one["launches"] = max(0.0, starting - max(computing) - sum(one.values()))
+    one["launches"] = max(
+        0.0, max(starting_s(costs, rank) for rank in ranks) - max(computing) - sum(one.values())
+    )
     parts = {name: seconds * max(turns) for name, seconds in one.items()}
     parts["compute"] = fmean(busy) if costs.speeds else fmean(computing) * costs.job.even_turns(costs.layout)
     parts["imbalance"] = max(busy) - parts["compute"]

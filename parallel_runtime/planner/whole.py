@@ -42,14 +42,12 @@ class Shareable(NamedTuple):
 class Activations(NamedTuple):
     """Tensors beside the weights: what they take at once, and ``moved``, (bytes, kernels): how many
     kernels beside products and attentions read and write so many bytes. ``out_bytes`` of the
-    output; 0 where not counted. ``repeats``: none comes from the CPU, is read by it or kept for the
-    next evaluation, so that a CUDA graph can have this one.
+    output; 0 where not counted.
     """
 
     peak_bytes: int
     moved: Sequence[tuple[int, int]] = ()
     out_bytes: int = 0
-    repeats: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,8 +197,7 @@ class RequestHandler:
         return cast("ResidentModel", self.models[name])
 
     def _release(self, name: str) -> None:
-        model = self.models.pop(name, None)
-        if model is not None:
+        if (model := self.models.pop(name, None)) is not None:
             model.detach()
         del model
         self._memory.graph_bytes.pop(name, None)
@@ -235,10 +234,12 @@ class RequestHandler:
         self._mesh.sequence.use(request.width)
         try:
             return self._evaluated(model, request, rank)
-        except (Exception, Stopped) as error:
-            if not isinstance(error, Stopped):
-                free_frames(error)
-                model.method.fail(request.request)
+        except Exception as error:
+            free_frames(error)
+            model.method.fail(request.request)
+            self._io.settle()
+            raise
+        except Stopped:
             self._io.settle()
             raise
 
