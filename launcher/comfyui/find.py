@@ -49,30 +49,25 @@ def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None) -> ComfyInstal
     LaunchError.
     """
     tools = tools or Tools()
-    if archive := named_archive(tools.env):
-        return ensure_from_archive(archive, root, tools)
-    if own := find_own(root, tools.env):
-        return own_comfyui(own, root, tools.env)
-    return ensure_installed(root, tools)
+    own = find_own(root, tools.env)
+    if own is None:
+        return ensure_installed(root, tools)
+    return ensure_from_archive(own, root, tools) if own.is_file() else own_comfyui(own, root, tools.env)
 
 
 def is_installed(root: Path, env: Mapping[str, str]) -> bool:
     """True if there is a ComfyUI, so that `ensure_comfyui` installs nothing large."""
-    has_own = named_archive(env) is None and find_own(root, env) is not None
-    return has_own or install_of(root, env).is_complete
-
-
-def named_archive(env: Mapping[str, str]) -> Path | None:
-    """The archive that PIPEMESH_COMFYUI names in place of a folder."""
-    named = Path(env.get("PIPEMESH_COMFYUI", "")).expanduser().absolute()
-    return named if named.is_file() else None
+    own = find_own(root, env)
+    return (own is not None and own.is_dir()) or install_of(root, env).is_complete
 
 
 def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
-    """PIPEMESH_COMFYUI's folder, or the ComfyUI in whose custom_nodes the checkout lies."""
+    """PIPEMESH_COMFYUI's folder or archive, or the ComfyUI in whose custom_nodes the checkout lies.
+    Raises LaunchError where the folder holds none.
+    """
     if env.get("PIPEMESH_COMFYUI"):
         own = Path(env["PIPEMESH_COMFYUI"]).expanduser().absolute()
-        if not (own / "main.py").exists():
+        if not own.is_file() and not (own / "main.py").exists():
             raise LaunchError(
                 f"PIPEMESH_COMFYUI={own} holds no ComfyUI: point it to the folder that has ComfyUI's main.py."
             )
