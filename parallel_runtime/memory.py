@@ -7,7 +7,6 @@ import fcntl
 import io
 import os
 import struct
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -32,27 +31,6 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def is_equal_memory(one: int, other: int, nbytes: int) -> bool:
-    """True if the bytes at two addresses are equal. As fast as memory is, without the GIL."""
-    compare = ctypes.CDLL(None).memcmp
-    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    return compare(one, other, nbytes) == 0
-
-
-def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns ranges of memory, (address, bytes), as few that have the same pages: the kernel is
-    asked once for a file's, not once for each of a thousand weights.
-    """
-    found: list[tuple[int, int]] = []
-    for address, nbytes in sorted(ranges):
-        first, length = found[-1] if found else (0, 0)
-        if found and address <= -(-(first + length) // PAGE_BYTES) * PAGE_BYTES:
-            found[-1] = first, max(length, address + nbytes - first)
-        else:
-            found.append((address, nbytes))
-    return found
 
 
 def mapped_privately(inode: int) -> list[range]:

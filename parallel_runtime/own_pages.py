@@ -23,7 +23,7 @@ Span = tuple[int, int]  # (address, bytes)
 
 
 def pages_of(spans: Iterable[Span]) -> list[Span]:
-    """Returns the whole pages on which ``spans`` lie, each once."""
+    """Returns the whole pages on which ``spans`` lie, each once, in as few spans."""
     pages: list[Span] = []
     for address, nbytes in sorted(spans):
         start, end = address // PAGE_BYTES * PAGE_BYTES, -(-(address + nbytes) // PAGE_BYTES) * PAGE_BYTES
@@ -72,14 +72,7 @@ def blank(start: int, nbytes: int) -> None:
 def _map(address: int | None, nbytes: int, flags: int) -> int:
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
-    call.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     return _address(call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
 
 

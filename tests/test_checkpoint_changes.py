@@ -19,8 +19,7 @@ from pipemesh.parallel_runtime import lease
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.source import describe_source
 from pipemesh.parallel_runtime.errors import PipeMeshError, Refused
-from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten
-from pipemesh.parallel_runtime.own_pages import pages_of
+from pipemesh.parallel_runtime.memory import is_unwritten
 from pipemesh.parallel_runtime.weights import loan
 from pipemesh.parallel_runtime.weights.slots import slots
 
@@ -246,15 +245,6 @@ def test_a_lease_and_its_thread_end_with_the_model(file):
     for thread in watching[-1:]:
         thread.join(10)
     assert Holdings.now().since(before) == NOTHING
-
-
-def test_pages_are_whole_and_each_once():
-    page = PAGE_BYTES
-    assert pages_of([(2 * page + 5, 10), (3 * page - 1, 2), (20 * page, page), (0, 1)]) == [
-        (0, page),
-        (2 * page, 2 * page),
-        (20 * page, page),
-    ]
 
 
 def test_a_loan_is_of_the_file_itself_and_of_no_other_at_its_path(tmp_path):

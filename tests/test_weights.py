@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+from itertools import pairwise
 
 import comfy.model_management as mm
 import comfy.sd
@@ -18,6 +19,7 @@ from pipemesh.parallel_runtime import memory
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_privately
+from pipemesh.parallel_runtime.own_pages import pages_of
 from pipemesh.parallel_runtime.weights import comparison, stored_weights
 from pipemesh.parallel_runtime.weights.comparison import Weights, checksum
 from pipemesh.parallel_runtime.weights.slots import slots
@@ -317,9 +319,13 @@ def test_to_compare_an_unchanged_model_again_reads_nothing_that_grows_with_it(pa
 
 
 @given(st.lists(st.tuples(st.integers(0, 20 * PAGE_BYTES), st.integers(1, 3 * PAGE_BYTES)), max_size=8))
-def test_merged_ranges_have_the_same_pages_each_in_one(ranges):
+def test_pages_are_whole_each_once_and_in_as_few_spans(ranges):
     def pages_in(start, nbytes):
         return range(start // PAGE_BYTES, (start + nbytes - 1) // PAGE_BYTES + 1)
 
-    found = [page for one in memory.merged(ranges) for page in pages_in(*one)]
-    assert found == sorted({page for one in ranges for page in pages_in(*one)})
+    spans = pages_of(ranges)
+    assert all(number % PAGE_BYTES == 0 for span in spans for number in span)
+    assert all(sum(one) < after[0] for one, after in pairwise(spans))
+    assert [page for one in spans for page in pages_in(*one)] == sorted(
+        {page for one in ranges for page in pages_in(*one)}
+    )

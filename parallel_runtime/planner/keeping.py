@@ -23,10 +23,6 @@ from .ways import WAYS, Kept
 LEFT_FREE = 3 << 29  # bytes on each device, at least, for what an evaluation computes
 
 
-def least() -> int:
-    return LEFT_FREE
-
-
 @dataclass(frozen=True)
 class ModelBytes:
     """Bytes of a model's weights: of all that is around its blocks, and of those, which are
@@ -125,7 +121,7 @@ class WeightsWish:
 
     asked: str
     size: ModelBytes
-    left_free: Callable[[], int] = least
+    left_free: Callable[[], int] = lambda: LEFT_FREE
 
     @property
     def depends_on_room(self) -> bool:

@@ -17,7 +17,8 @@ import torch
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
 from ..forward import PREFIX
-from ..memory import give_back_freed, is_unwritten, mapped_privately, merged
+from ..memory import give_back_freed, is_unwritten, mapped_privately
+from ..own_pages import pages_of
 from .loan import Loan
 from .quantised import stored_bytes, taken_apart
 from .slots import Slot, slots
@@ -63,8 +64,8 @@ class Weights:
         """
         import comfy.model_management as mm
 
-        pages = [mark.pages for mark in self._seen.values() if mark.pages is not None]
-        unwritten = all(is_unwritten(*some) for some in merged(pages))
+        on_files = [mark.pages for mark in self._seen.values() if mark.pages is not None]
+        unwritten = all(is_unwritten(*pages) for pages in pages_of(on_files))
         doubtful = [
             slot
             for slot in slots(patcher.model.diffusion_model)

@@ -19,6 +19,8 @@ from .placement import Placement, dotted, settled_as, settled_dtype, users_of
 from .quantised import put_together, stored_bytes, stored_tensors, taken_apart, tensors_of, with_tensors
 from .shared_layers import is_number
 
+CPU = torch.device("cpu")
+
 
 class DeviceWeights(Placement):
     """The transformer's parameters on a rank's device, in the dtype that ComfyUI archived for each:
@@ -88,7 +90,10 @@ class DeviceWeights(Placement):
         module, attribute = self._slot(name)
         before = getattr(module, attribute)
         if name not in self._replaced:
-            self._replaced[name] = self._loaded[name] if name in self._loaded else in_memory(before)
+            on_file = self._loaded.get(name)
+            self._replaced[name] = (
+                on_file if on_file is not None else settled_as(module, attribute, before, CPU)
+            )
         weight = put_together(weight, before).to(self._device)
         setattr(module, attribute, torch.nn.Parameter(weight, requires_grad=False))
 
@@ -96,14 +101,14 @@ class DeviceWeights(Placement):
         while self._replaced:
             name, loaded = self._replaced.popitem()
             module, attribute = self._slot(name)
-            setattr(module, attribute, self._settled(module, attribute, loaded))
+            setattr(module, attribute, settled_as(module, attribute, loaded, self._device))
 
     def _placed(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
     ) -> torch.nn.Parameter:
-        """As ``_settled``, but with ``readers`` only a place for what is large."""
+        """The parameter on the device; with ``readers`` only a place for what is large."""
         if self._readers is None or not is_number(parameter):
-            return self._settled(module, name, parameter)
+            return settled_as(module, name, parameter, self._device)
         tree, dtype = taken_apart(parameter), settled_dtype(module, name, parameter)
         places = {}
         for key, tensor in tensors_of(tree).items():
@@ -116,16 +121,6 @@ class DeviceWeights(Placement):
         placed = put_together(with_tensors(tree, places), parameter)
         return torch.nn.Parameter(placed, requires_grad=False)
 
-    def _settled(
-        self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
-    ) -> torch.nn.Parameter:
-        """The parameter on the device: itself where it is there, else a new one, because what a
-        quantised one holds cannot be swapped for tensors of another device.
-        """
-        cast = settled_as(module, name, parameter)
-        settled = cast.to(self._device)
-        return cast if settled is cast else torch.nn.Parameter(settled, requires_grad=False)
-
 
 def is_mapped(parameter: torch.Tensor) -> bool:
     """True if it lies on pages of a file that nobody wrote to."""
@@ -133,10 +128,3 @@ def is_mapped(parameter: torch.Tensor) -> bool:
     largest = max(stored_tensors(parameter), key=lambda tensor: tensor.nbytes)
     is_here = largest.device.type == "cpu" and largest.nbytes > 0
     return is_here and is_unwritten(largest.data_ptr(), largest.nbytes)
-
-
-def in_memory(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Returns a copy in the machine's memory; itself where it is there."""
-    if parameter.device.type == "cpu":
-        return parameter
-    return torch.nn.Parameter(parameter.to("cpu"), requires_grad=False)

@@ -132,11 +132,7 @@ class ShardedBlock:
         """Stores this rank's part of a parameter as it was loaded; of other parts nothing is
         read.
         """
-        loaded = taken_apart(one.loaded)
-        for name, place in tensors_of(one.tree).items():
-            self._write(place, tensors_of(loaded)[name])
-        one.tree = with_tensors(loaded, tensors_of(one.tree))
-        self.forget_views()
+        self._store(one, taken_apart(one.loaded))
 
     def write(self, one: ShardedParameter, weight: Any) -> bool:
         """Stores this rank's part of a parameter. False where it is of another size than the one
@@ -146,11 +142,15 @@ class ShardedBlock:
         forms = [{name: (one.shape, one.dtype) for name, one in tree.items()} for tree in (old, new)]
         if forms[0] != forms[1]:
             return False
-        for name, place in old.items():
-            self._write(place, new[name])
-        one.tree = with_tensors(weight, old)
-        self.forget_views()
+        self._store(one, weight)
         return True
+
+    def _store(self, one: ShardedParameter, tree: Any) -> None:
+        places = tensors_of(one.tree)
+        for name, place in places.items():
+            self._write(place, tensors_of(tree)[name])
+        one.tree = with_tensors(tree, places)
+        self.forget_views()
 
     def _write(self, place: Place, tensor: torch.Tensor) -> None:
         first = self._rank * self.part.numel()

@@ -37,7 +37,7 @@ class Loan:
         self._transformer = weakref.ref(transformer)
         self._lock = threading.RLock()  # the garbage collector may end a tensor at any place
         self._lent: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._closed = False
+        self.is_open = True
         self._lost = False
         self._file = file_at(path)
         self._lease = Lease(path, self._take_back, lambda: self._lose("the system did not wait long enough"))
@@ -45,10 +45,6 @@ class Loan:
     def is_of(self, path: str) -> bool:
         """True while it is open, if the file at ``path`` is its own."""
         return self.is_open and file_at(path) == self._file
-
-    @property
-    def is_open(self) -> bool:
-        return not self._closed
 
     def add(self, tensor: torch.Tensor) -> bool:
         """Counts a tensor on the file's pages, for as long as anything of it is used: by a weight,
@@ -69,13 +65,13 @@ class Loan:
     def close_if_unused(self) -> None:
         with self._lock:
             if not self._lent and self.is_open:
-                self._closed = True
+                self.is_open = False
                 self._lease.end()
 
     def _take_back(self, until: float) -> None:
         """Gives all tensors a copy, or none of them a future."""
         with self._lock:
-            self._closed = True
+            self.is_open = False
             # Held: addresses stay theirs
             storages = [storage for ref in list(self._lent.values()) if (storage := ref()) is not None]
             self._lent.clear()

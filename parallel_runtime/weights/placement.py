@@ -86,9 +86,14 @@ def settled_dtype(module: torch.nn.Module, name: str, parameter: torch.Tensor) -
     return getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) if is_plain else parameter.dtype
 
 
-def settled_as(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Returns the parameter in the dtype that ComfyUI archived for it: itself where it has that."""
-    settled = parameter.to(dtype=settled_dtype(module, name, parameter))
+def settled_as(
+    module: torch.nn.Module, name: str, parameter: torch.nn.Parameter, device: torch.device | None = None
+) -> torch.nn.Parameter:
+    """Returns the parameter in the dtype that ComfyUI archived for it, on ``device`` if that is
+    given: itself where it is so, else a new one, because what a quantised one holds cannot be
+    swapped for tensors of another device.
+    """
+    settled = parameter.to(device=device or parameter.device, dtype=settled_dtype(module, name, parameter))
     return parameter if settled is parameter else torch.nn.Parameter(settled, requires_grad=False)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ..checkpoint import File, refuse_change
-from ..memory import is_equal_memory
 from .loan import Loan
 from .quantised import store_in
 from .slots import Slot, slots
@@ -243,6 +242,8 @@ def of_descriptor(descriptor: int) -> str:
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares bit for bit."""
+    """Compares bit for bit. As fast as memory is, without the GIL."""
     one, other = one.cpu().contiguous(), other.contiguous()
-    return is_equal_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
+    compare = ctypes.CDLL(None).memcmp
+    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return compare(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
