@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from ...parallel_runtime.families.sample import Size
 from ..comfyui.api import RunResult, node
 from ..comfyui.server import CUSTOM_NODES, ComfyServer
 from ..random_files import write_model
-from .figures import Figure, Goal, Options, Round, estimate, typical
+from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
 from .lockstep import timed
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -124,14 +125,12 @@ def in_turns(rounds: int, sides: dict[str, Callable[[int], float]]) -> list[Roun
     ]
 
 
-def run_ratio(rounds: Sequence[Round]) -> float:
-    return typical(rounds, "here") / typical(rounds, "there")
+def added_s(side: str, rounds: Sequence[Round]) -> float:
+    return typical(rounds, side) - typical(rounds, "none")
 
 
 def added_ratio(rounds: Sequence[Round]) -> float:
-    return (typical(rounds, "here") - typical(rounds, "none")) / (
-        typical(rounds, "there") - typical(rounds, "none")
-    )
+    return added_s("here", rounds) / added_s("there", rounds)
 
 
 def start(options: Options, folder: Path, pack: Path | None) -> float:
@@ -161,8 +160,8 @@ def bench(options: Options) -> Iterator[Figure]:
                 return lambda seed: prompt(where, case, seed)
 
             rounds = in_turns(options.rounds, {side: of(where) for side, where in servers.items()})
-            goal = Goal(at_most=MOST.get(name, 1.0))
-            yield Figure("against", name, "run_ratio", estimate(rounds, run_ratio), "ratio", goal)
+            made, goal = CaseFigures("against", name, rounds), Goal(at_most=MOST.get(name, 1.0))
+            yield made.estimated("run_ratio", ratio("here", "there"), "ratio", goal)
         stack.close()
         if not options.only or "start" in options.only:
             starts: dict[str, Path | None] = {**packs, "none": None}
@@ -171,10 +170,7 @@ def bench(options: Options) -> Iterator[Figure]:
                 for name, pack in starts.items()
             }
             in_turns(1, of_side)  # compiles their files
-            rounds = in_turns(options.rounds, of_side)
+            made = CaseFigures("against", "start", in_turns(options.rounds, of_side))
             for side in packs:
-                added = estimate(rounds, lambda some, side=side: typical(some, side) - typical(some, "none"))
-                yield Figure("against", "start", f"added_{side}_s", added, "s")
-            yield Figure(
-                "against", "start", "added_ratio", estimate(rounds, added_ratio), "ratio", Goal(at_most=0.5)
-            )
+                yield made.estimated(f"added_{side}_s", partial(added_s, side), "s")
+            yield made.estimated("added_ratio", added_ratio, "ratio", Goal(at_most=0.5))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .figures import Figure, Options, Round, estimate, typical
+from .figures import CaseFigures, Figure, Options, Round, ratio, typical
 from .lockstep import Phase, Ranks, merge, run
 
 TOKENS = (1024, 4096)
+speedup = ratio("alone", "parallel")
 
 
 def capacity(rounds: Sequence[Round]) -> float:
@@ -24,4 +25,4 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
 def bench(options: Options) -> Iterator[Figure]:
     for tokens in TOKENS:
         rounds = merge(run(options.host, 2, "capacity:measure", tokens=tokens, rounds=options.rounds))
-        yield Figure("capacity", f"two_forwards_{tokens}", "capacity", estimate(rounds, capacity), "x")
+        yield CaseFigures("capacity", f"two_forwards_{tokens}", rounds).estimated("capacity", capacity, "x")

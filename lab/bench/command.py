@@ -1,7 +1,8 @@
 """``python3 -m lab bench NAME...``: measure on this machine how much PipeMesh gains and costs,
 as ratios taken in one run.
 
-A bench is one module in ``lab/bench/`` and one name here. Exits with 1 if a goal fails.
+A bench is a name here, and a module in ``lab/bench/`` or one of several in one. Exits with 1 if a
+goal fails.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ NAMES = (
     "against",
     "trial",
 )
+OF_GROUPS = ("cfg", "data", "windows")  # benches of that module
 MIN_ROUNDS = 25
 ROW = "{:9}{:24}{:16}{:>12}  {:26}{:7}{:24}{}"
 
@@ -107,10 +109,11 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         )
     missed = 0
     for name in dict.fromkeys(options.names):
-        module = importlib.import_module(f".{name}", __package__)
+        module = importlib.import_module(f".{'groups' if name in OF_GROUPS else name}", __package__)
         figures = module.bench(
             Options(
                 host=host,
+                name=name,
                 rounds=options.rounds,
                 pictures=options.pictures,
                 prompts=options.prompts,

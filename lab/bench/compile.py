@@ -8,23 +8,15 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-from .figures import Figure, Goal, Options, Round, estimate, typical
+from .figures import CaseFigures, Figure, Goal, Options, Round, estimate, ratio, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 
 KEPT = 0.9
 GAINS = 1.02  # stock's gain above which there is one to keep
 TOKENS = (1024, 4096)
 DEGREES = (2, 1)  # of ulysses and ring
-
-
-def stock_gain(rounds: Sequence[Round]) -> float:
-    """One process: time of the model as it is over that of the model compiled whole."""
-    return typical(rounds, "stock") / typical(rounds, "stock_compiled")
-
-
-def gain(rounds: Sequence[Round]) -> float:
-    """Two ranks: time of their blocks as they are over that of compiled ones."""
-    return typical(rounds, "ranks") / typical(rounds, "ranks_compiled")
+stock_gain = ratio("stock", "stock_compiled")  # one process, and the model compiled whole
+gain = ratio("ranks", "ranks_compiled")  # two ranks, and their blocks compiled
 
 
 def kept(rounds: Sequence[Round]) -> float:
@@ -44,24 +36,19 @@ def figures(case: str, rounds: Sequence[Round]) -> Iterator[Figure]:
     """Yield both gains, one over the other, and what is kept of stock's seconds where stock saves
     some.
     """
-    stocks = estimate(rounds, stock_gain)
-    there_is_one = stocks.low > GAINS
-    yield Figure("compile", case, "gain_of_stocks", estimate(rounds, of_stock), "ratio", Goal(at_least=KEPT))
+    made, there_is_one = CaseFigures("compile", case, rounds), estimate(rounds, stock_gain).low > GAINS
+    yield made.estimated("gain_of_stocks", of_stock, "ratio", Goal(at_least=KEPT))
     if there_is_one:
-        yield Figure("compile", case, "kept", estimate(rounds, kept), "ratio", Goal(at_least=KEPT))
-    yield Figure("compile", case, "gain", estimate(rounds, gain), "x")
-    yield Figure("compile", case, "stock_gain" if there_is_one else "stock_gain, none to keep", stocks, "x")
+        yield made.estimated("kept", kept, "ratio", Goal(at_least=KEPT))
+    yield made.estimated("gain", gain, "x")
+    yield made.estimated("stock_gain" if there_is_one else "stock_gain, none to keep", stock_gain, "x")
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
-    from ...parallel_runtime.comm.cores import giving_way
-    from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.layout import Layout
 
     layout = Layout(ulysses=DEGREES[0], ring=DEGREES[1])
-    with giving_way():
-        comm = connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence
-    with calls(comm, tokens) as made:
+    with calls(ranks.connect(layout).sequence, tokens) as made:
         return ranks.measure(
             {
                 name: Phase(partial(timed, call), alone=name.startswith("stock"))
@@ -120,9 +107,6 @@ def give_own_code(model: Any) -> None:
 
 def bench(options: Options) -> Iterator[Figure]:
     for tokens in TOKENS:
-        rounds = merge(
-            run(
-                options.host, DEGREES[0] * DEGREES[1], "compile:measure", tokens=tokens, rounds=options.rounds
-            )
-        )
+        asked = {"tokens": tokens, "rounds": options.rounds}
+        rounds = merge(run(options.host, DEGREES[0] * DEGREES[1], "compile:measure", **asked))
         yield from figures(f"ulysses2_{tokens}", rounds)

@@ -8,7 +8,8 @@ little more than that, and wait for the CPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceSharding
 from ..dry_run.ranks import joined
-from .figures import Figure, Goal, Options, Round, estimate, typical
+from .figures import CaseFigures, Figure, Goal, Options, ratio
 
 RANKS = {"two": 2, "eight": 8}
 HEADS, TOKENS, DIM = 8, 16, 2
@@ -79,16 +80,13 @@ def queries(q: torch.Tensor, *_, **__) -> torch.Tensor:
     return q
 
 
-def ranks_ratio(rounds: Sequence[Round]) -> float:
-    return typical(rounds, "eight") / typical(rounds, "two")
-
-
 def bench(options: Options) -> Iterator[Figure]:
     torch.set_num_threads(1)
     with joined(Layout(ulysses=max(RANKS.values())), 0):
         made = {name: Attentions(among(ranks)) for name, ranks in RANKS.items()}
         rounds = [{name: one.evaluate(1) for name, one in made.items()} for _ in range(options.rounds)]
-    yield Figure("exchange", "an attention", "ranks_ratio", estimate(rounds, ranks_ratio), "ratio", GOAL)
+    made = CaseFigures("exchange", "an attention", rounds)
+    yield made.estimated("ranks_ratio", ratio("eight", "two"), "ratio", GOAL)
     for name in RANKS:
-        seconds = estimate(rounds, lambda sampled, name=name: 1e6 * typical(sampled, name) / ATTENTIONS)
-        yield Figure("exchange", name, "cpu", seconds, "us")
+        us = [1e6 * one[name] / ATTENTIONS for one in rounds]
+        yield CaseFigures("exchange", name, us).estimated("cpu", median, "us")

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -56,6 +57,14 @@ def typical(rounds: Sequence[Round], phase: str) -> float:
     return median(round_[phase] for round_ in rounds)
 
 
+def of_phase(phase: str) -> Callable[[Sequence[Round]], float]:
+    return partial(typical, phase=phase)
+
+
+def ratio(phase: str, other: str) -> Callable[[Sequence[Round]], float]:
+    return lambda rounds: typical(rounds, phase) / typical(rounds, other)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Goal:
     """A goal fails only where even the favourable end of the interval misses it."""
@@ -97,6 +106,23 @@ class Figure:
         }
 
 
+@dataclass(frozen=True)
+class CaseFigures:
+    """The figures of one case of a bench: estimated of its ``samples``, or counted."""
+
+    bench: str
+    case: str
+    samples: Sequence[Any] = ()
+
+    def estimated(
+        self, metric: str, statistic: Callable[[Sequence[Any]], float], unit: str, goal: Goal | None = None
+    ) -> Figure:
+        return Figure(self.bench, self.case, metric, estimate(self.samples, statistic), unit, goal)
+
+    def counted(self, metric: str, value: float, unit: str, goal: Goal | None = None) -> Figure:
+        return Figure(self.bench, self.case, metric, exactly(value), unit, goal)
+
+
 def number(value: float) -> str:
     """Four digits, or all of a count: 0.9312, 12.35, 25174016."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -104,9 +130,10 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of every bench."""
+    """The options of every bench. ``name``: which bench it is, of a module that is several."""
 
     host: ComfyInstall
+    name: str = ""
     rounds: int = 25
     pictures: Path | None = None  # a folder for the pictures of benches that draw some
     prompts: int | None = None  # captions that benches of pictures sample; None is their own choice

@@ -1,5 +1,6 @@
 """Measure a pool of two groups of one rank: the same runs as stock's in turn, the cores' capacity
-taken out. ``cfg``, ``data`` and ``windows`` are benches of it, and ``queue`` goes further.
+taken out. ``queue`` goes further. It is three benches: ``cfg``, positive and negative prompt, of
+unequal length; ``data``, two images of a batch; ``windows``, two context windows of one image.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .capacity import capacity
-from .figures import Figure, Goal, Options, Round, estimate, typical
+from ...parallel_runtime.layout import Layout
+from .capacity import capacity, speedup
+from .figures import CaseFigures, Figure, Goal, Options, Round, typical
 from .lockstep import Phase, Ranks, merge, run, timed
+from .pools import cpu_pool
 
 if TYPE_CHECKING:
+    from ...launcher.pool.handle import PoolHandle
     from ...parallel_runtime.client.queued import Moment
-    from ...parallel_runtime.layout import Layout
 
-EFFICIENCY = 0.97  # goal
+EFFICIENCY = {"cfg": 0.97, "data": 0.97, "windows": 0.95}  # goals
 TOKENS, STEPS = 1024, 4
 SHORTER = 16  # tokens by which the negative prompt is shorter than the positive one
 BATCH, SCALE = {"data": 2}, {"cfg": 4.0}  # images, and cfg, else 1
@@ -30,10 +33,6 @@ WINDOW, DIM = 18, 2  # rows of a context window, of which two have all rows of t
 def efficiency(rounds: Sequence[Round]) -> float:
     """Time of stock's run over that of the pool's and the cores' capacity."""
     return typical(rounds, "alone") / (typical(rounds, "parallel") * capacity(rounds))
-
-
-def speedup(rounds: Sequence[Round]) -> float:
-    return typical(rounds, "alone") / typical(rounds, "parallel")
 
 
 class GroupRuns:
@@ -54,13 +53,9 @@ class GroupRuns:
     ):
         import comfy.sd
 
-        from ...launcher.pool.devices import place
-        from ...launcher.pool.handle import PoolHandle
-        from ...launcher.pool.rank_setup import RankSetup
         from ...parallel_runtime.client.ahead import LookAhead
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
-        from ...parallel_runtime.layout import Layout
         from ..random_files import write_model
         from .forwards import SAMPLE, SIZE
 
@@ -78,14 +73,13 @@ class GroupRuns:
         # From a file, as users' are: other weights are looked into at every run
         file = write_model(Path(self._folder.name, "model.safetensors"), SAMPLE.form, SIZE)
         for name, layout in layouts.items():
-            setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True}, **known)
-            placement = place(layout, devices, "gloo", ())
-            self.handles.append(PoolHandle(placement, setup))
+            self.handles.append(cpu_pool(layout, comfyui, devices, **known))
+            other_machines = self.handles[-1].placement.other_machines
             self.parallel[name] = parallelize(
                 comfy.sd.load_diffusion_model(str(file)),
-                RemotePool(self.handles[-1], shares_weights=not placement.other_machines),
+                RemotePool(self.handles[-1], shares_weights=not other_machines),
                 0.0,
-                can_join=not placement.other_machines,
+                can_join=not other_machines,
                 ahead=LookAhead(lambda: self.prompts.now),
             )
 
@@ -172,11 +166,13 @@ def measure(ranks: Ranks, what: str, rounds: int, comfyui: str) -> list[Round]:
         runs.close()
 
 
-def bench_of(what: str, options: Options, goal: float = EFFICIENCY) -> Iterator[Figure]:
-    rounds = merge(
-        run(options.host, 2, "groups:measure", what=what, rounds=options.rounds, comfyui=options.host.comfyui)
-    )
-    case = f"{what}2_{TOKENS}"
-    yield Figure(what, case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=goal))
-    yield Figure(what, case, "speedup", estimate(rounds, speedup), "x")
-    yield Figure(what, case, "capacity", estimate(rounds, capacity), "x")
+def bench(options: Options) -> Iterator[Figure]:
+    what, host = options.name, options.host
+    rounds = merge(run(host, 2, "groups:measure", what=what, rounds=options.rounds, comfyui=host.comfyui))
+    yield from figures(CaseFigures(what, f"{what}2_{TOKENS}", rounds), EFFICIENCY[what])
+
+
+def figures(made: CaseFigures, goal: float) -> Iterator[Figure]:
+    yield made.estimated("efficiency", efficiency, "ratio", Goal(at_least=goal))
+    yield made.estimated("speedup", speedup, "x")
+    yield made.estimated("capacity", capacity, "x")

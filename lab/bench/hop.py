@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from ...parallel_runtime.families.every import sample_with
-from .figures import Figure, Goal, Options, estimate, percentile
+from ...parallel_runtime.layout import Layout
+from .figures import CaseFigures, Figure, Goal, Options, percentile
 from .hop_rank import COSTS_NOTHING
 from .lockstep import timed
+from .pools import cpu_pool
 
 RANKS = 2
 LATENT = (1, 16, 128, 128)  # fp32: 1 MiB
@@ -37,17 +40,12 @@ class Hops:
         import torch
         from comfy.conds import CONDCrossAttn, CONDRegular
 
-        from ...launcher.pool.devices import place
-        from ...launcher.pool.handle import PoolHandle
-        from ...launcher.pool.rank_setup import RankSetup
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
         from ...parallel_runtime.crossing.source import state_source
-        from ...parallel_runtime.layout import Layout
 
         argv = (sys.executable, str(Path(__file__).with_name("hop_rank.py")), "{fd}", "{parent}")
-        setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True}, argv=argv)
-        self.handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
+        self.handle = cpu_pool(Layout(ulysses=RANKS), options.host.comfyui, argv=argv)
         self._remote = RemotePool(self.handle, shares_weights=True)
         stock = SAMPLE.form.random_model(SIZE)
         # The pool holds the model for as long as this lives
@@ -108,29 +106,18 @@ class Hops:
             for _ in range(COPIES):
                 there.copy_(here)
 
-        taken = []
-        for _ in range(WARM_UP + count):
-            taken.append(1e3 * timed(all_of_it))
-        return taken[WARM_UP:]
+        return [1e3 * timed(all_of_it) for _ in range(WARM_UP + count)][WARM_UP:]
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    hops = Hops(options)
+    hops, p50, p99 = Hops(options), partial(percentile, share=0.50), partial(percentile, share=0.99)
     try:
         for case, goal in GOALS_MS.items():
             measured = hops.milliseconds(PER_ROUND[case] * options.rounds, case == "between_forwards")
-            yield Figure(
-                "hop",
-                case,
-                "hop_ms_p50",
-                estimate(measured, lambda ms: percentile(ms, 0.50)),
-                "ms",
-                Goal(at_most=goal),
-            )
-            yield Figure("hop", case, "hop_ms_p99", estimate(measured, lambda ms: percentile(ms, 0.99)), "ms")
+            made = CaseFigures("hop", case, measured)
+            yield made.estimated("hop_ms_p50", p50, "ms", Goal(at_most=goal))
+            yield made.estimated("hop_ms_p99", p99, "ms")
         alone = hops.memory_only(PER_ROUND["back_to_back"] * options.rounds)
-        yield Figure(
-            "hop", "memory_only", "hop_ms_p50", estimate(alone, lambda ms: percentile(ms, 0.50)), "ms"
-        )
+        yield CaseFigures("hop", "memory_only", alone).estimated("hop_ms_p50", p50, "ms")
     finally:
         hops.handle.close()

@@ -21,10 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.errors import PipeMeshError
 from ...parallel_runtime.families.every import sample_with
-from .figures import Figure, Goal, Options, estimate, exactly
+from ...parallel_runtime.layout import Layout
+from .figures import CaseFigures, Figure, Goal, Options
 from .lockstep import timed
+from .pools import cpu_pool
 
 RANKS = 2
 COLD_STARTS = 5
@@ -47,17 +50,11 @@ class Loads:
         new one.
         """
         from ...launcher.pool.fork_server import ForkServer
-        from ...launcher.pool.rank_setup import RankSetup
 
         self._server = ForkServer()
-        self._setup = RankSetup(comfyui=self._comfyui, comfy_args={"cpu": True}, start=self._server.start)
 
-    def handle(self, ranks: int) -> Any:
-        from ...launcher.pool.devices import place
-        from ...launcher.pool.handle import PoolHandle
-        from ...parallel_runtime.layout import Layout
-
-        return PoolHandle(place(Layout(ulysses=ranks), "cpu", "gloo", ()), self._setup)
+    def handle(self, ranks: int) -> PoolHandle:
+        return cpu_pool(Layout(ulysses=ranks), self._comfyui, start=self._server.start)
 
     def cold_start(self) -> float:
         self.first_pool()
@@ -128,19 +125,13 @@ def require_room(folder: str) -> None:
 
 
 def memory_figures(case: str, one: dict[str, int], two: dict[str, int]) -> Iterator[Figure]:
-    yield Figure(
-        "load", case, "rss_ratio", exactly(two["loaded"] / one["loaded"]), "ratio", Goal(at_most=1.1)
-    )
-    yield Figure(
-        "load",
-        case,
-        "model_ratio",
-        exactly((two["loaded"] - two["base"]) / (one["loaded"] - one["base"])),
-        "ratio",
-    )
+    made, models = CaseFigures("load", case), [held["loaded"] - held["base"] for held in (one, two)]
+    yield made.counted("rss_ratio", two["loaded"] / one["loaded"], "ratio", Goal(at_most=1.1))
+    yield made.counted("model_ratio", models[1] / models[0], "ratio")
     for ranks, held in ((1, one), (2, two)):
-        yield Figure("load", f"{case}_{ranks}_ranks", "rss_mib", exactly(held["loaded"] / MIB), "MiB")
-        yield Figure("load", f"{case}_{ranks}_ranks", "rss_base_mib", exactly(held["base"] / MIB), "MiB")
+        made = CaseFigures("load", f"{case}_{ranks}_ranks")
+        yield made.counted("rss_mib", held["loaded"] / MIB, "MiB")
+        yield made.counted("rss_base_mib", held["base"] / MIB, "MiB")
 
 
 def bench(options: Options) -> Iterator[Figure]:
@@ -151,9 +142,9 @@ def bench(options: Options) -> Iterator[Figure]:
 
     loads = Loads(options)
     pairs = [(loads.cold_start(), loads.restart()) for _ in range(COLD_STARTS)]
-    cold, again = (estimate(list(times), median) for times in zip(*pairs, strict=True))
-    yield Figure("load", f"{RANKS}_ranks", "cold_start_s", cold, "s", Goal(at_most=12))
-    yield Figure("load", f"{RANKS}_ranks", "restart_s", again, "s")
+    cold, again = (CaseFigures("load", f"{RANKS}_ranks", times) for times in zip(*pairs, strict=True))
+    yield cold.estimated("cold_start_s", median, "s", Goal(at_most=12))
+    yield again.estimated("restart_s", median, "s")
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
         require_room(folder)
         assert SAMPLE.form.file is not None, f"{SAMPLE.name} has no file form"
@@ -168,7 +159,5 @@ def bench(options: Options) -> Iterator[Figure]:
             yield from memory_figures(case, one, two)
         for case, ranks in product(CASES, SHARDED):
             added = loads.memory(ranks, patched if case == "lora" else stock, "sharded")["own"]
-            own = exactly(added / model.stat().st_size)
-            yield Figure(
-                "load", f"sharded_{case}_{ranks}_ranks", "own_of_file", own, "ratio", Goal(at_most=1.15)
-            )
+            made = CaseFigures("load", f"sharded_{case}_{ranks}_ranks")
+            yield made.counted("own_of_file", added / model.stat().st_size, "ratio", Goal(at_most=1.15))

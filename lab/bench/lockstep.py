@@ -26,6 +26,8 @@ from .figures import Round
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
+    from ...parallel_runtime.comm.mesh import Mesh
+    from ...parallel_runtime.layout import Layout
 
 WARM_UP = 2
 SCRIPT = Path(__file__).with_name("lockstep_main.py")
@@ -63,6 +65,13 @@ class Ranks:
             )
         self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
 
+    def connect(self, layout: Layout, speeds: Sequence[int] = ()) -> Mesh:
+        """Join the groups that this rank has in ``layout``. ``speeds``: as a mesh has them."""
+        from ...parallel_runtime.comm.mesh import connect
+
+        with giving_way():
+            return connect(layout, self.rank, via_cpu=False, wants_stop=lambda: False, speeds=tuple(speeds))
+
     def measure(self, phases: Mapping[str, Phase], rounds: int) -> list[dict[str, float]]:
         """Measure, per round, the seconds of each phase in which this rank took part. The first
         rounds are warm-up and dropped, fewer where that would be most of them.
@@ -81,6 +90,18 @@ class Ranks:
         if self.rank == 0 and sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return measured[warm_up:]
+
+
+def attend_with_sdpa() -> None:
+    """Let ComfyUI attend as it does on GPUs, as counts are made, and as diffusers does everywhere:
+    on a CPU it would choose a slower way. Call it before any model is built.
+    """
+    import comfy.cli_args
+
+    comfy.cli_args.args.use_pytorch_cross_attention = True
+    import comfy.model_management
+
+    assert comfy.model_management.pytorch_attention_enabled()
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -19,8 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ...launcher.pool.rendezvous import NODE_COMMAND, open_store, store_key
 from ...parallel_runtime.comm.cores import giving_way, share_of_cores
 from ...parallel_runtime.errors import PipeMeshError
@@ -28,14 +26,14 @@ from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import predict
 from ...parallel_runtime.planner.whole import Whole
-from .capacity import capacity
-from .figures import Figure, Goal, Options, Round, estimate, typical
+from .figures import CaseFigures, Figure, Goal, Options, Round, of_phase, ratio, typical
 from .groups import STEPS as FEW
-from .groups import GroupRuns, efficiency, speedup
+from .groups import GroupRuns
+from .groups import figures as of_groups
 from .lockstep import Phase, Ranks, merge, run
 from .pipefusion import PipelineRuns, figures_of
-from .plan import ITEM_BYTES, Timed, measured
-from .queue import CALIBRATED, calibration
+from .plan import counts_of
+from .queue import calibrated, calibration
 from .slow_link import enter
 
 NAMES, DEVICES = ("near", "far"), "cpu,far/cpu"
@@ -144,8 +142,7 @@ def measure(
 
 def predicted(rounds: Sequence[Round], counted: Mapping[int, Whole], what: str, layout: Layout) -> float:
     """Return the seconds of a run in a layout."""
-    timed = [Timed.of(counted[count], typical(rounds, f"{count} both")) for count in CALIBRATED]
-    box = replace(measured(timed, rounds).box(2, ITEM_BYTES), machine=1, overlaps=True)
+    box = replace(calibrated(rounds, counted, 2), machine=1, overlaps=True)
     job = Job(
         whole=counted[TOKENS],
         evaluations=STEPS[what],
@@ -162,9 +159,7 @@ def bench(options: Options) -> Iterator[Figure]:
             asked = {"what": what, "rounds": options.rounds, "tokens": TOKENS, "steps": STEPS[what]}
             host = {"comfyui": str(options.host.comfyui)}
             by_rank = run(options.host, 2, "machines:measure", **asked, **host, **there)
-            counted = {
-                int(count): msgspec.convert(one, Whole) for count, one in by_rank[0]["counted"].items()
-            }
+            counted = counts_of(by_rank[0]["counted"])
             rounds = merge([rank["rounds"] for rank in by_rank])
             yield from figures(f"{what}2_{TOKENS}", what, rounds, counted, by_rank[0].get("free", ()))
 
@@ -172,23 +167,18 @@ def bench(options: Options) -> Iterator[Figure]:
 def figures(
     case: str, what: str, rounds: Sequence[Round], counted: Mapping[int, Whole], free: Sequence[Round]
 ) -> Iterator[Figure]:
+    made = CaseFigures("machines", case, rounds)
     if free:
-        kept = estimate(free, lambda some: typical(some, "of_schedule"))
-        yield Figure("machines", case, "of_schedule", kept, "ratio", Goal(at_least=OF_SCHEDULE))
+        kept = replace(made, samples=free)
+        yield kept.estimated("of_schedule", of_phase("of_schedule"), "ratio", Goal(at_least=OF_SCHEDULE))
     else:
-        goal = Goal(at_least=EFFICIENCY)
-        yield Figure("machines", case, "efficiency", estimate(rounds, efficiency), "ratio", goal)
-        yield Figure("machines", case, "speedup", estimate(rounds, speedup), "x")
-        yield Figure("machines", case, "capacity", estimate(rounds, capacity), "x")
+        yield from of_groups(made, EFFICIENCY)
     if "beside" in PHASES[what]:
-        slower = estimate(rounds, lambda some: typical(some, "beside") / typical(some, "alone"))
-        yield Figure("machines", case, "ulysses2_over_one", slower, "x", Goal(at_least=1.0))
+        yield made.estimated("ulysses2_over_one", ratio("beside", "alone"), "x", Goal(at_least=1.0))
     for phase, layout in PHASES[what].items():
-        near = estimate(
-            rounds,
-            lambda some, phase=phase, layout=layout: (
-                typical(some, phase) / predicted(some, counted, what, layout)
-            ),
-        )
+
+        def near(some: Sequence[Round], phase: str = phase, layout: Layout = layout) -> float:
+            return typical(some, phase) / predicted(some, counted, what, layout)
+
         name = f"over_predicted_{layout.product()}".replace(" ", "")
-        yield Figure("machines", case, name, near, "ratio", Goal.within(OFF, 1.0))
+        yield made.estimated(name, near, "ratio", Goal.within(OFF, 1.0))

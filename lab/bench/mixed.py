@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from .capacity import capacity
-from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
+from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
 from .lockstep import Phase, Ranks, merge, run
 
 TOKENS = 2048
@@ -57,7 +58,6 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from ...parallel_runtime.comm.cores import giving_way
-    from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.comm.shares import relative, shares_of
     from ...parallel_runtime.layout import Layout
     from .forwards import Forwards, standin
@@ -67,17 +67,8 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     known[ranks.rank] = 1.0 / min(forwards.through(standin(Layout(), 0), slowed) for _ in range(TRIES))
     with giving_way():
         dist.all_reduce(known)
-        speeds = relative(known.tolist())
-        even, mixed = (
-            connect(
-                layout,
-                ranks.rank,
-                via_cpu=False,
-                wants_stop=lambda: False,
-                speeds=one,
-            ).sequence
-            for one in ((), speeds)
-        )
+    speeds = relative(known.tolist())
+    even, mixed = (ranks.connect(layout, one).sequence for one in ((), speeds))
     standins = [standin(layout, rank, speeds) for rank in range(ranks.size)]
     phases = {
         "alone": Phase(forwards.whole, alone=True),
@@ -96,15 +87,9 @@ def bench(options: Options) -> Iterator[Figure]:
 
 
 def figures(rounds: Sequence[Round], slower_share: float) -> Iterator[Figure]:
-    case = f"ring2_{TOKENS}"
-    yield Figure("mixed", case, "of_ideal", estimate(rounds, of_ideal), "x", Goal(at_most=OF_IDEAL))
-    yield Figure("mixed", case, "even_of_ideal", estimate(rounds, lambda drawn: of_ideal(drawn, "even")), "x")
-    yield Figure("mixed", case, "slower_share", exactly(slower_share), "ratio")
-    yield Figure(
-        "mixed",
-        case,
-        "speedup",
-        estimate(rounds, lambda drawn: typical(drawn, "alone") / typical(drawn, "mixed")),
-        "x",
-    )
-    yield Figure("mixed", case, "capacity", estimate(rounds, capacity), "x")
+    made = CaseFigures("mixed", f"ring2_{TOKENS}", rounds)
+    yield made.estimated("of_ideal", of_ideal, "x", Goal(at_most=OF_IDEAL))
+    yield made.estimated("even_of_ideal", partial(of_ideal, phase="even"), "x")
+    yield made.counted("slower_share", slower_share, "ratio")
+    yield made.estimated("speedup", ratio("alone", "mixed"), "x")
+    yield made.estimated("capacity", capacity, "x")

@@ -7,15 +7,12 @@ from __future__ import annotations
 import importlib.metadata
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from ...parallel_runtime.errors import PipeMeshError
-from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
-from .lockstep import Phase, Ranks, merge, run, timed
-
-if TYPE_CHECKING:
-    pass
+from .figures import CaseFigures, Figure, Goal, Options, ratio
+from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed
 
 DIFFUSERS = "diffusers>=0.42,<0.43"  # pyproject's extra `peers`
 TOKENS = (1024, 4096)
@@ -34,27 +31,10 @@ def require_diffusers() -> None:
         )
 
 
-def ratio(ours: str, theirs: str) -> Callable[[Sequence[Round]], float]:
-    return lambda rounds: typical(rounds, ours) / typical(rounds, theirs)
-
-
-def attend_with_sdpa() -> None:
-    """Let ComfyUI attend as it does on GPUs, and as diffusers does everywhere: on a CPU it would
-    choose a slower way. Call it before any model is built.
-    """
-    import comfy.cli_args
-
-    comfy.cli_args.args.use_pytorch_cross_attention = True
-    import comfy.model_management
-
-    assert comfy.model_management.pytorch_attention_enabled()
-
-
 def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     attend_with_sdpa()
     from ...launcher.trial.rounding import relative_error
     from ...parallel_runtime.comm.cores import giving_way, keep_to
-    from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.layout import Layout
     from .diffusers_peer import DiffusersPeer
     from .forwards import Forwards
@@ -62,13 +42,8 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     forwards = Forwards(tokens)
     peer, parallel_peer, placed_peer = (DiffusersPeer(forwards.model, forwards.arguments) for _ in range(3))
     parallel_peer.parallelize(ranks.size)
+    comm = ranks.connect(Layout(ulysses=ranks.size)).sequence
     with giving_way():
-        comm = connect(
-            Layout(ulysses=ranks.size),
-            ranks.rank,
-            via_cpu=False,
-            wants_stop=lambda: False,
-        ).sequence
         placed_peer.parallelize(ranks.size)
 
     def theirs() -> float:
@@ -100,24 +75,13 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
 def bench(options: Options) -> Iterator[Figure]:
     require_diffusers()
     for tokens in TOKENS:
-        case = f"ulysses{ULYSSES}_{tokens}"
         by_rank = run(options.host, ULYSSES, "peers:measure", tokens=tokens, rounds=options.rounds)
         rounds = merge([rank["rounds"] for rank in by_rank])
-        yield Figure(
-            "peers",
-            case,
-            "time_ratio",
-            estimate(rounds, ratio("ours", "theirs")),
-            "ratio",
-            Goal(at_most=0.95),
-        )
-        yield Figure(
-            "peers", case, "placed_time_ratio", estimate(rounds, ratio("ours", "theirs_placed")), "ratio"
-        )
-        yield Figure(
-            "peers", case, "serial_time_ratio", estimate(rounds, ratio("ours_alone", "theirs_alone")), "ratio"
-        )
-        yield Figure("peers", case, "speedup", estimate(rounds, ratio("ours_alone", "ours")), "x")
-        yield Figure("peers", case, "their_speedup", estimate(rounds, ratio("theirs_alone", "theirs")), "x")
+        made = CaseFigures("peers", f"ulysses{ULYSSES}_{tokens}", rounds)
+        yield made.estimated("time_ratio", ratio("ours", "theirs"), "ratio", Goal(at_most=0.95))
+        yield made.estimated("placed_time_ratio", ratio("ours", "theirs_placed"), "ratio")
+        yield made.estimated("serial_time_ratio", ratio("ours_alone", "theirs_alone"), "ratio")
+        yield made.estimated("speedup", ratio("ours_alone", "ours"), "x")
+        yield made.estimated("their_speedup", ratio("theirs_alone", "theirs"), "x")
         for metric in ("max_difference", "serial_difference"):
-            yield Figure("peers", case, metric, exactly(by_rank[0][metric]), "ratio", Goal(at_most=2e-5))
+            yield made.counted(metric, by_rank[0][metric], "ratio", Goal(at_most=2e-5))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
@@ -18,10 +19,12 @@ from typing import Any
 from ...parallel_runtime.client.run import submissions
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.families.sample import Sample, Size
+from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.schedule import CAUSES, held_to_schedule
-from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
+from .figures import CaseFigures, Figure, Goal, Options, of_phase, ratio, typical
 from .lockstep import Phase, Ranks, merge, run, timed
+from .pools import cpu_pool
 
 STAGES = 2
 PATCHES = (2, 4)
@@ -33,15 +36,6 @@ TIMED_STEPS = 8
 OF_SCHEDULE = {"free": 0.95, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
-EQUAL = sample_with("equal")
-
-
-def speedup(mode: str) -> Any:
-    return lambda rounds: typical(rounds, "stock") / typical(rounds, mode)
-
-
-def patch_tax(rounds: Sequence[Round]) -> float:
-    return typical(rounds, "alone") / typical(rounds, "stock")
 
 
 def formula_bytes(patches: int, tokens: int, hidden: int, item_bytes: int, batch: int = 1) -> float:
@@ -61,14 +55,9 @@ def pool_of_stages(comfyui: str, devices: str = "cpu", **known: Any) -> tuple[An
     """The product's own pool, not started yet: its handle and the client's side of it. ``known``:
     more of its setup.
     """
-    from ...launcher.pool.devices import place
-    from ...launcher.pool.handle import PoolHandle
-    from ...launcher.pool.rank_setup import RankSetup
     from ...parallel_runtime.client.remote_pool import RemotePool
-    from ...parallel_runtime.layout import Layout
 
-    setup = RankSetup(comfyui=comfyui, comfy_args={"cpu": True}, **known)
-    handle = PoolHandle(place(Layout(pipefusion=STAGES), devices, "gloo", ()), setup)
+    handle = cpu_pool(Layout(pipefusion=STAGES), comfyui, devices, **known)
     return handle, RemotePool(handle, shares_weights=False)
 
 
@@ -247,89 +236,51 @@ def weights_of(sample_of: Sample, size: Size, comfyui: str, stages: tuple[int, .
     handle, pool = pool_of_stages(comfyui)
     try:
         model = sample_of.form.random_model(size)
+        case = Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler")
         parallel = parallelize(model, pool, 0.0, Patching(STAGES, WARM_UP, stages))
         for _ in range(2):
-            sample(
-                parallel,
-                Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler"),
-                steps=STEPS,
-            )
+            sample(parallel, case, steps=STEPS)
         return weights(model.model.diffusion_model, pool)
     finally:
         handle.close()
 
 
-def weights_of_equal_blocks(comfyui: str) -> dict[str, float]:
-    """Cut a model whose blocks are all of one kind: stages that are equally fast are equally
-    large.
-    """
-    return weights_of(*EQUAL, comfyui)
-
-
-def weights_cut_by_hand(comfyui: str) -> dict[str, float]:
-    """Cut the bench's model between its containers: one stage has the blocks of the first, the
-    other twice as many that are less than half as large.
-    """
+def bench(options: Options) -> Iterator[Figure]:
     from .forwards import SAMPLE, SIZE
 
-    return weights_of(SAMPLE, SIZE, comfyui, SIZE.blocks)
-
-
-def bench(options: Options) -> Iterator[Figure]:
+    comfyui = str(options.host.comfyui)
     for patches in PATCHES:
-        arguments = {
-            "patches": patches,
-            "rounds": options.rounds,
-            "tokens": TOKENS,
-            "steps": STEPS,
-            "comfyui": str(options.host.comfyui),
-        }
-        arguments["pictures"] = options.pictures and str(options.pictures)
-        by_rank = run(options.host, 2, "pipefusion:measure", **arguments)
+        asked = {"patches": patches, "rounds": options.rounds, "tokens": TOKENS, "steps": STEPS}
+        asked |= {"comfyui": comfyui, "pictures": options.pictures and str(options.pictures)}
+        by_rank = run(options.host, 2, "pipefusion:measure", **asked)
         yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
-    yield weights_share("equal_blocks", weights_of_equal_blocks(str(options.host.comfyui)))
-    yield weights_share("cut_by_hand", weights_cut_by_hand(str(options.host.comfyui)))
+    # Blocks that are all of one kind: stages that are equally fast are equally large
+    yield weights_share("equal_blocks", weights_of(*sample_with("equal"), comfyui))
+    # Between its containers: one stage has the blocks of the first, the other twice as many that
+    # are less than half as large
+    yield weights_share("cut_by_hand", weights_of(SAMPLE, SIZE, comfyui, SIZE.blocks))
 
 
 def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Iterator[Figure]:
     rounds, seen = merge([rank["rounds"] for rank in by_rank]), by_rank[0]
+    formula = seen["formula"]
     for mode, goal in OF_SCHEDULE.items():
-        name = f"{mode}_{case}"
-        runs = seen[mode]
-        kept = estimate(runs, lambda runs: typical(runs, "of_schedule"))
-        yield Figure("pipefusion", name, "of_schedule", kept, "ratio", Goal(at_least=goal) if goal else None)
+        made = CaseFigures("pipefusion", f"{mode}_{case}", seen[mode])
+        kept = Goal(at_least=goal) if goal else None
+        yield made.estimated("of_schedule", of_phase("of_schedule"), "ratio", kept)
         for metric in map(lost, CAUSES):
-            yield Figure(
-                "pipefusion", name, metric, estimate(runs, lambda runs, of=metric: typical(runs, of)), "ms"
-            )
-        yield Figure("pipefusion", name, "speedup", estimate(rounds, speedup(mode)), "x")
+            yield made.estimated(metric, of_phase(metric), "ms")
+        yield replace(made, samples=rounds).estimated("speedup", ratio("stock", mode), "x")
         ideal = Goal(at_least=BUSY * ideal_occupancy(patches)) if mode == "free" else None
-        yield Figure(
-            "pipefusion",
-            name,
-            "occupancy",
-            estimate(runs, lambda runs: typical(runs, "occupancy")),
-            "ratio",
-            ideal,
-        )
-        yield Figure(
-            "pipefusion", name, "bubble_ms", estimate(runs, lambda runs: typical(runs, "bubble_ms")), "ms"
-        )
-        yield Figure(
-            "pipefusion",
-            name,
-            "bytes_per_step",
-            exactly(typical(runs, "sent_bytes")),
-            "bytes",
-            Goal.within(0.02, seen["formula"]),
-        )
-        yield Figure("pipefusion", name, "bytes_formula", exactly(seen["formula"]), "bytes")
-    yield Figure("pipefusion", case, "patch_tax", estimate(rounds, patch_tax), "ratio")
+        yield made.estimated("occupancy", of_phase("occupancy"), "ratio", ideal)
+        yield made.estimated("bubble_ms", of_phase("bubble_ms"), "ms")
+        sent = typical(seen[mode], "sent_bytes")
+        yield made.counted("bytes_per_step", sent, "bytes", Goal.within(0.02, formula))
+        yield made.counted("bytes_formula", formula, "bytes")
+    yield CaseFigures("pipefusion", case, rounds).estimated("patch_tax", ratio("alone", "stock"), "ratio")
     yield weights_share(case, seen)
 
 
 def weights_share(case: str, seen: dict[str, Any]) -> Figure:
-    limit = 1 / STAGES + seen["ends_share"] + WEIGHTS_SLACK
-    return Figure(
-        "pipefusion", case, "weights_share", exactly(seen["weights_share"]), "ratio", Goal(at_most=limit)
-    )
+    goal = Goal(at_most=1 / STAGES + seen["ends_share"] + WEIGHTS_SLACK)
+    return CaseFigures("pipefusion", case).counted("weights_share", seen["weights_share"], "ratio", goal)

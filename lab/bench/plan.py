@@ -33,8 +33,8 @@ from ...parallel_runtime.planner.measured import Speeds, this_machine, write
 from ...parallel_runtime.planner.prediction import predict
 from ...parallel_runtime.planner.whole import Attended, Whole
 from ...parallel_runtime.stages import share_out
-from .figures import Estimate, Figure, Goal, Options, Round, exactly, percentile, typical
-from .lockstep import Phase, Ranks, merge, run, timed
+from .figures import CaseFigures, Estimate, Figure, Goal, Options, Round, percentile, typical
+from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed
 
 FAMILIES = 3
 HEADS, BLOCKS = 16, 3
@@ -170,19 +170,10 @@ class OwnStage:
 
 def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     """Time every case in each round. Return the rounds, and the counts of each model and size."""
-    import comfy.cli_args
-
     torch.set_num_threads(max(1, len(ranks.own_cores)))  # as a pool's rank on the CPU
-    comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
-    from ...parallel_runtime.comm.cores import giving_way
-    from ...parallel_runtime.comm.mesh import connect
-
-    with giving_way():
-        comms = [
-            connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence
-            for layout in SEQUENCES
-        ]
-        stages = connect(STAGES, ranks.rank, via_cpu=False, wants_stop=lambda: False)
+    attend_with_sdpa()
+    comms = [ranks.connect(layout).sequence for layout in SEQUENCES]
+    stages = ranks.connect(STAGES)
     phases: dict[str, Phase] = {}
     counted: dict[str, dict[int, Forwards]] = {}
     for sample, small in tried():
@@ -209,13 +200,9 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
                 phases[f"{sample.name} {side} {STAGES.product()}"] = Phase(
                     lambda forwards=forwards, stage=stage: forwards.in_stages(stage)
                 )
-    for nbytes in MESSAGES:
-        phases[f"message {nbytes}"] = Phase(message(comms[0].ulysses, torch.ones(nbytes // 4)))
-    some = torch.ones(1 << 20)
-    phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
-    measured = ranks.measure(phases, rounds)
+    phases |= of_link(comms[0].ulysses)
     return {
-        "rounds": measured,
+        "rounds": ranks.measure(phases, rounds),
         "wholes": {
             name: {side: asdict(one.whole) for side, one in sizes.items()} for name, sizes in counted.items()
         },
@@ -226,9 +213,7 @@ def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
     """Time the calibrating forwards in one process with a thread on every core, as a pool of one
     rank has.
     """
-    import comfy.cli_args
-
-    comfy.cli_args.args.use_pytorch_cross_attention = True
+    attend_with_sdpa()
     torch.set_num_threads(max(1, len(ranks.own_cores)))
     phases: dict[str, Phase] = {}
     for sample, small in tried():
@@ -240,17 +225,25 @@ def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
     return ranks.measure(phases, rounds)
 
 
-def message(exchange: Any, tensor: Any) -> Callable[[], float]:
-    into = tensor.new_empty(2, *tensor.shape)
-    return lambda: timed(lambda: exchange.all_to_all([to_all(tensor, 2)], [into], 0.0))
+def of_link(exchange: Any) -> dict[str, Phase]:
+    """Return the phases that a link's speed and the memory's are measured by."""
+
+    def message(tensor: torch.Tensor) -> Callable[[], float]:
+        into = tensor.new_empty(2, *tensor.shape)
+        return lambda: timed(lambda: exchange.all_to_all([to_all(tensor, 2)], [into], 0.0))
+
+    some = torch.ones(1 << 20)
+    messages = {f"message {nbytes}": Phase(message(torch.ones(nbytes // 4))) for nbytes in MESSAGES}
+    return {**messages, "memory": Phase(lambda: timed(lambda: some * 2.0), alone=True)}
 
 
 def wholes_of(found: dict[str, dict[str, Any]]) -> Wholes:
     """Return the counts of each model and size that were json."""
-    return {
-        model: {int(side): msgspec.convert(counted, Whole) for side, counted in sizes.items()}
-        for model, sizes in found.items()
-    }
+    return {model: counts_of(sizes) for model, sizes in found.items()}
+
+
+def counts_of(found: Mapping[str, Any]) -> dict[int, Whole]:
+    return {int(size): msgspec.convert(counted, Whole) for size, counted in found.items()}
 
 
 @dataclass(frozen=True)
@@ -394,9 +387,8 @@ def bench(options: Options) -> Iterator[Figure]:
 def figures(rounds: Sequence[Round], wholes: Wholes) -> Iterator[Figure]:
     found = cases(rounds, wholes)
     for case in found:
-        yield Figure(
-            "plan", case.job, f"{case.layout.product()}", exactly(case.predicted / case.achieved), "ratio"
-        )
+        made = CaseFigures("plan", case.job)
+        yield made.counted(case.layout.product(), case.predicted / case.achieved, "ratio")
     draw = random.Random(0)
     drawn = [summed_up(cases(draw.choices(rounds, k=len(rounds)), wholes)) for _ in range(DRAWS)]
     for metric, value in summed_up(found).items():

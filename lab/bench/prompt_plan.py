@@ -20,8 +20,8 @@ from ...parallel_runtime.planner.decoding import Decoding
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.whole import Whole
 from .figures import Round, typical
-from .lockstep import Phase, Ranks, merge, run, timed
-from .plan import ITEM_BYTES, MESSAGES, Forwards, Timed, measured, message
+from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed
+from .plan import ITEM_BYTES, Forwards, Timed, measured, of_link
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
@@ -98,11 +98,8 @@ class Known:
 
 def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Time forwards and a decoding at smaller sizes in each round; return the rounds and counts."""
-    import comfy.cli_args
     import torch
 
-    from ...parallel_runtime.comm.cores import giving_way
-    from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.families.every import SAMPLES
     from ...parallel_runtime.layout import Layout
     from ...parallel_runtime.planner.decoding import counted_of, vae_of
@@ -110,14 +107,13 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
     from .vae import by_bands, random_weights
 
     torch.set_num_threads(1)
-    comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
-    with giving_way():
-        comm = connect(Layout(ulysses=RANKS), ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence
+    attend_with_sdpa()
+    comm = ranks.connect(Layout(ulysses=RANKS)).sequence
     prompt = msgspec.convert(asked, Asked)
     sample = SAMPLES[prompt.sample]
     model = sample.form.random_model(prompt.size).model
     make = partial(vae_of, prompt.latents, prompt.width)
-    vae, counts, phases = random_weights(make()), {}, dict[str, Phase]()
+    vae, counts, phases = random_weights(make()), {}, of_link(comm.ulysses)
     for share in (*SMALLER, 1.0):
         smaller = prompt.at(share)
         forwards = Forwards(model, sample, smaller.released, smaller.released.extent)
@@ -137,10 +133,6 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
 
             phases["decoding alone"] = Phase(decode, alone=True)
             phases["decoding both"] = Phase(partial(by_bands, vae, latent, comm))
-    some = torch.ones(1 << 20)
-    phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
-    for nbytes in MESSAGES:
-        phases[f"message {nbytes}"] = Phase(message(comm.ulysses, torch.ones(nbytes // 4)))
     return {"rounds": ranks.measure(phases, rounds), "counted": counts}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ from ...launcher.errors import LaunchError
 from ...parallel_runtime.families.sample import Size
 from ..comfyui.api import Graph, RunResult, node
 from ..comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
-from .figures import Figure, Goal, Options, Round, estimate, exactly, typical
+from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
 from .prompt_plan import Asked, known, together
 
 STAND_INS = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
@@ -186,14 +185,6 @@ class Prompts:
         return seconds, int(abs(stock - auto).max())
 
 
-def ratio(phase: str) -> Callable[[Sequence[Round]], float]:
-    return lambda rounds: typical(rounds, f"stock{phase}") / typical(rounds, f"auto{phase}")
-
-
-def over(predicted: float, name: str, rounds: Sequence[Round]) -> float:
-    return predicted / typical(rounds, name)
-
-
 def server_in(folder: Path, options: Options) -> ComfyServer:
     packs = {**CUSTOM_NODES, "stand_ins.py": STAND_INS}
     env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PIPEMESH_CACHE": str(folder / "cache")}
@@ -213,10 +204,10 @@ def bench(options: Options, side: int = 512, width: int = 64) -> Iterator[Figure
                 before = known(options.host, prompt) if prompt is not None else None
                 found = [prompts.round(seed) for seed in range(UNTIMED + options.rounds)]
                 apart = max(pixels for _, pixels in found)
-                yield Figure("prompts", case, "pixels", exactly(apart), "of 255", Goal(at_most=1))
-                timed = [seconds for seconds, _ in found[UNTIMED:]]
-                for name, phase in (("run_speedup", ""), ("sampling_speedup", " sampling")):
-                    yield Figure("prompts", case, name, estimate(timed, ratio(phase)), "x")
+                made = CaseFigures("prompts", case, [seconds for seconds, _ in found[UNTIMED:]])
+                yield made.counted("pixels", apart, "of 255", Goal(at_most=1))
+                yield made.estimated("run_speedup", ratio("stock", "auto"), "x")
+                yield made.estimated("sampling_speedup", ratio("stock sampling", "auto sampling"), "x")
                 if prompt is None or before is None:
                     continue
                 smaller = Prompts(server, graph(side // 2))
@@ -225,5 +216,8 @@ def bench(options: Options, side: int = 512, width: int = 64) -> Iterator[Figure
                 predicted = speeds.predicted(STEPS, prompt.batch)
                 for name, seconds in predicted.items():
                     whole = seconds + typical(small, f"{name} beside")
-                    off = estimate(timed, partial(over, whole, name))
-                    yield Figure("prompts", case, f"predicted_{name}", off, "ratio", Goal.within(OFF, 1.0))
+
+                    def over(rounds: Sequence[Round], whole: float = whole, name: str = name) -> float:
+                        return whole / typical(rounds, name)
+
+                    yield made.estimated(f"predicted_{name}", over, "ratio", Goal.within(OFF, 1.0))

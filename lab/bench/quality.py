@@ -28,7 +28,7 @@ from ..pictures.autoencoder import CELL
 from ..pictures.files import trained_files
 from ..pictures.scenes import scenes_by_chance
 from .curves import Panel, draw_panels
-from .figures import Figure, Goal, Options, estimate, exactly
+from .figures import CaseFigures, Figure, Goal, Options, estimate, exactly
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -287,14 +287,8 @@ def gain_of(cell: Cell, count: int, found: Mapping[tuple[Cell, int], Sequence[fl
     if cell.warm_up != WARM_UPS[-1] or cell.pool or shortest is None:
         return None
     gained = [late - early for late, early in zip(found[cell, count], shortest, strict=True)]
-    return Figure(
-        "quality",
-        f"{cell} n={count}",
-        f"psnr over warm-up={WARM_UPS[0]}",
-        estimate(gained, mean),
-        "dB",
-        Goal(at_least=0.0),
-    )
+    made = CaseFigures("quality", f"{cell} n={count}", gained)
+    return made.estimated(f"psnr over warm-up={WARM_UPS[0]}", mean, "dB", Goal(at_least=0.0))
 
 
 def words(

@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
-
 from ...parallel_runtime.families.sample import Released
 from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.planner.box import Box
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import predict
 from ...parallel_runtime.planner.whole import Whole
-from .capacity import capacity
-from .figures import Figure, Goal, Options, Round, estimate, typical
-from .groups import QUEUED, STEPS, GroupRuns, efficiency, speedup
-from .lockstep import Phase, Ranks, merge, run, timed
-from .plan import ITEM_BYTES, MESSAGES, Forwards, Timed, measured, message
+from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
+from .groups import QUEUED, STEPS, GroupRuns
+from .groups import figures as of_groups
+from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed
+from .plan import ITEM_BYTES, Forwards, Timed, counts_of, measured, of_link
 
 EFFICIENCY, OFF = 0.95, 0.1  # goals; beside sampling, each result is copied, kept and compared
 TOKENS = (256, 1024)
@@ -64,12 +63,7 @@ def unrelated() -> float:
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int, comfyui: str) -> dict[str, Any]:
-    from ...parallel_runtime.comm.cores import giving_way
-    from ...parallel_runtime.comm.mesh import connect
-
-    with giving_way():
-        exchange = connect(SEQUENCE, ranks.rank, via_cpu=False, wants_stop=lambda: False).sequence.ulysses
-    phases, counted = calibration(tokens, exchange)
+    phases, counted = calibration(tokens, ranks.connect(SEQUENCE).sequence.ulysses)
     runs = GroupRuns(ranks, "queue", comfyui, tokens, SEQUENCE)
     phases["unrelated"] = Phase(unrelated, alone=True)
     try:
@@ -83,65 +77,50 @@ def calibration(tokens: int, exchange: Any) -> tuple[dict[str, Phase], dict[int,
     """Return the phases that speeds are measured by, of the model at smaller sizes, messages of
     ``exchange`` and the memory; and counts at those sizes and at ``tokens``.
     """
-    import comfy.cli_args
-    import torch
-
     from .forwards import SAMPLE, SIZE
 
-    comfy.cli_args.args.use_pytorch_cross_attention = True  # what counts are made with
-    model, counted, phases = SAMPLE.form.random_model(SIZE).model, dict[int, Whole](), dict[str, Phase]()
+    attend_with_sdpa()
+    model, counted, phases = SAMPLE.form.random_model(SIZE).model, dict[int, Whole](), of_link(exchange)
     for count in (*CALIBRATED, tokens):
         small = released(count)
         forwards = Forwards(model, SAMPLE, small, small.extent)
         counted[count] = forwards.whole
         if count in CALIBRATED:
             phases[f"{count} both"] = Phase(forwards.alone)
-    for nbytes in MESSAGES:
-        phases[f"message {nbytes}"] = Phase(message(exchange, torch.ones(nbytes // 4)))
-    some = torch.ones(1 << 20)
-    phases["memory"] = Phase(lambda: timed(lambda: some * 2.0), alone=True)
     return phases, counted
+
+
+def calibrated(rounds: Sequence[Round], counted: Mapping[int, Whole], ranks: int) -> Box:
+    """Return so many ranks of the speed that ``calibration``'s phases took."""
+    found = [Timed.of(counted[count], typical(rounds, f"{count} both")) for count in CALIBRATED]
+    return measured(found, rounds).box(ranks, ITEM_BYTES)
 
 
 def predicted(rounds: Sequence[Round], counted: Mapping[int, Whole], tokens: int, phase: str) -> float:
     """Return the seconds of the queue in a layout."""
     layout, images = BOTH[phase]
-    found = [Timed.of(counted[count], typical(rounds, f"{count} both")) for count in CALIBRATED]
     job = Job(whole=counted[tokens], evaluations=STEPS, batch=images)
-    box = measured(found, rounds).box(layout.world_size, ITEM_BYTES)
+    box = calibrated(rounds, counted, layout.world_size)
     return QUEUED // images * STEPS * min(one.seconds for one in predict(job, layout, box))
 
 
 def bench(options: Options) -> Iterator[Figure]:
     for tokens in TOKENS:
-        by_rank = run(
-            options.host,
-            2,
-            "queue:measure",
-            tokens=tokens,
-            rounds=options.rounds,
-            comfyui=options.host.comfyui,
-        )
+        asked = {"tokens": tokens, "rounds": options.rounds, "comfyui": options.host.comfyui}
+        by_rank = run(options.host, 2, "queue:measure", **asked)
         rounds = merge([rank["rounds"] for rank in by_rank])
-        counted = {int(count): msgspec.convert(one, Whole) for count, one in by_rank[0]["counted"].items()}
-        yield from figures(tokens, rounds, counted)
+        yield from figures(tokens, rounds, counts_of(by_rank[0]["counted"]))
 
 
 def figures(tokens: int, rounds: Sequence[Round], counted: Mapping[int, Whole]) -> Iterator[Figure]:
-    case = f"queue2_{tokens}"
-    yield Figure(
-        "queue", case, "efficiency", estimate(rounds, efficiency), "ratio", Goal(at_least=EFFICIENCY)
-    )
-    yield Figure("queue", case, "speedup", estimate(rounds, speedup), "x")
-    yield Figure("queue", case, "capacity", estimate(rounds, capacity), "x")
-    over_ulysses = estimate(rounds, lambda some: typical(some, "beside") / typical(some, "parallel"))
-    yield Figure("queue", case, "over_ulysses", over_ulysses, "x")
+    made = CaseFigures("queue", f"queue2_{tokens}", rounds)
+    yield from of_groups(made, EFFICIENCY)
+    yield made.estimated("over_ulysses", ratio("beside", "parallel"), "x")
     for phase, (layout, _) in BOTH.items():
-        near = estimate(
-            rounds,
-            lambda some, phase=phase: typical(some, phase) / predicted(some, counted, tokens, phase),
-        )
+
+        def near(some: Sequence[Round], phase: str = phase) -> float:
+            return typical(some, phase) / predicted(some, counted, tokens, phase)
+
         name = f"over_predicted_{layout.product()}".replace(" ", "")
-        yield Figure("queue", case, name, near, "ratio", Goal.within(OFF, 1.0))
-    unrelated_ms = estimate(rounds, lambda some: 1e3 * typical(some, "unrelated"))
-    yield Figure("queue", case, "unrelated", unrelated_ms, "ms")
+        yield made.estimated(name, near, "ratio", Goal.within(OFF, 1.0))
+    yield made.estimated("unrelated", lambda some: 1e3 * typical(some, "unrelated"), "ms")

@@ -12,14 +12,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from ...parallel_runtime.families.every import sample_with
-from .figures import Figure, Options, Round, estimate, typical
+from .figures import CaseFigures, Figure, Options, Round
+from .pools import cpu_pool
 
 RANKS, STEPS = 2, 4
 WARM_UP = 2
@@ -80,16 +80,12 @@ class Sampling:
 def bench(options: Options) -> Iterator[Figure]:
     import comfy.sd
 
-    from ...launcher.pool.devices import place
-    from ...launcher.pool.handle import PoolHandle
-    from ...launcher.pool.rank_setup import RankSetup
     from ...parallel_runtime.client.remote_patcher import parallelize
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ...parallel_runtime.layout import Layout
     from ..random_files import write_model
 
-    setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True})
-    handle = PoolHandle(place(Layout(ulysses=RANKS), "cpu", "gloo", ()), setup)
+    handle = cpu_pool(Layout(ulysses=RANKS), options.host.comfyui)
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
         file = write_model(Path(folder, "model.safetensors"), SAMPLE.form, SIZE)
         try:
@@ -110,5 +106,5 @@ def bench(options: Options) -> Iterator[Figure]:
             handle.close()
     for name in sides:
         for part in PARTS:
-            in_ms = [{part: 1e3 * one[name][part]} for one in rounds]
-            yield Figure("run", name, f"{part}_ms", estimate(in_ms, partial(typical, phase=part)), "ms")
+            in_ms = [1e3 * one[name][part] for one in rounds]
+            yield CaseFigures("run", name, in_ms).estimated(f"{part}_ms", median, "ms")

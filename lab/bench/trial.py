@@ -16,7 +16,7 @@ from ...launcher.trial.process import try_in_process
 from ...parallel_runtime.families import FILES
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ..commands.fingerprints import classes
-from .figures import Figure, Goal, Options, estimate, exactly
+from .figures import CaseFigures, Figure, Goal, Options
 from .lockstep import timed
 
 
@@ -35,9 +35,9 @@ def bench(options: Options) -> Iterator[Figure]:
         is_asked_for = not options.only or any(word in case for word in options.only)
         if not is_asked_for or not read(kind):
             continue
-        reads = [timed(partial(read, kind)) for _ in range(options.rounds)]
-        yield Figure("trial", case, "fingerprint_s", estimate(reads, median), "s")
+        made = CaseFigures("trial", case, [timed(partial(read, kind)) for _ in range(options.rounds)])
+        yield made.estimated("fingerprint_s", median, "s")
         total += (took := timed(partial(compare, kind)))
-        yield Figure("trial", case, "trial_s", exactly(took), "s")
-        yield Figure("trial", case, "is_same", exactly(found[-1]), "", Goal(at_least=1))
-    yield Figure("trial", "all", "trial_s", exactly(total), "s")
+        yield made.counted("trial_s", took, "s")
+        yield made.counted("is_same", found[-1], "", Goal(at_least=1))
+    yield CaseFigures("trial", "all").counted("trial_s", total, "s")

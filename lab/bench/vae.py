@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .capacity import capacity
-from .figures import Figure, Goal, Options, Round, estimate
+from .capacity import capacity, speedup
+from .figures import CaseFigures, Figure, Goal, Options, Round
 from .lockstep import Phase, Ranks, merge, run, timed
-from .sp import efficiency, patch_tax, speedup
+from .sp import efficiency, patch_tax
 
 # Latents of each VAE, whose decode takes two seconds or more
 CASES = {"AutoencoderKL": (1, 16, 64, 64), "Wan 2.1": (1, 16, 3, 48, 4)}
@@ -74,14 +74,11 @@ def by_bands(model: Any, latent: Any, comm: Any) -> float:
 def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
     import torch
 
-    from ...parallel_runtime.comm.cores import giving_way
-    from ...parallel_runtime.comm.mesh import connect
     from ...parallel_runtime.layout import Layout
     from .forwards import standin
 
     layout = Layout(ulysses=ranks.size)
-    with giving_way():
-        mesh = connect(layout, ranks.rank, via_cpu=False, wants_stop=lambda: False)
+    mesh = ranks.connect(layout)
     model, latent = model_of(case), torch.randn(CASES[case], generator=torch.Generator().manual_seed(5))
 
     def whole() -> float:
@@ -103,10 +100,9 @@ def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
 def bench(options: Options) -> Iterator[Figure]:
     for case in options.only or CASES:
         rounds = merge(run(options.host, 2, "vae:measure", case=case, rounds=options.rounds))
-        found = estimate(rounds, efficiency)
-        yield Figure("vae", case, "efficiency", found, "ratio", Goal(at_least=EFFICIENCY))
-        yield Figure("vae", case, "speedup", estimate(rounds, speedup), "x")
-        found = estimate(rounds, of_capacity)
-        yield Figure("vae", case, "of_capacity", found, "ratio", Goal(at_least=OF_CAPACITY))
-        yield Figure("vae", case, "band_tax", estimate(rounds, patch_tax), "ratio")
-        yield Figure("vae", case, "capacity", estimate(rounds, capacity), "x")
+        made = CaseFigures("vae", case, rounds)
+        yield made.estimated("efficiency", efficiency, "ratio", Goal(at_least=EFFICIENCY))
+        yield made.estimated("speedup", speedup, "x")
+        yield made.estimated("of_capacity", of_capacity, "ratio", Goal(at_least=OF_CAPACITY))
+        yield made.estimated("band_tax", patch_tax, "ratio")
+        yield made.estimated("capacity", capacity, "x")

@@ -11,12 +11,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.lab.bench import against, hop, load, machines, mixed, pipefusion, plan, sp, trial
+from pipemesh.lab.bench import against, hop, load, machines, mixed, pipefusion, plan, pools, sp, trial
 from pipemesh.lab.bench import command as bench
 from pipemesh.lab.bench import compile as compile_bench
 from pipemesh.lab.bench import run as bench_run
 from pipemesh.lab.bench.capacity import capacity
-from pipemesh.lab.bench.figures import Estimate, Figure, Goal, Options, estimate, exactly, percentile
+from pipemesh.lab.bench.figures import (
+    Estimate,
+    Figure,
+    Goal,
+    Options,
+    estimate,
+    exactly,
+    percentile,
+    ratio,
+)
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
 from pipemesh.lab.bench.plan import MESSAGES
@@ -25,7 +34,6 @@ from pipemesh.lab.comfyui.api import Event, RunResult, Tick
 from pipemesh.lab.dry_run.expected import even_bytes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
-from pipemesh.launcher.pool import rank_setup
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families import FILES
@@ -199,7 +207,7 @@ def test_two_checkouts_are_timed_in_turns_each_first_as_often():
         (2, "there"),
         (2, "here"),
     ]
-    assert (against.run_ratio(rounds), against.added_ratio(rounds)) == (0.75, 0.5)
+    assert (ratio("here", "there")(rounds), against.added_ratio(rounds)) == (0.75, 0.5)
     with pytest.raises(LaunchError, match="--against FOLDER"):
         next(against.bench(Options(host=host())))
 
@@ -346,7 +354,7 @@ def test_of_a_run_that_goes_step_by_step_the_first_steps_say_how_long_all_of_it_
 
 def test_the_hop_bench_runs(setup, monkeypatch):
     """``setup``: its ranks are forked from where others are."""
-    monkeypatch.setattr(rank_setup, "RankSetup", partial(replace, setup))
+    monkeypatch.setattr(pools, "RankSetup", partial(replace, setup))
     monkeypatch.setattr(hop, "SIZE", replace(hop.SIZE, blocks=(1, 1)))
     monkeypatch.setattr(hop, "PER_ROUND", {"back_to_back": 1, "between_forwards": 1})
     monkeypatch.setattr(hop, "WARM_UP", 1)
