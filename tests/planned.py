@@ -1,8 +1,11 @@
 """Counts of released models, as ``dryrun`` had them, and jobs and boxes made of numbers alone."""
 
 import json
+from collections.abc import Mapping
 from itertools import chain, repeat
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from pipemesh.parallel_runtime.planner.box import Box, Device, Level
 from pipemesh.parallel_runtime.planner.whole import Activations, Attended, Shareable, Whole
@@ -22,15 +25,8 @@ def counts(name: str) -> Whole:
     attended = [[Attended(*one) for one in block] for block in lists.pop("attended_by_block")]
     shareable = Shareable(**{**found["shareable"], "blocks": unrolled(found["shareable"]["blocks"])})
     activations = Activations(**found["activations"])
-    return Whole(
-        **{
-            **found,
-            **lists,
-            "attended_by_block": attended,
-            "shareable": shareable,
-            "activations": activations,
-        }
-    )
+    own = {"attended_by_block": attended, "shareable": shareable, "activations": activations}
+    return Whole(**{**found, **lists, **own})
 
 
 def unrolled(runs: list) -> list:
@@ -60,16 +56,20 @@ def box(
     memory: float = 1e15,
     flops: float = 1e12,
     levels: tuple = (),
+    device: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> Box:
-    """A box whose links cost nothing, but for those given."""
-    device = Device(
-        name="d",
-        matmul_flops_per_s=flops,
-        attention_flops_per_s=flops,
-        memory_bytes=memory,
-        memory_bytes_per_s=1e15,
-    )
+    """A box whose links cost nothing, but for those given. ``device``: more of each device's
+    fields; ``more`` of the box's.
+    """
+    speeds = {"matmul_flops_per_s": flops, "attention_flops_per_s": flops, "memory_bytes_per_s": 1e15}
+    one = Device(name="d", memory_bytes=memory, **{**speeds, **device})
     ports = Level(ranks=1, bytes_per_s=port, latency_s=latency)
     return Box(
-        name="box", devices=(device,) * ranks, levels=(ports, *levels), host_bytes_per_s=1e9, hop_s=0.0
+        name="box",
+        devices=(one,) * ranks,
+        levels=(ports, *levels),
+        host_bytes_per_s=1e9,
+        hop_s=0.0,
+        **more,
     )

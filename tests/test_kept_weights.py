@@ -78,9 +78,8 @@ def half_of(real, stock):
     nbytes = sum(parameter.nbytes for parameter in stock.model.diffusion_model.parameters())
 
     def kept_in(self, names, layout, memory, parts=()):
-        return real(
-            self, names, layout, [Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0) for _ in memory]
-        )
+        half = Memory(len(names) * (LEFT_FREE + nbytes // 2), 1 << 40, 0)
+        return real(self, names, layout, [half] * len(memory))
 
     return kept_in
 
@@ -93,15 +92,14 @@ def on_device_within(path, lora, part):
     patcher = with_lora(loaded(path), lora, True)
     patches, patcher.patches = patcher.patches, {}
     model = patcher.model.diffusion_model
-    budget = int(
-        part * sum(tensor.nbytes for parameter in model.parameters() for tensor in stored_tensors(parameter))
-    )
+
+    def stored():
+        return [tensor for parameter in model.parameters() for tensor in stored_tensors(parameter)]
 
     def on_device():
-        tensors = {
-            id(tensor): tensor for parameter in model.parameters() for tensor in stored_tensors(parameter)
-        }
-        return sum(tensor.nbytes for tensor in tensors.values() if tensor.device == META)
+        return sum(tensor.nbytes for tensor in stored() if tensor.device == META)
+
+    budget = int(part * sum(tensor.nbytes for tensor in stored()))
 
     with torch.inference_mode():
         weights = OffloadedWeights(patcher, META, budget, lambda nbytes: None)
@@ -124,6 +122,7 @@ def test_a_budget_is_never_passed(written, form, part):
 
 
 GIB = 1 << 30
+TWO_GPUS = ("cuda:0", "cuda:1")
 ALONE = "no other rank has the same blocks: raise ulysses or ring to share weights out"
 FLUX = ModelBytes(
     around=GIB, blocks=23 * GIB, shared_blocks=23 * GIB, largest=GIB, two=2 * GIB, two_blocks=4 * GIB
@@ -180,15 +179,12 @@ def test_each_stage_needs_room_for_the_blocks_that_it_has():
     layout, memory = Layout(pipefusion=2), [Memory(24 * GIB, 24 * GIB, 0), Memory(12 * GIB, 12 * GIB, 0)]
 
     def kept(*parts):
-        return WeightsWish("auto", FLUX).kept_in(("cuda:0", "cuda:1"), layout, memory, parts)
+        return WeightsWish("auto", FLUX).kept_in(TWO_GPUS, layout, memory, parts)
 
     assert kept(2.0, 1.0).kept == "whole" and kept(38, 19) == kept(2.0, 1.0)
     assert kept(2.0, 1.0).why == "each rank needs 8.7 GiB, and 10.5 GiB are free", "the tightest"
     assert kept().kept == kept(1.0, 1.0).kept == kept(1.0, 2.0).kept == "offloaded"
     assert kept().why == kept(1.0, 1.0).why == "each rank needs 12.5 GiB of weights, and 10.5 GiB are free"
-
-
-TWO_GPUS = ("cuda:0", "cuda:1")
 
 
 @pytest.mark.parametrize(("spare", "kept"), [(1, "whole"), (-1, "sharded"), (-12, "offloaded")])
@@ -198,14 +194,12 @@ def test_what_an_evaluation_needs_beside_the_weights_is_left_free(spare, kept):
     needed = beside_bytes(whole, layout, branches=1, batch=1)
     assert whole.activations.peak_bytes / 2 < needed < whole.activations.peak_bytes
     free = FLUX.whole(1) + needed + spare * GIB
-    keeping = WeightsWish("auto", FLUX, lambda: needed).kept_in(
-        TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2
+    keeping, chosen = (
+        WeightsWish(asked, FLUX, lambda: needed).kept_in(TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2)
+        for asked in ("auto", "offloaded")
     )
     assert keeping.kept == kept
     assert keeping.leaves >= needed and keeping.nbytes + keeping.leaves <= free
-    chosen = WeightsWish("offloaded", FLUX, lambda: needed).kept_in(
-        TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2
-    )
     assert chosen.budget == free - needed
 
 
@@ -238,15 +232,8 @@ def capped(monkeypatch, memory):
     made, real = [], WeightsWish.kept_in
 
     def kept_in(self, names, layout, _, parts=()):
-        made.append(
-            real(
-                self,
-                [f"cuda:{rank}" for rank, _ in enumerate(names)],
-                layout,
-                [Memory(memory, 1 << 40, 0) for _ in names],
-                parts,
-            )
-        )
+        gpus, free = [f"cuda:{rank}" for rank in range(len(names))], [Memory(memory, 1 << 40, 0)] * len(names)
+        made.append(real(self, gpus, layout, free, parts))
         return made[-1]
 
     monkeypatch.setattr(WeightsWish, "kept_in", kept_in)

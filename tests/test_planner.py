@@ -91,27 +91,22 @@ def test_a_pipeline_on_perfect_links_takes_what_the_paper_says(evaluations, warm
 
 
 def test_heads_that_do_not_divide_are_imbalance_and_even_ones_are_not():
-    assert (
-        of(Layout(ulysses=5), box(5)).parts["imbalance"]
-        > 0
-        == of(Layout(ulysses=4), box(4)).parts["imbalance"]
-    )
+    lost = [of(Layout(ulysses=ranks), box(ranks)).parts["imbalance"] for ranks in (5, 4)]
+    assert lost[0] > 0 == lost[1]
 
 
 def test_a_ring_waits_for_all_that_its_own_cores_move_and_for_its_merges():
     job, layout = Job(whole=attention_alone(4096)), Layout(ring=2)
-    fast, measured = box(2, port=1e9, flops=1e10), box(2).devices[0]
-    assert of(layout, fast, job).parts["ring"] == pytest.approx(0, abs=1e-5)  # covered
-    travels = of(layout, dataclasses.replace(fast, overlaps=False), job).parts["ring"]
-    assert travels == pytest.approx(
-        SharedAttention(layout, job.whole.attended[0]).passed_bytes(0) / 1e9, rel=1e-3
-    )
-    merging = [dataclasses.replace(measured, merge_bytes_per_s=speed) for speed in (1e9, 2e9)]
-    once, twice = (
-        of(layout, dataclasses.replace(box(2), devices=(one,) * 2), job).parts["ring"] for one in merging
-    )
-    assert once == pytest.approx(2 * twice)
     attended = SharedAttention(layout, job.whole.attended[0])
+
+    def waits(**there):
+        return of(layout, box(2, **there), job).parts["ring"]
+
+    assert waits(port=1e9, flops=1e10) == pytest.approx(0, abs=1e-5)  # covered
+    travels = waits(port=1e9, flops=1e10, overlaps=False)
+    assert travels == pytest.approx(attended.passed_bytes(0) / 1e9, rel=1e-3)
+    once, twice = (waits(device={"merge_bytes_per_s": speed}) for speed in (1e9, 2e9))
+    assert once == pytest.approx(2 * twice)
     assert once == pytest.approx((MERGE_BYTES + MERGED_BYTES) * attended.output_elements / 1e9, rel=1e-3)
 
 
@@ -127,30 +122,25 @@ def test_a_ring_is_charged_what_its_merges_read_and_write():
 
 
 def test_where_ranks_own_cores_move_messages_weights_and_patches_wait_for_them_too():
-    overlapping = box(2, port=1e9, flops=1e12)
-    cores = dataclasses.replace(overlapping, overlaps=False)
+    overlapping, cores = (box(2, port=1e9, flops=1e12, overlaps=overlaps) for overlaps in (True, False))
     sharded = dataclasses.replace(JOB, keeps=("sharded",))
     covered, waits = (
         of(Layout(ulysses=2), there, sharded).parts["weights"] for there in (overlapping, cores)
     )
     assert covered == 0 and waits == pytest.approx(sum(FLUX.block_weight_bytes) / 2 / 1e9, rel=0.05)
 
-    def lost(there):
+    def lost(overlaps):
         slow, fast = (
-            dataclasses.replace(there, levels=(Level(ranks=1, bytes_per_s=port, latency_s=0.0),))
-            for port in (1e9, 1e15)
+            of(Layout(pipefusion=2), box(2, port=port, overlaps=overlaps)).seconds for port in (1e9, 1e15)
         )
-        return of(Layout(pipefusion=2), slow).seconds - of(Layout(pipefusion=2), fast).seconds
+        return slow - fast
 
     onwards = of(Layout(pipefusion=2), cores).sent_bytes["pipefusion"] / 1e9
-    assert lost(cores) - lost(overlapping) > 0.5 * onwards
+    assert lost(False) - lost(True) > 0.5 * onwards
 
 
 def test_what_blocks_take_beside_computing_comes_with_every_patch_and_is_shared_by_stages_alone():
-    slow = dataclasses.replace(
-        box(2).devices[0], beside_s=1.0, matmul_flops_per_s=1e30, attention_flops_per_s=1e30
-    )
-    there, blocks = dataclasses.replace(box(2), devices=(slow,) * 2), len(FLUX.block_flops)
+    there, blocks = box(2, flops=1e30, device={"beside_s": 1.0}), len(FLUX.block_flops)
     seconds = [of(layout, there).seconds for layout in (Layout(), Layout(ulysses=2))]
     assert seconds == pytest.approx([blocks, blocks], rel=1e-6)
     job = Job(whole=FLUX, warm_up=1, evaluations=1001, patches=3)
@@ -159,15 +149,11 @@ def test_what_blocks_take_beside_computing_comes_with_every_patch_and_is_shared_
 
 def test_a_rank_takes_no_less_than_the_starts_of_its_kernels_which_messages_and_patches_add_to():
     """Its own blocks', with what exchanges and steps of a ring start; whatever it computes."""
-    slow = dataclasses.replace(
-        box(1).devices[0], launch_s=1.0, matmul_flops_per_s=1e20, attention_flops_per_s=1e20
-    )
     job = Job(whole=FLUX, warm_up=1, evaluations=10001, patches=4)
     alone, attentions = FLUX.launches, len(FLUX.attended)
 
     def started(layout):
-        ranks = layout.world_size
-        return of(layout, dataclasses.replace(box(ranks), devices=(slow,) * ranks), job)
+        return of(layout, box(layout.world_size, flops=1e20, device={"launch_s": 1.0}), job)
 
     assert started(Layout()).seconds == pytest.approx(alone)
     both = started(Layout(ulysses=2)).seconds
@@ -193,7 +179,7 @@ def test_prompts_are_split_into_groups_before_ranks_start_more_than_they_compute
 
 
 def test_an_exchange_takes_longer_the_more_ranks_take_part():
-    known = dataclasses.replace(box(8), exchanges=((4, 1.0), (8, 3.0)))
+    known = box(8, exchanges=((4, 1.0), (8, 3.0)))
     assert [known.exchange_s(ranks) for ranks in (1, 2, 3, 4, 6, 8, 16)] == [0, 0, 0.5, 1, 2, 3, 3]
     exchanges = 2 * len(FLUX.attended)
     for ranks in (4, 8):
@@ -203,7 +189,7 @@ def test_an_exchange_takes_longer_the_more_ranks_take_part():
 
 def test_a_pipeline_takes_no_less_than_the_patches_that_comfyui_samples():
     job = Job(whole=FLUX, warm_up=1, evaluations=10001, patches=4)
-    there = dataclasses.replace(box(2, flops=1e20), patch_s=1.0)
+    there = box(2, flops=1e20, patch_s=1.0)
     assert of(Layout(pipefusion=2), there, job).seconds == pytest.approx(4, rel=1e-3)
     assert of(Layout(ulysses=2), there, job).seconds < 1e-3
 
@@ -222,21 +208,18 @@ def test_a_device_computes_as_fast_as_its_products_where_these_are_published():
 
 def test_processors_idle_where_there_is_little_for_them_and_only_then():
     """Half of the last wave: a patch or shard of few rows takes longer than its part."""
-    device = dataclasses.replace(box(1).devices[0], processors=100)
+
+    def having(processors, ranks=1):
+        return box(ranks, device={"processors": processors})
+
+    device = having(100).devices[0]
     assert (device.busy(50), device.busy(5000)) == (0.5, pytest.approx(0.99, abs=1e-3))
-    assert dataclasses.replace(device, processors=0).busy(50) == device.busy(0) == 1
+    assert having(0).devices[0].busy(50) == device.busy(0) == 1
 
     def gain(layout, whole, processors):
-        ranks = layout.world_size
-        boxes = [
-            dataclasses.replace(
-                box(size), devices=(dataclasses.replace(device, processors=processors),) * size
-            )
-            for size in (1, ranks)
-        ]
         alone, shared = (
-            of(one, a_box, Job(whole=whole)).seconds
-            for one, a_box in zip((Layout(), layout), boxes, strict=True)
+            of(one, having(processors, one.world_size), Job(whole=whole)).seconds
+            for one in (Layout(), layout)
         )
         return alone / shared
 
@@ -250,12 +233,9 @@ def test_processors_idle_where_there_is_little_for_them_and_only_then():
 
 def test_attention_has_the_speed_of_its_kernels_where_that_is_known():
     long, short = (counts("hunyuan 720p"), counts("flux 1024"))
-    fast, slow = (
-        dataclasses.replace(box(1).devices[0], attention_flops_per_s=speed) for speed in (1e12, 0.5e12)
-    )
+    fast, slow = (box(1, device={"attention_flops_per_s": speed}) for speed in (1e12, 0.5e12))
     longer = [
-        of(Layout(), dataclasses.replace(box(1), devices=(slow,)), Job(whole=whole)).seconds
-        / of(Layout(), dataclasses.replace(box(1), devices=(fast,)), Job(whole=whole)).seconds
+        of(Layout(), slow, Job(whole=whole)).seconds / of(Layout(), fast, Job(whole=whole)).seconds
         for whole in (long, short)
     ]
     assert 1.1 < longer[1] < 1.3 < 1.8 < longer[0] < 2, "a long video is nearly all attention"
@@ -267,22 +247,20 @@ def test_attention_has_the_speed_of_its_kernels_where_that_is_known():
 
 
 def test_what_kernels_move_between_products_takes_time_through_the_cache_where_it_has_room():
-    device = dataclasses.replace(box(1).devices[0], memory_bytes_per_s=1.0, cache=Cache(100, 10.0))
+    of_device = {"memory_bytes_per_s": 1.0, "cache": Cache(100, 10.0)}
+    device = box(1, device=of_device).devices[0]
     assert (device.moving_s(100), device.moving_s(101)) == (10, 101)
-    assert dataclasses.replace(device, cache=None).moving_s(101) == 0, "measured speeds have it"
-    whole = dataclasses.replace(attention_alone(1024), activations=Activations(0, [(150, 3), (400, 1)]))
+    assert box(1).devices[0].moving_s(101) == 0, "measured speeds have it"
+    little = attention_alone(1024)
+    whole = dataclasses.replace(little, activations=Activations(0, [(150, 3), (400, 1)]))
 
-    def seconds(layout):
-        a_box = dataclasses.replace(box(layout.world_size), devices=(device,) * layout.world_size)
-        return of(layout, a_box, Job(whole=whole)).parts["compute"]
+    def seconds(layout, whole=whole):
+        return of(layout, box(layout.world_size, device=of_device), Job(whole=whole)).parts["compute"]
 
-    computed = of(
-        Layout(), dataclasses.replace(box(1), devices=(device,)), Job(whole=attention_alone(1024))
-    ).parts["compute"]
+    computed = seconds(Layout(), little)
     assert seconds(Layout()) == pytest.approx(computed + 3 * 150 + 400)
-    assert seconds(Layout(ulysses=2)) == pytest.approx(computed / 2 + 3 * 7.5 + 200), (
-        "half of the rows have room"
-    )
+    half = computed / 2 + 3 * 7.5 + 200
+    assert seconds(Layout(ulysses=2)) == pytest.approx(half), "half of the rows have room"
 
 
 # -- memory
@@ -296,12 +274,8 @@ def test_weights_that_fit_no_device_are_shared_out_or_left_in_main_memory():
     assert shared.kept == "sharded" and shared.weight_bytes == sharded_bytes(
         FLUX, Layout(ulysses=4), (0, len(FLUX.block_flops))
     )
-    assert (
-        of(Layout(), box(1, memory=40 * GIB)).kept
-        == of(Layout(ulysses=4), box(4, memory=40 * GIB)).kept
-        == "whole"
-    )
-    assert of(Layout(pipefusion=2), box(2, memory=20 * GIB)).kept == "whole"
+    for layout, gib in ((Layout(), 40), (Layout(ulysses=4), 40), (Layout(pipefusion=2), 20)):
+        assert of(layout, box(layout.world_size, memory=gib * GIB)).kept == "whole"
 
 
 def test_a_pipeline_keeps_keys_and_values_of_its_own_blocks_for_each_branch():
@@ -317,9 +291,8 @@ def test_a_pipeline_keeps_keys_and_values_of_its_own_blocks_for_each_branch():
 
 def test_what_fits_nowhere_says_what_it_needs():
     row = plan(JOB, box(1, memory=1 * GIB)).rows[0]
-    assert (
-        row.prediction is None and row.why == "Too little memory: each worker needs 23.6 GiB and has 1.0 GiB."
-    )
+    assert row.prediction is None
+    assert row.why == "Too little memory: each worker needs 23.6 GiB and has 1.0 GiB."
 
 
 # -- the choice
@@ -454,8 +427,7 @@ def test_between_machines_a_latent_travels_to_each_group_there_and_its_output_ba
     moved = FLUX.activations._replace(out_bytes=100)
     whole = dataclasses.replace(FLUX, activations=moved)
     levels = (Level(ranks=2, bytes_per_s=100, latency_s=0),)
-    far = dataclasses.replace(box(4, levels=levels), machine=2)
-    near = dataclasses.replace(far, machine=0)
+    far, near = (box(4, levels=levels, machine=machine) for machine in (2, 0))
 
     def hop(layout, there=far):
         job = dataclasses.replace(JOB, whole=whole, branches=layout.cfg, batch=layout.data)
@@ -473,7 +445,7 @@ def test_between_machines_a_latent_travels_to_each_group_there_and_its_output_ba
 
 
 def test_groups_on_several_machines_never_share_an_image_as_they_do_not_in_a_run():
-    far = dataclasses.replace(box(4), machine=2)
+    far = box(4, machine=2)
     assert of(Layout(ulysses=2, cfg=2), box(4)).parts["imbalance"] == pytest.approx(0, abs=1e-6)
     apart = of(Layout(ulysses=2, cfg=2), far)
     assert apart.seconds == pytest.approx(of(Layout(ulysses=2), box(4)).seconds)

@@ -66,11 +66,24 @@ from .shared_runtime import no_trials
 NOWHERE = Path("/nowhere")
 FLUX = counts("flux 1024")
 OPEN = Choice(place(Layout(ulysses=2), "cpu", "auto", ()), is_open=True)
+TWO_GPUS = Placement(layout=Layout(ulysses=2), devices=(Device("cuda:0"), Device("cuda:1")), backend="nccl")
 PROMPT = {"cross_attn": torch.zeros(1, 13, 64), "pooled_output": torch.zeros(1, 32)}
 
 
 def planning(count=lambda *_: FLUX, speeds=NOWHERE):
     return Planning(StepTimes(), SimpleNamespace(of=count), speeds)
+
+
+def gpus(title="NVIDIA L40", count=2, gib=48, **how):
+    return machine_box([RankDevice(title, gib << 30)] * count, **how)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Pools are predicted by this box of published figures."""
+    return lambda a_box: monkeypatch.setattr(
+        Planning, "_here", lambda *_: MachineBox(a_box, "published", "by figures")
+    )
 
 
 def asked(branches=1, batch=1, evaluations=20):
@@ -158,16 +171,10 @@ def test_what_cannot_be_counted_keeps_all_devices_on_one_image_and_says_why():
 
 
 @pytest.fixture
-def slow_links(monkeypatch):
+def slow_links(known):
     """Two GPUs that are faster as stages; returns an open choice of them."""
-    slow = replace(machine_box([RankDevice("NVIDIA L40", 48 << 30)] * 2), box=box(2, port=1e9, flops=1e14))
-    monkeypatch.setattr(Planning, "_here", lambda *_: replace(slow, known="published"))
-    devices = tuple(Device(f"cuda:{index}") for index in range(2))
-    return Choice(
-        Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl"),
-        allows_approximate=True,
-        is_open=True,
-    )
+    known(box(2, port=1e9, flops=1e14))
+    return Choice(TWO_GPUS, allows_approximate=True, is_open=True)
 
 
 def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(slow_links):
@@ -220,16 +227,15 @@ def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start(
     slow = box(2, flops=1e12, port=1e6)
     assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
     saved = round(10 / (predicted(job, fast, Layout(ulysses=2)) - made.best.prediction.seconds))
-    for times, is_wanted_again, stays in (
+    for times, again, stays in (
         (0.9, False, True),
         (1.5, False, False),
         (1.5, True, True),
         (2.1, True, False),
     ):
         longer = replace(job, evaluations=round(times * saved))
-        chosen = with_running(
-            longer, fast, plan(longer, fast, sizes=(2,)), Layout(ulysses=2), is_wanted_again=is_wanted_again
-        )
+        made = plan(longer, fast, sizes=(2,))
+        chosen = with_running(longer, fast, made, Layout(ulysses=2), is_wanted_again=again)
         assert (chosen.best.layout == Layout(ulysses=2)) is stays
     alone = Job(whole=FLUX, evaluations=1000)
     kept = with_running(alone, fast, plan(alone, fast, sizes=(2,)), Layout(cfg=2))
@@ -254,10 +260,10 @@ def predicted(job, a_box, layout):
     return min(one.seconds for one in predict(job, layout, a_box))
 
 
-def test_a_workflow_of_two_kinds_of_samplings_counts_the_way_back_until_one_of_them_is_gone(monkeypatch):
-    monkeypatch.setattr(
-        Planning, "_here", lambda *_: MachineBox(box(2, flops=1e14), "published", "by figures")
-    )
+def test_a_workflow_of_two_kinds_of_samplings_counts_the_way_back_until_one_of_them_is_gone(
+    known, monkeypatch
+):
+    known(box(2, flops=1e14))
     chooser, model, counted, best = planning(), stock_model(5).model, [], {}
 
     def noted(_job, _box, made, _running, *, is_wanted_again, **_):
@@ -306,27 +312,21 @@ def test_a_gpu_has_the_published_figures_of_its_name(title, kind):
 
 
 def test_how_the_speeds_of_a_box_are_known_is_said():
-    linked = machine_box([RankDevice("NVIDIA H100 80GB HBM3", 80 << 30)] * 2)
+    linked = gpus("NVIDIA H100 80GB HBM3")
     assert (linked.known, linked.box.name) == ("published", "2xH100-NVLink")
-    assert machine_box([RankDevice("NVIDIA H100 PCIe", 80 << 30)] * 2).box.name == "2xH100-PCIe"
-    staged = machine_box([RankDevice("NVIDIA RTX A6000", 48 << 30)] * 2, staged=True)
-    assert (
-        staged.box.levels[0].bytes_per_s
-        < machine_box([RankDevice("NVIDIA RTX A6000", 48 << 30)] * 2).box.levels[0].bytes_per_s
-    )
-    strange = machine_box([RankDevice("Strange GPU", 8 << 30)] * 2)
-    assert (
-        strange.known == "plain"
-        and f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
-    )
+    assert gpus("NVIDIA H100 PCIe").box.name == "2xH100-PCIe"
+    staged, direct = (gpus("NVIDIA RTX A6000", staged=staged).box.levels[0] for staged in (True, False))
+    assert staged.bytes_per_s < direct.bytes_per_s
+    strange = gpus("Strange GPU", gib=8)
+    assert strange.known == "plain"
+    assert f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
     assert strange.box.devices[0].memory_bytes == 8 << 30
-    assert machine_box([RankDevice("CPU", 1, cores=1)] * 2).known == "plain"
+    cpus = [RankDevice("CPU", 1, cores=1)] * 2
+    assert machine_box(cpus).known == "plain"
     measured = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=0.0, link=1e9)
-    both = machine_box([RankDevice("CPU", 1, cores=1)] * 2, measured=measured)
+    both = machine_box(cpus, measured=measured)
     assert (both.known, both.alone) == ("measured", None)
-    alone = machine_box(
-        [RankDevice("CPU", 1, cores=1)] * 2, measured=measured, alone=replace(measured, matmul=3e9)
-    ).alone
+    alone = machine_box(cpus, measured=measured, alone=replace(measured, matmul=3e9)).alone
     assert (len(alone.devices), alone.devices[0].matmul_flops_per_s) == (1, 3e9)
 
 
@@ -334,17 +334,13 @@ def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_pat
     """Of two ranks each is half as fast as one on both cores, so one without messages is faster."""
     half = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=1e-3, link=1e6)
     file = tmp_path / "speeds.json"
-    for name, alone, best in (
-        ("all", {"x on all cores": replace(half, matmul=2e9, attention=2e9)}, 1),
-        ("none", {}, 2),
+    for best, speeds in (
+        (1, {"x both": half, "x on all cores": replace(half, matmul=2e9, attention=2e9)}),
+        (2, {"x both": replace(half, latency_s=0.0, link=1e15)}),
     ):
-        write(
-            file,
-            this_machine(),
-            {"x both": replace(half, latency_s=0.0, link=1e15) if not alone else half, **alone},
-        )
+        write(file, this_machine(), speeds)
         chosen = planning(speeds=file).choose(stock_model(5).model, OPEN, asked(), ())
-        assert (chosen.layout.world_size, chosen.why) == (best, "by speeds measured on this machine"), name
+        assert (chosen.layout.world_size, chosen.why) == (best, "by speeds measured on this machine")
 
 
 def test_memory_is_what_is_free_and_what_models_hold_that_would_make_room(monkeypatch):
@@ -377,35 +373,29 @@ def test_what_was_predicted_for_a_like_sampling_is_not_predicted_again(slow_link
     assert len(asked_for) == 2
 
 
-def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_room(monkeypatch):
-    monkeypatch.setattr(
-        Planning, "_here", lambda *_: MachineBox(box(2, memory=16 << 30), "published", "by figures")
-    )
+def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_room(known):
+    known(box(2, memory=16 << 30))
     model, open_auto = stock_model(5).model, replace(OPEN, weights="auto")
     chosen = planning().choose(model, open_auto, asked(), ())
     assert chosen.kept == placed(open_auto, chosen).weights == "sharded"
     assert planning().choose(model, replace(OPEN, weights="whole"), asked(), ()).why == "no layout has room"
     offloaded = planning().choose(model, replace(OPEN, weights="offloaded"), asked(), ())
     assert offloaded.kept == "offloaded"
-    monkeypatch.setattr(Planning, "_here", lambda *_: MachineBox(box(2), "published", "by figures"))
+    known(box(2))
     assert placed(open_auto, planning().choose(model, open_auto, asked(), ())).weights == "auto", (
         "the ranks see what is free"
     )
 
 
-def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, monkeypatch):
+def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, known):
     """Links so slow that no layout of two ranks gains anything."""
-    monkeypatch.setattr(
-        Planning,
-        "_here",
-        lambda *_: MachineBox(box(2, port=1e3, latency=1.0), "published", "by figures of slow links"),
-    )
+    known(box(2, port=1e3, latency=1.0))
     runtime, stock = PoolsHere(stock_model(5)), run(stock_model(5))
     made = auto(runtime)
     made.switch.fixed = True
     assert torch.equal(run(stock_model(5)), stock)
     (notice,) = made._notices.latest()
-    assert notice.text == "On one GPU: One GPU is faster here than several, by figures of slow links."
+    assert notice.text == "On one GPU: One GPU is faster here than several, by figures."
     assert not any(here.asked for here, _ in runtime.pools.values())
     one = runtime.planning.choose(stock_model(5).model, OPEN, asked(), ())
     with pytest.raises(Refused, match="UNetModel has no token plan"):
@@ -462,9 +452,7 @@ def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_sto
         return run(one, cfg=4.0)
 
     assert_same(sampled, ours, stock)
-    here, pool = (
-        runtime.pools[Layout(cfg=2)] if Layout(cfg=2) in runtime.pools else runtime.pools[Layout(data=2)]
-    )
+    here, pool = runtime.pools.get(Layout(cfg=2)) or runtime.pools[Layout(data=2)]
     assert {ranks for ranks, _, _ in here.asked} == {(0,), (1,)}
     figures = plan_figures(runtime.planning.of(pool.last_run), pool.last_run)
     assert figures.predicted_ms > 0 < figures.achieved_ms and figures.losers
@@ -489,21 +477,14 @@ def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
     assert said[3] == "  achieved: 500.0 ms", "groups compute both prompts at once"
     assert " ms more " in said[4] and said[-1].startswith("  and ")
     heads = plan_heads(plan_figures(planned, ran))
-    assert (
-        heads[0].endswith(" ms, achieved 500.0 ms")
-        and heads[1] == f"not {said[4].strip()}"
-        and len(heads) == 3
-    )
-    assert (
-        plan_heads(None)
-        == plan_heads(plan_figures(PlannedLayout(Layout(ulysses=2), "links are not known")))
-        == ()
-    )
+    assert heads[0].endswith(" ms, achieved 500.0 ms") and len(heads) == 3
+    assert heads[1] == f"not {said[4].strip()}"
+    unknown = plan_figures(PlannedLayout(Layout(ulysses=2), "links are not known"))
+    assert plan_heads(None) == plan_heads(unknown) == ()
     apart = replace(planned, layout=Layout(ulysses=4))
     assert plan_figures(apart, ran).achieved_ms == 1000.0
-    assert plan_text(plan_figures(PlannedLayout(Layout(ulysses=2), "links are not known"))) == (
-        "Layout taken: ulysses 2 = 2 ranks; nothing was predicted: links are not known"
-    )
+    said = "Layout taken: ulysses 2 = 2 ranks; nothing was predicted: links are not known"
+    assert plan_text(unknown) == said
 
 
 def test_why_others_lose_is_told_in_texts_that_every_language_has():
@@ -521,12 +502,10 @@ def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and
     ran = Run(
         evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0}
     )
-    devices = tuple(Device(f"cuda:{index}") for index in range(2))
-    pair = Placement(layout=Layout(ulysses=2), devices=devices, backend="nccl")
-    assert longer_alone(ran, pair, planned) == pytest.approx(made.alone().prediction.seconds / 0.5)
+    assert longer_alone(ran, TWO_GPUS, planned) == pytest.approx(made.alone().prediction.seconds / 0.5)
     for unknown in (None, replace(planned, known="plain"), replace(planned, plan=None)):
-        assert longer_alone(ran, pair, unknown) is None
-    assert longer_alone(Run(), pair, planned) is None
+        assert longer_alone(ran, TWO_GPUS, unknown) is None
+    assert longer_alone(Run(), TWO_GPUS, planned) is None
 
 
 @pytest.mark.parametrize("sigmas", [None, torch.zeros(1)])
