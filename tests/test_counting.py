@@ -14,6 +14,7 @@ import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 
 import psutil
@@ -121,12 +122,8 @@ def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(count
 def test_another_process_counts_as_this_one_would(counter, model):
     asked = described(model, PROMPT, SHAPE)
     there, here = counter.begin(asked).result(DEADLINE_S), whole_of(asked)
-    assert (there.flops, there.activations.peak_bytes, there.tokens) == (
-        here.flops,
-        here.activations.peak_bytes,
-        here.tokens,
-    )
-    assert [tuple(one) for one in there.attended] == [tuple(one) for one in here.attended]
+    for name in ("flops", "activations.peak_bytes", "tokens", "attended"):
+        assert attrgetter(name)(there) == attrgetter(name)(here)
 
 
 @pytest.mark.parametrize("kind", ["SD15", "SDXL"])
@@ -146,11 +143,8 @@ def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
 
 
 def test_texts_of_nearly_the_same_length_are_counted_as_one():
-    assert (
-        rounded(PROMPT)["cross_attn"].shape
-        == rounded({"cross_attn": torch.zeros(1, 64, 64)})["cross_attn"].shape
-        == (1, 64, 64)
-    )
+    for tokens in (13, 64):
+        assert rounded({"cross_attn": torch.zeros(1, tokens, 64)})["cross_attn"].shape == (1, 64, 64)
     masked = {**PROMPT, "attention_mask": torch.ones(1, 13)}
     assert rounded(masked) is masked, "its mask has as many"
 
@@ -197,22 +191,14 @@ def functions():
     classes.
     """
     found = {}
-    modules = [
-        one
-        for name, one in list(sys.modules.items())
-        if name.partition(".")[0] == "comfy" or name in ("torch", "torch.cuda")
-    ]
-    for module in modules:
+    for called, module in list(sys.modules.items()):
+        if called.partition(".")[0] != "comfy" and called not in ("torch", "torch.cuda"):
+            continue
         for name, value in list(vars(module).items()):
-            if callable(value):
-                found[module.__name__, name] = value
+            found[called, name] = value
             if isinstance(value, type) and value.__module__.startswith("comfy."):
-                found |= {
-                    (module.__name__, name, one): method
-                    for one, method in vars(value).items()
-                    if callable(method)
-                }
-    return found
+                found |= {(called, name, one): method for one, method in vars(value).items()}
+    return {place: value for place, value in found.items() if callable(value)}
 
 
 def test_no_function_of_comfyuis_or_torchs_is_another_while_a_layout_is_chosen(counter, model):
@@ -267,15 +253,10 @@ def hurried(step_s=2.5):
 
 
 def test_a_sampling_waits_a_moment_where_a_pool_that_suits_it_is_up_and_not_long_where_none_is(model):
-    waits = []
-    for running in ((Layout(cfg=2),), ()):
-        planned = Planning(StepTimes(), Counts(lambda _: Future(), clock=hurried())).choose(
-            model, OPEN, asked(), running
-        )
-        waits.append((planned.awaits, planned.why))
-    assert waits == [
-        (one, f"what an evaluation costs was not counted within {s} s") for one, s in ((False, 5), (True, 60))
-    ]
+    for running, awaits, waited in (((Layout(cfg=2),), False, 5), ((), True, 60)):
+        planned = chooser(lambda _: Future(), clock=hurried()).choose(model, OPEN, asked(), running)
+        assert planned.awaits == awaits
+        assert planned.why == f"what an evaluation costs was not counted within {waited} s"
 
 
 def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_weights_that_are_loaded(
@@ -285,21 +266,20 @@ def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_we
     sampled = Sampled(weakref.ref(model), SHAPE, {"positive": [PROMPT]})
     for held, waited in (({}, 60), ({"model": object()}, 5)):
         sessions = SimpleNamespace(live=SimpleNamespace(models=held))
-        assert (
-            Beside(sessions, None, Counts(lambda _: Future(), clock=hurried())).left_free("model", sampled)
-            == LEFT_FREE
-        )
+        beside = Beside(sessions, None, Counts(lambda _: Future(), clock=hurried()))
+        assert beside.left_free("model", sampled) == LEFT_FREE
         assert f"was not counted within {waited} s" in caplog.records[-1].getMessage()
 
 
 def test_a_count_that_was_lost_is_begun_again_after_a_while(model):
     begun, now = [], [0.0]
 
+    lost = Future()
+    lost.set_exception(CounterLost("the process that counts was killed (signal 9)"))
+
     def begin(asked):
         begun.append(1)
-        future = Future()
-        future.set_exception(CounterLost("the process that counts was killed (signal 9)"))
-        return future
+        return lost
 
     known, tried = Counts(begin, clock=lambda: now[0]), []
     for now[0] in (0.0, 0.0, LOST_S - 1, LOST_S, LOST_S, LOST_S):
@@ -330,7 +310,17 @@ while True:
     take()
     {act}
 """
-REFUSES = 'say(msgspec.msgpack.encode({"type": "Uncounted", "why": str(os.getpid())}))'
+
+
+def tells(what):
+    return f'say(msgspec.msgpack.encode({{"type": "Uncounted", "why": str({what})}}))'
+
+
+def said_by(counter):
+    return str(counter.begin(b"").exception(DEADLINE_S))
+
+
+REFUSES = tells("os.getpid()")
 ACTS = {
     "os.kill(os.getpid(), signal.SIGKILL)": r"was killed \(signal 9; ",
     "sys.exit('ComfyUI is not here')": "ended with exit status 1: ComfyUI is not here",
@@ -377,12 +367,9 @@ def test_a_process_that_cannot_be_started_is_said_to_be(model):
 
     setup = SimpleNamespace(argv=("python",), comfyui="", comfy_args={}, start=start)
     counter = Counter(setup, cpu)
-    future = counter.begin(b"")
-    assert isinstance(future.exception(DEADLINE_S), CounterLost)
-    assert (
-        str(future.exception())
-        == "the process that counts could not be asked ([Errno 12] Cannot allocate memory)"
-    )
+    lost = counter.begin(b"").exception(DEADLINE_S)
+    assert isinstance(lost, CounterLost)
+    assert str(lost) == "the process that counts could not be asked ([Errno 12] Cannot allocate memory)"
 
 
 def test_whatever_goes_wrong_with_one_count_the_next_one_is_counted(faked):
@@ -391,11 +378,8 @@ def test_whatever_goes_wrong_with_one_count_the_next_one_is_counted(faked):
 
     devices = iter((no_device, cpu))
     counter = faked(REFUSES, device=lambda: next(devices)())
-    assert (
-        str(counter.begin(b"").exception(DEADLINE_S))
-        == "the process that counts could not be asked (no such thing)"
-    )
-    assert str(counter.begin(b"").exception(DEADLINE_S)) == str(counter.pid)
+    assert said_by(counter) == "the process that counts could not be asked (no such thing)"
+    assert said_by(counter) == str(counter.pid)
 
 
 def test_where_no_rank_computes_on_comfyuis_device_the_cpu_counts(monkeypatch, model):
@@ -451,11 +435,11 @@ def test_memory_that_runs_out_in_the_process_is_an_answer(monkeypatch, model):
 
 def test_one_process_counts_all_and_ends_when_nobody_asks(faked):
     counter = faked(REFUSES)
-    pids = {str(counter.begin(b"").exception(DEADLINE_S)) for _ in range(2)}
+    pids = {said_by(counter) for _ in range(2)}
     assert pids == {str(counter.pid)}
     counter.close()
     idle = faked(REFUSES, idle_s=0.0)
-    pids |= {str(idle.begin(b"").exception(DEADLINE_S)) for _ in range(2)}
+    pids |= {said_by(idle) for _ in range(2)}
     for pid in map(int, pids):
         with suppress(ProcessLookupError):
             ended = os.pidfd_open(pid)
@@ -466,11 +450,8 @@ def test_one_process_counts_all_and_ends_when_nobody_asks(faked):
 
 def test_without_a_fork_server_it_is_a_program_of_its_own_that_sees_no_gpu(faked, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
-    tells = (
-        'say(msgspec.msgpack.encode({"type": "Uncounted", "why": repr((os.environ["CUDA_VISIBLE_DEVICES"],'
-        " os.getppid()))}))"
-    )
-    assert str(faked(tells).begin(b"").exception(DEADLINE_S)) == repr(("", os.getpid()))
+    program = faked(tells('(os.environ["CUDA_VISIBLE_DEVICES"], os.getppid())'))
+    assert said_by(program) == repr(("", os.getpid()))
 
 
 @pytest.mark.cover(2)
@@ -481,12 +462,9 @@ def test_it_is_a_fork_of_the_server_that_ranks_on_the_same_devices_are_forked_fr
     pool = WorkerPool(Placement(layout=Layout(), devices=(device,), backend="gloo"), setup)
     try:
         pool.start()
-        of_ranks, tells = (
-            server.pids,
-            'say(msgspec.msgpack.encode({"type": "Uncounted", "why": str(os.getppid())}))',
-        )
-        counted = faked(tells, device=lambda: device, setup=setup).begin(b"").exception(DEADLINE_S)
-        assert [str(pid) for pid in of_ranks] == [str(counted)] and server.pids == of_ranks
+        of_ranks = server.pids
+        parent = said_by(faked(tells("os.getppid()"), device=lambda: device, setup=setup))
+        assert [str(pid) for pid in of_ranks] == [parent] and server.pids == of_ranks
         assert {psutil.Process(rank).ppid() for rank in pool.ranks.pids} == {*of_ranks}
     finally:
         pool.close()
@@ -523,9 +501,7 @@ def test_it_ends_with_the_process_that_started_it():
 
 
 def test_the_counts_of_so_many_kinds_of_evaluations_are_kept_and_no_more():
-    counted = Future()
-    counted.set_result(object())
-    kept = Counts(lambda asked: counted)
+    kept = Counts(lambda asked: done())
     for number in range(MOST + 2):
         kept._awaited(str(number).encode(), 0.0)
     assert len(kept._begun) == MOST

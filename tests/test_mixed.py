@@ -111,11 +111,8 @@ def test_ranks_of_a_sequence_agree_on_its_shares_and_equal_ones_share_evenly(lay
         assert shares == shares_of(layout, layout.of_stages(rank)[0], speeds), "of another stage"
         assert (len(shares.tokens) or size, len(shares.heads) or layout.ulysses) == (size, layout.ulysses)
         assert shares_of(layout, rank, ()) == shares_of(layout, rank, (70,) * layout.world_size) == EVEN
-    assert (
-        stage_speeds(layout, (70,) * layout.world_size)
-        == group_speeds((70,) * layout.world_size, layout.groups)
-        == ()
-    )
+    alike = (70,) * layout.world_size
+    assert stage_speeds(layout, alike) == group_speeds(alike, layout.groups) == ()
 
 
 def test_tokens_heads_stages_and_groups_follow_the_speeds():
@@ -178,12 +175,9 @@ def test_groups_compute_every_row_once_and_finish_together_whether_they_are_alik
     for number, start, end, _ in plan.shares:
         items = batches[number].items
         assert start // items == (end - 1) // items, "a share is of one branch"
-    total, longest = (
-        sum(batch.rows * batch.weight for batch in batches),
-        max(batch.items * batch.weight for batch in batches),
-    )
+    total = sum(batch.rows * batch.weight for batch in batches)
+    longest = max(batch.items * batch.weight for batch in batches) * (1 if speeds else 1 - 1 / count)
     cost = cost_of(plan, batches, speeds)
-    longest *= 1 if speeds else 1 - 1 / count
     assert cost <= total / count + longest + 1e-6, (
         "they finish together, as far as the longest piece lets them"
     )
@@ -209,14 +203,18 @@ def gpus(*titles):
     return tuple(Device(f"cuda:{index}", f"GPU-{index}", title=title) for index, title in enumerate(titles))
 
 
+def on(layout, *titles, devices="auto"):
+    return place(layout, devices, "auto", gpus(*titles))
+
+
+RTX_4090_AND_3090 = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"
+
+
 def test_a_placement_knows_how_fast_its_devices_are_by_their_titles():
-    assert place(Layout(ulysses=3), "auto", "auto", gpus(*TITLES)).speeds == tuple(TITLES.values())
-    assert place(Layout(ulysses=2), "cuda:2,cuda:1", "auto", gpus(*TITLES)).speeds == (46, 100)
-    alike, strange = ["NVIDIA L40"] * 2, ["NVIDIA L40", "Strange GPU"]
-    assert place(Layout(ulysses=2), "auto", "auto", gpus(*alike)).speeds == ()
-    assert place(Layout(ulysses=2), "auto", "auto", gpus(*strange)).speeds == (), (
-        "how fast that one is nobody knows"
-    )
+    assert on(Layout(ulysses=3), *TITLES).speeds == tuple(TITLES.values())
+    assert on(Layout(ulysses=2), *TITLES, devices="cuda:2,cuda:1").speeds == (46, 100)
+    unknown = on(Layout(ulysses=2), "NVIDIA L40", "Strange GPU")
+    assert on(Layout(ulysses=2), "NVIDIA L40", "NVIDIA L40").speeds == unknown.speeds == ()
     assert place(Layout(ulysses=2), "cpu", "gloo", ()).speeds == ()
 
 
@@ -242,24 +240,18 @@ def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp
         RankDevice("NVIDIA L40", 48 << 30, flops_per_s=1.5e14),
     ]
     fast, slow = machine_box(timed).box.devices
-    assert (
-        slow.matmul_flops_per_s == slow.attention_flops_per_s == pytest.approx(0.75 * fast.matmul_flops_per_s)
-    )
-    hot, cool = machine_box(
-        [RankDevice("NVIDIA H100 80GB HBM3", 80 << 30, flops_per_s=one) for one in (2e14, 1.5e14)]
-    ).box.devices
-    assert (
-        cool.attention_flops_per_s
-        == pytest.approx(0.75 * hot.attention_flops_per_s)
-        != pytest.approx(cool.matmul_flops_per_s)
-    )
+    slower = pytest.approx(0.75 * fast.matmul_flops_per_s)
+    assert slow.matmul_flops_per_s == slow.attention_flops_per_s == slower
+    timed = [RankDevice("NVIDIA H100 80GB HBM3", 80 << 30, flops_per_s=one) for one in (2e14, 1.5e14)]
+    hot, cool = machine_box(timed).box.devices
+    assert cool.attention_flops_per_s == pytest.approx(0.75 * hot.attention_flops_per_s)
+    assert cool.attention_flops_per_s != pytest.approx(cool.matmul_flops_per_s)
 
 
 def test_only_ranks_with_unlike_gpus_of_their_own_time_them():
-    unlike = gpus(*TITLES)
-    assert place(Layout(ulysses=3), "auto", "auto", unlike).times_devices
-    assert not place(Layout(ulysses=3), "cuda:0,cuda:0,cuda:1", "auto", unlike).times_devices
-    assert not place(Layout(ulysses=2), "auto", "auto", gpus("NVIDIA L40", "NVIDIA L40")).times_devices
+    assert on(Layout(ulysses=3), *TITLES).times_devices
+    assert not on(Layout(ulysses=3), *TITLES, devices="cuda:0,cuda:0,cuda:1").times_devices
+    assert not on(Layout(ulysses=2), "NVIDIA L40", "NVIDIA L40").times_devices
     assert flops_per_s(torch.device("cpu")) == 0.0
 
 
@@ -267,15 +259,13 @@ def test_the_report_says_what_slower_devices_take_and_why():
     def said(placement):
         return [share.english for share in unlike_shares(placement)]
 
-    pair = place(
-        Layout(ulysses=2), "auto", "auto", gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
-    )
-    assert said(pair) == ["cuda:1 takes 32 % of the tokens, because it is 2.2 times slower than cuda:0."]
+    assert said(on(Layout(ulysses=2), *RTX_4090_AND_3090)) == [
+        "cuda:1 takes 32 % of the tokens, because it is 2.2 times slower than cuda:0."
+    ]
     assert not said(place(Layout(ulysses=2), "cpu", "gloo", ()))
-    stages = place(Layout(pipefusion=2), "cuda:1,cuda:0", "auto", pair.devices)
+    stages = on(Layout(pipefusion=2), *RTX_4090_AND_3090, devices="cuda:1,cuda:0")
     assert said(stages) == ["Give stage 0 fewer blocks: it is 2.2 times slower than the fastest stage."]
-    groups = place(Layout(cfg=2), "auto", "auto", pair.devices)
-    assert said(groups) == [
+    assert said(on(Layout(cfg=2), *RTX_4090_AND_3090)) == [
         "The group of cuda:1 gets fewer prompts and images, because it is 2.2 times slower."
     ]
 
@@ -283,8 +273,7 @@ def test_the_report_says_what_slower_devices_take_and_why():
 def test_what_a_slower_device_computed_would_take_the_first_less():
     spans = {0: Span(0.0, 1.0, 0.0), 1: Span(0.0, 1.0, 0.0)}
     run = [Evaluation(1.0, 0.0, 0.0, 0, began=0.0, spans=spans)]
-    pair = gpus("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
-    made = place(Layout(cfg=2), "auto", "auto", pair)
+    made = on(Layout(cfg=2), "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     assert times_as_long(run, made) == pytest.approx(1 + made.speeds[1] / 100)
 
 
@@ -326,20 +315,17 @@ def test_a_faster_group_needs_room_for_the_images_that_it_gets():
     job = Job(whole=FLUX, batch=4, keeps=("whole",))
     alone = predict(replace(job, batch=1), Layout(), box(1))[0].memory_bytes
 
-    def on(*memory):
+    def having(*memory):
         devices = [
             replace(box(1, flops=flops).devices[0], memory_bytes=one)
             for flops, one in zip((1e12, 0.3e12), memory, strict=True)
         ]
         return predict(job, Layout(data=2), replace(box(2), devices=tuple(devices)))
 
-    (enough,) = on(alone + 2 * FLUX.activations.peak_bytes, alone)
-    assert enough.memory_bytes == alone + 2 * FLUX.activations.peak_bytes
-    assert (
-        on(alone + 2 * FLUX.activations.peak_bytes - 1, alone)
-        == on(alone + 2 * FLUX.activations.peak_bytes, alone - 1)
-        == []
-    )
+    due = alone + 2 * FLUX.activations.peak_bytes
+    (enough,) = having(due, alone)
+    assert enough.memory_bytes == due
+    assert having(due - 1, alone) == having(due, alone - 1) == []
     assert predict(job, Layout(data=2), box(2))[0].memory_bytes == alone + FLUX.activations.peak_bytes
 
 
@@ -426,23 +412,18 @@ def test_stages_that_have_no_room_by_speed_are_even_where_that_has():
     assert wish.kept_in(names, layout, memory, (100.0, 30.0)).kept == "offloaded"
     keeping, sizes = wish.cut_for(names, layout, memory, (), (100.0, 30.0))
     assert (keeping.kept, sizes) == ("whole", (16, 16))
-    assert (
-        wish.cut_for(names, layout, memory, (), (60.0, 50.0))[1]
-        == wish.cut_for(names, layout, memory, (), ())[1]
-        == ()
-    )
+    for speeds in ((60.0, 50.0), ()):
+        assert wish.cut_for(names, layout, memory, (), speeds)[1] == ()
     assert wish.cut_for(names, layout, memory, (10, 22), (100.0, 30.0))[1] == (10, 22)
 
 
 def test_comfyui_makes_room_for_the_part_that_a_faster_device_takes():
-    pair = gpus("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
-    assert Choice(place(Layout(ulysses=2), "auto", "auto", pair)).computed_on("cuda:0") == pytest.approx(
-        0.68, abs=0.01
+    shared, stages, groups = (
+        Choice(on(layout, *RTX_4090_AND_3090))
+        for layout in (Layout(ulysses=2), Layout(pipefusion=2), Layout(cfg=2))
     )
-    assert Choice(place(Layout(pipefusion=2), "auto", "auto", pair)).held_on("cuda:0") == pytest.approx(
-        0.68, abs=0.01
-    )
-    assert Choice(place(Layout(cfg=2), "auto", "auto", pair)).computed_on("cuda:0") == 0.5
+    assert shared.computed_on("cuda:0") == stages.held_on("cuda:0") == pytest.approx(0.68, abs=0.01)
+    assert groups.computed_on("cuda:0") == 0.5
 
 
 def test_ranks_on_one_device_share_its_speed():
@@ -471,6 +452,6 @@ def test_room_on_the_uis_gpu_counts_what_its_torch_and_its_models_would_give_bac
     loaded = SimpleNamespace(device=own, model=SimpleNamespace(), model_loaded_memory=lambda: 500)
     monkeypatch.setattr("comfy.model_management.current_loaded_models", [loaded])
     assert room_on_devices([]) == {"cuda:0": 1540}
-    pair = place(Layout(ulysses=2), "auto", "auto", gpus("NVIDIA L40", "NVIDIA L40"))
+    pair = on(Layout(ulysses=2), "NVIDIA L40", "NVIDIA L40")
     live = [(pair, [SimpleNamespace(free=1, model=20), SimpleNamespace(free=3, model=4)])]
     assert room_on_devices(live) == {"cuda:0": 1560 + RESERVED, "cuda:1": 7 + RESERVED}
