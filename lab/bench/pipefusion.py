@@ -22,7 +22,7 @@ from ...parallel_runtime.families.sample import Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.schedule import CAUSES, held_to_schedule
-from .figures import CaseFigures, Figure, Goal, Options, of_phase, ratio, typical
+from .figures import CaseFigures, Figure, Goal, Options, Round, of_phase, ratio, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 from .pools import cpu_pool
 
@@ -36,6 +36,11 @@ TIMED_STEPS = 8
 OF_SCHEDULE = {"free": 0.95, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
+patch_tax = ratio("alone", "stock")
+
+
+def speedup(mode: str) -> Callable[[Sequence[Round]], float]:
+    return ratio("stock", mode)
 
 
 def formula_bytes(patches: int, tokens: int, hidden: int, item_bytes: int, batch: int = 1) -> float:
@@ -270,14 +275,14 @@ def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Itera
         yield made.estimated("of_schedule", of_phase("of_schedule"), "ratio", kept)
         for metric in map(lost, CAUSES):
             yield made.estimated(metric, of_phase(metric), "ms")
-        yield replace(made, samples=rounds).estimated("speedup", ratio("stock", mode), "x")
+        yield replace(made, samples=rounds).estimated("speedup", speedup(mode), "x")
         ideal = Goal(at_least=BUSY * ideal_occupancy(patches)) if mode == "free" else None
         yield made.estimated("occupancy", of_phase("occupancy"), "ratio", ideal)
         yield made.estimated("bubble_ms", of_phase("bubble_ms"), "ms")
         sent = typical(seen[mode], "sent_bytes")
         yield made.counted("bytes_per_step", sent, "bytes", Goal.within(0.02, formula))
         yield made.counted("bytes_formula", formula, "bytes")
-    yield CaseFigures("pipefusion", case, rounds).estimated("patch_tax", ratio("alone", "stock"), "ratio")
+    yield CaseFigures("pipefusion", case, rounds).estimated("patch_tax", patch_tax, "ratio")
     yield weights_share(case, seen)
 
 
