@@ -11,11 +11,7 @@ import torch
 from pipemesh.lab.quantised_files import FORMATS, write_quantised
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.weights.device_weights import DeviceWeights
-from pipemesh.parallel_runtime.weights.quantised import (
-    stored_bytes,
-    stored_tensors,
-    taken_apart,
-)
+from pipemesh.parallel_runtime.weights.quantised import stored_bytes, stored_tensors, taken_apart
 from pipemesh.parallel_runtime.wire.reserved import room_for, write_tree
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from safetensors.torch import load_file
@@ -65,13 +61,9 @@ def test_weights_of_every_format_move_to_another_device_type(quantised, form):
     path = quantised(form)
     model = transformer(path, form)
     weights = moved(model, META)
-    tensors = [tensor for parameter in model.parameters() for tensor in stored_tensors(parameter)]
-    assert {tensor.device for tensor in tensors} == {META}
-    on_file = sum(
-        tensor.nbytes
-        for name, tensor in load_file(path).items()
-        if not name.endswith((".comfy_quant", "scaled_fp8"))
-    )
+    assert {one.device for weight in model.parameters() for one in stored_tensors(weight)} == {META}
+    said = (".comfy_quant", "scaled_fp8")  # about the others
+    on_file = sum(tensor.nbytes for name, tensor in load_file(path).items() if not name.endswith(said))
     assert weights.nbytes == stored_bytes(model.parameters()) == on_file
 
 
@@ -101,11 +93,9 @@ def test_a_weight_that_was_patched_on_the_device_is_the_files_again(file, cast):
         weights.replace(f"diffusion_model.{QKV}", torch.ones(2, 2))
         assert module.weight.device == DEVICE and module.weight.shape == (2, 2)
         weights.restore()
-        expected = load_file(file)[QKV]
-        assert module.weight.device == DEVICE and module.weight.dtype == (
-            torch.float16 if cast else torch.float32
-        )
-        assert torch.equal(module.weight.to("cpu"), expected.to(module.weight.dtype))
+        expected = load_file(file)[QKV].to(torch.float16 if cast else torch.float32)
+        assert module.weight.device == DEVICE and module.weight.dtype == expected.dtype
+        assert torch.equal(module.weight.to("cpu"), expected)
 
 
 def test_a_parameter_that_two_modules_share_stays_one():
@@ -126,10 +116,8 @@ def test_a_parameter_that_is_registered_as_a_buffer_stays_one(device):
 
 def test_a_stage_has_the_weights_of_its_own_blocks_alone():
     weights = moved(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity()), torch.device("cpu"))
-    assert weights.has("diffusion_model.0.weight")
-    assert not any(
-        weights.has(f"diffusion_model.{name}") for name in ("1.weight", "2.weight", "0.in_features")
-    )
+    names = "0.weight", "1.weight", "2.weight", "0.in_features"
+    assert [weights.has(f"diffusion_model.{name}") for name in names] == [True, False, False, False]
 
 
 def test_a_tensor_that_outgrew_its_place_is_refused_not_cut_off():
