@@ -199,14 +199,7 @@ def test_two_checkouts_are_timed_in_turns_each_first_as_often():
 
     sides = {"here": side("here", 3.0), "there": side("there", 4.0), "none": side("none", 2.0)}
     rounds = against.in_turns(2, sides)
-    assert asked == [
-        (1, "here"),
-        (1, "there"),
-        (1, "none"),
-        (2, "none"),
-        (2, "there"),
-        (2, "here"),
-    ]
+    assert asked == [*((1, name) for name in sides), *((2, name) for name in [*sides][::-1])]
     assert (ratio("here", "there")(rounds), against.added_ratio(rounds)) == (0.75, 0.5)
     with pytest.raises(LaunchError, match="--against FOLDER"):
         next(against.bench(Options(host=host())))

@@ -4,7 +4,6 @@ devices or waits for them, and each sends, computes and holds what the formulas 
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,9 +30,7 @@ AT_MOST = {"ulysses": 1.4, "ring": 2.3}  # kernels of a rank, over those of one 
 def records():
     """Of the command, in its own process: ComfyUI chooses its attention when it is imported."""
     command = (sys.executable, "-m", "lab", "dryrun", "--json", "--all" if ALL else "--cover")
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ.copy(), check=False
-    )
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode in (0, 1), ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 

@@ -31,6 +31,7 @@ from pipemesh.parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTA
 from pipemesh.tests.bounds import assert_replayed, assert_same
 from pipemesh.tests.conftest import running_clients
 
+HOST = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 OTHER = next(one.name for one in SAMPLES.values() if not one.bf16 and not one.masks)
 
 
@@ -90,12 +91,8 @@ def test_the_cover_holds_every_pair_of_values_of_two_axes_of_the_representatives
 
 def test_every_other_sample_has_an_uneven_split_and_a_ring_in_the_cover():
     """With what its plan alone can get wrong: prompts of two lengths in one run, and masks."""
-    product, covered, others = (
-        set(full_product()),
-        cover(),
-        [one for one in SAMPLES.values() if not one.stands_for],
-    )
-    for one in others:
+    product, covered = set(full_product()), cover()
+    for one in (one for one in SAMPLES.values() if not one.stands_for):
         odd, even = (case for case in covered if case.family == one.name)
         assert {odd, even} <= product
         assert (odd.method, odd.tokens, odd.cfg, odd.mask) == ("ulysses2", "odd", 4.0, one.masks is not None)
@@ -178,7 +175,7 @@ def test_the_command_fails_on_every_error_that_is_not_within_the_bound(monkeypat
     monkeypatch.setattr(Bench, "error", lambda self, case: error)
     monkeypatch.setattr(Bench, "bound", lambda self, case: BOUND / 3)
     argv = ["--family", OTHER, "--method", "ring2", "--json"]
-    assert parity.main(argv, ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])) == status
+    assert parity.main(argv, HOST) == status
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(json.loads(line)["ok"] is (status == 0) for line in lines)
 
@@ -186,16 +183,9 @@ def test_the_command_fails_on_every_error_that_is_not_within_the_bound(monkeypat
 def test_the_command_holds_a_sensitive_model_to_stocks_own_sensitivity_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr(Bench, "error", lambda self, case: 2 * BOUND)
     monkeypatch.setattr(Bench, "bound", lambda self, case: 3 * BOUND)
-    assert (
-        parity.main(
-            ["--family", OTHER, "--method", "ring2"], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
-        )
-        == 0
-    )
-    assert all(
-        line.startswith("ok ") and "stock's own sensitivity allows 6e-05" in line
-        for line in capsys.readouterr().out.splitlines()
-    )
+    assert parity.main(["--family", OTHER, "--method", "ring2"], HOST) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert line.startswith("ok ") and "stock's own sensitivity allows 6e-05" in line
 
 
 @pytest.mark.parametrize(
