@@ -24,12 +24,11 @@ from ...launcher.errors import LaunchError
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.families.sample import Size
 from ..comfyui.api import RunResult, node
-from ..comfyui.server import CUSTOM_NODES, ComfyServer
+from ..comfyui.server import CUSTOM_NODES, ONE_THREAD, ComfyServer
 from ..random_files import write_model
 from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
 from .lockstep import timed
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 SAMPLE, SIZE = sample_with("demo")
 TINY = Size(heads=2, head_dim=SIZE.head_dim, blocks=(2, 2))
 DEEP = replace(TINY, blocks=sample_with("deep")[1].blocks)  # as many modules as released models

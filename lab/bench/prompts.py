@@ -20,7 +20,7 @@ from typing import Any
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.families.sample import Size
 from ..comfyui.api import Graph, RunResult, node
-from ..comfyui.server import CUSTOM_NODES, ROOT, ComfyServer
+from ..comfyui.server import CUSTOM_NODES, ONE_THREAD, ROOT, ComfyServer
 from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
 from .prompt_plan import Asked, known, together
 
@@ -105,6 +105,7 @@ def write_models(models: Path, width: int) -> None:
     from safetensors.torch import save_file
 
     from ...parallel_runtime.families.every import SAMPLES
+    from ...parallel_runtime.planner.decoding import vae_of
     from ..random_files import write_model
     from .vae import random_weights
 
@@ -114,7 +115,7 @@ def write_models(models: Path, width: int) -> None:
     unets = models / "diffusion_models"
     write_model(unets / "flux.safetensors", flux, FLUX)
     write_model(unets / "wan.safetensors", wan, WAN)
-    for name, module in (("vae/" + IMAGE, image_vae(width)), ("vae/" + VIDEO, video_vae(width))):
+    for name, module in (("vae/" + IMAGE, image_vae(width)), ("vae/" + VIDEO, vae_of("Wan21", width))):
         save_file(random_weights(module).state_dict(), models / name)
     save_file(random_weights(upscaler()).state_dict(), models / "upscale_models" / UPSCALER)
 
@@ -126,13 +127,6 @@ def image_vae(width: int) -> Any:
     form = {"ch": width, "out_ch": 3, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": []}
     decoder = Decoder(**form, in_channels=3, resolution=256, z_channels=16)
     return nn.ModuleDict({"decoder": decoder, "post_quant_conv": nn.Conv2d(16, 16, 1)})
-
-
-def video_vae(width: int) -> Any:
-    from comfy.ldm.wan.vae import WanVAE
-
-    form = {"num_res_blocks": 2, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
-    return WanVAE(dim=width, z_dim=16, **form)
 
 
 def upscaler() -> Any:
@@ -187,7 +181,7 @@ class Prompts:
 
 def server_in(folder: Path, options: Options) -> ComfyServer:
     packs = {**CUSTOM_NODES, "stand_ins.py": STAND_INS}
-    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PIPEMESH_CACHE": str(folder / "cache")}
+    env = {**ONE_THREAD, "PIPEMESH_CACHE": str(folder / "cache")}
     args = ["--force-fp32", "--fp32-vae", "--use-pytorch-cross-attention"]
     return ComfyServer(options.host, base=folder, env=env, args=args, custom_nodes=packs)
 

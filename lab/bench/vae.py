@@ -12,29 +12,13 @@ from .figures import CaseFigures, Figure, Goal, Options, Round
 from .lockstep import Phase, Ranks, merge, run, timed
 from .sp import efficiency, patch_tax
 
-# Latents of each VAE, whose decode takes two seconds or more
-CASES = {"AutoencoderKL": (1, 16, 64, 64), "Wan 2.1": (1, 16, 3, 48, 4)}
+# A VAE by the name of its latents and its width, and latents whose decode takes 2 s or more
+CASES = {"AutoencoderKL": ("Flux", 32, (1, 16, 64, 64)), "Wan 2.1": ("Wan21", 96, (1, 16, 3, 48, 4))}
 EFFICIENCY, OF_CAPACITY = 0.90, 0.85  # goals
 
 
 def of_capacity(rounds: Sequence[Round]) -> float:
     return speedup(rounds) / capacity(rounds)
-
-
-def model_of(case: str) -> Any:
-    """Make a VAE of ComfyUI's with random weights."""
-    from comfy.ldm.models.autoencoder import AutoencoderKL
-    from comfy.ldm.wan.vae import WanVAE
-
-    form = {"num_res_blocks": 2, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}
-    image = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32}
-    image |= {"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": []}
-    made = (
-        AutoencoderKL(ddconfig=image, embed_dim=16)
-        if case == "AutoencoderKL"
-        else WanVAE(dim=96, z_dim=16, **form)
-    )
-    return random_weights(made)
 
 
 def random_weights(model: Any) -> Any:
@@ -75,11 +59,14 @@ def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
     import torch
 
     from ...parallel_runtime.layout import Layout
+    from ...parallel_runtime.planner.decoding import vae_of
     from .forwards import standin
 
     layout = Layout(ulysses=ranks.size)
     mesh = ranks.connect(layout)
-    model, latent = model_of(case), torch.randn(CASES[case], generator=torch.Generator().manual_seed(5))
+    latents, width, shape = CASES[case]
+    model = random_weights(vae_of(latents, width))
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
     def whole() -> float:
         with torch.inference_mode():

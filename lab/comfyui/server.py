@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CUSTOM_NODES = {"pipemesh": ROOT, "pipemesh_demo": ROOT / "lab" / "demo_nodes"}
 BASE_FOLDERS = ("custom_nodes", "input", "output", "user", "models/diffusion_models", "models/loras")
 LOG_LINES = 30
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class ComfyServer(ComfyApi):

@@ -24,7 +24,7 @@ import torch
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
-from ..comfyui.server import ComfyServer
+from ..comfyui.server import ONE_THREAD, ComfyServer
 from ..pictures import showcase
 from ..pictures.network import Width
 from ..pictures.scenes import LARGER_SIDE
@@ -35,7 +35,6 @@ MODEL = Width()
 # 20 steps at cfg 3 make 4e-4 of a latent's scale out of rounding alone, so pictures are compared
 LEAST_DB = 70.0
 CAPACITY_BLOCKS = 8
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CAPACITY_WORKER = """
 import sys, time, torch
 torch.set_num_threads(1)

@@ -23,13 +23,12 @@ from typing import Any
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ..comfyui.api import ServerError
-from ..comfyui.server import ROOT, ComfyServer
+from ..comfyui.server import ONE_THREAD, ROOT, ComfyServer
 from ..templates.cut import Graph
 from ..templates.files import prompts
 from ..templates.run import Outcome, Tries
 
 PACKS = {"pipemesh": ROOT, "pipemesh_stand_ins.py": ROOT / "lab" / "templates" / "stand_ins" / "pack.py"}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 METHODS = ("ulysses", "ring", "pipefusion")
 WHOLE = 10000  # evaluations that PipeFusion warms up with: all of them are exact
 BAD = ("different", "error")

@@ -21,7 +21,7 @@ from ...launcher.errors import LaunchError
 from ..comfyui.page import ComfyPage
 from ..comfyui.server import ComfyServer
 from .cut import Graph
-from .surgery import Info, declared, links
+from .surgery import Info, declared, links, outputs
 
 # As ComfyUI itself finds them (app/frontend_management.py@0.30.0), in whatever folders they lie
 ASKED = """
@@ -101,11 +101,6 @@ def samples_transformer(prompt: Graph, info: Info) -> bool:
             if loaders and not any(map(_holds_unet, loaders)) and _is_decoded(prompt, info, key):
                 return True
     return False
-
-
-def outputs(info: Info, node: dict[str, Any]) -> list[str]:
-    """The types of a node's outputs; none of a class that this ComfyUI does not have."""
-    return info.get(node.get("class_type", ""), {}).get("output", [])
 
 
 def takes_model(info: Info, node: dict[str, Any]) -> bool:

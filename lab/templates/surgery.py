@@ -43,26 +43,25 @@ def takes_number(info: Info, class_type: str, name: str) -> bool:
     return kind is None or (isinstance(kind, str) and bool({"INT", "FLOAT"} & set(kind.split(","))))
 
 
+def outputs(info: Info, node: Mapping[str, Any]) -> list[str]:
+    """The types of a node's outputs; none of a class that this ComfyUI does not have."""
+    return info.get(node.get("class_type", ""), {}).get("output", [])
+
+
 def links(node: Mapping[str, Any]) -> Iterator[tuple[str, Link]]:
     for name, value in node["inputs"].items():
         if is_link(value):
             yield name, (value[0], value[1])
 
 
-def samples(info: Info, class_type: str) -> bool:
-    """Whether a node samples a MODEL, or makes a guider of it: one that hands the MODEL on only
-    changes it, and a scheduler only asks it for sigmas.
-    """
-    outputs = info.get(class_type, {}).get("output", [])
-    return "MODEL" not in outputs and bool({"LATENT", "GUIDER"} & set(outputs))
-
-
 def sampled_models(graph: Graph, info: Info) -> list[tuple[str, str, Link]]:
-    """Every (node, input, link) by which a MODEL reaches what samples it."""
+    """Every (node, input, link) by which a MODEL reaches what samples it, or makes a guider of it:
+    a node that hands the MODEL on only changes it, and a scheduler only asks it for sigmas.
+    """
     return [
         (key, name, link)
         for key, node in graph.items()
-        if samples(info, node["class_type"])
+        if "MODEL" not in (given := outputs(info, node)) and {"LATENT", "GUIDER"} & {*given}
         for name, link in links(node)
         if declared(info, node["class_type"], name) == "MODEL"
     ]
@@ -72,10 +71,9 @@ def samplers(graph: Graph, info: Info) -> dict[str, int]:
     """The nodes that give sampled latents, and which output that is."""
     found = {}
     for key, node in graph.items():
-        outputs = info.get(node["class_type"], {}).get("output", [])
-        given = {declared(info, node["class_type"], name) for name, _link in links(node)}
-        if "LATENT" in outputs and "MODEL" not in outputs and given & {"MODEL", "GUIDER"}:
-            found[key] = outputs.index("LATENT")
+        made, given = outputs(info, node), {declared(info, node["class_type"], one) for one, _ in links(node)}
+        if "LATENT" in made and "MODEL" not in made and given & {"MODEL", "GUIDER"}:
+            found[key] = made.index("LATENT")
     return found
 
 
