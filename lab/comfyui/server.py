@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,22 +95,15 @@ class ComfyServer(ComfyApi):
                 link.symlink_to(target, target_is_directory=True)
         port = _free_port()
         self.address = f"127.0.0.1:{port}"
-        command = [
-            self._host.python,
-            str(Path(self._host.comfyui) / "main.py"),
-            "--listen",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
-        command += [
-            "--base-directory",
-            str(self.base),
-            "--database-url",
-            "sqlite:///:memory:",
-            "--disable-auto-launch",
-        ]
-        command += ["--preview-method", "latent2rgb", *self._args]
+        options = {
+            "--listen": "127.0.0.1",
+            "--port": str(port),
+            "--base-directory": str(self.base),
+            "--database-url": "sqlite:///:memory:",
+            "--preview-method": "latent2rgb",
+        }
+        command = [self._host.python, str(Path(self._host.comfyui) / "main.py"), *chain(*options.items())]
+        command += ["--disable-auto-launch", *self._args]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
