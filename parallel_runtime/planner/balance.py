@@ -19,9 +19,7 @@ class StageBalance:
     """The stages of every model on one pool handle. Outlives the pools that it starts."""
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[str, defaultdict[tuple, list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        self._seconds: dict[str, dict[tuple, list[float]]] = {}
         self._measured: dict[str, Sizes] = {}  # the best sizes by the first run's costs
         self._wanted: dict[str, Sizes] = {}
 
@@ -32,9 +30,10 @@ class StageBalance:
         them. ``speeds`` of those ranks' stages; empty where they are alike.
         """
         if model not in self._measured:
+            known = self._seconds.setdefault(model, {})
             for blocks, speed in zip(block_s, speeds or repeat(1.0), strict=False):
                 for block, seconds in blocks.items():
-                    self._seconds[model][block, part.branch, part.patch].append(seconds * speed)
+                    known.setdefault((block, part.branch, part.patch), []).append(seconds * speed)
 
     def choose(self, model: str, asked: Sizes, stages: int, speeds: Sequence[float] = ()) -> Sizes:
         """Decides, between runs, how many blocks each stage has from now on: as ``asked``, else by

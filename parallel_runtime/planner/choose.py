@@ -133,13 +133,9 @@ def with_running(
     rank, and a layout that this job may not have, are never kept.
     """
     best = made.best
-    if (
-        running is None
-        or best is None
-        or best.prediction is None
-        or best.layout == running
-        or running.world_size == 1
-    ):
+    if running is None or best is None or best.prediction is None:
+        return made
+    if running == best.layout or running.world_size == 1:
         return made
     if running.is_approximate and not allows_approximate:
         return made

@@ -58,9 +58,8 @@ def whole_of(described: bytes) -> Whole:
             plan = plan_or_whole(type(twin.model.diffusion_model))
             assert plan is not None, "the UI asks for models that have one"
             return count(twin.model, plan, arguments, mode, attention=attention)
-    except (
-        Exception
-    ) as error:  # whatever a model does with tensors that have no content, its run goes on without counts
+    # Whatever a model does with tensors that have no content, its run goes on without counts
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NotCounted(f"its twin without weights does not run: {reason}") from error
     finally:

@@ -23,6 +23,10 @@ from .ways import WAYS, Kept
 LEFT_FREE = 3 << 29  # bytes on each device, at least, for what an evaluation computes
 
 
+def least() -> int:
+    return LEFT_FREE
+
+
 @dataclass(frozen=True)
 class ModelBytes:
     """Bytes of a model's weights: of all that is around its blocks, and of those, which are
@@ -46,24 +50,23 @@ class ModelBytes:
         plan = plan_or_whole(type(diffusion_model))
         assert plan is not None
         in_blocks = tuple(f"{group.path}." for group in plan.blocks)
-        blocks = sum(bytes_of(diffusion_model.get_submodule(group.path)) for group in plan.blocks)
+        containers = [diffusion_model.get_submodule(group.path) for group in plan.blocks]
+        blocks = sum(map(bytes_of, containers))
         layers = shared_layers(diffusion_model)
         shared_blocks = sum(layer.nbytes for layer in layers if layer.path.startswith(in_blocks))
         sharing = Sharing.of([layer.nbytes for layer in layers], 0)
         together = [sum(layer.nbytes for layer in some) for some in gathered_together(layers)]
         around = bytes_of(diffusion_model) - blocks
-        aside = sum(table.nbytes for table in tables_of(diffusion_model))
-        count = sum(len(list(diffusion_model.get_submodule(group.path).children())) for group in plan.blocks)
         return cls(
-            around,
-            blocks,
-            sharing.shared - shared_blocks,
-            shared_blocks,
-            sharing.largest,
-            sharing.two,
-            Sharing.of(together, 0).two,
-            aside,
-            count,
+            around=around,
+            blocks=blocks,
+            shared_around=sharing.shared - shared_blocks,
+            shared_blocks=shared_blocks,
+            largest=sharing.largest,
+            two=sharing.two,
+            two_blocks=Sharing.of(together, 0).two,
+            aside=sum(table.nbytes for table in tables_of(diffusion_model)),
+            count=sum(len(list(one.children())) for one in containers),
         )
 
     def whole(self, stages: float) -> int:
@@ -121,7 +124,7 @@ class WeightsWish:
 
     asked: str
     size: ModelBytes
-    left_free: Callable[[], int] = lambda: LEFT_FREE
+    left_free: Callable[[], int] = least
 
     @property
     def depends_on_room(self) -> bool:

@@ -13,18 +13,7 @@ from typing import Literal
 from .box import Box, Device, Level
 from .cost import MERGE_BYTES, UNFUSED_MERGE_BYTES
 from .measured import Speeds
-from .published import (
-    GIGA,
-    MICRO,
-    TERA,
-    device,
-    figures,
-    links,
-    network_of,
-    of_any_box,
-    pcie,
-    slowest_link,
-)
+from .published import GIGA, MICRO, TERA, box_of, device, figures, links, network_of, slowest_link
 from .whole import ITEM_BYTES
 
 PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
@@ -85,14 +74,7 @@ def machine_box(
     )
     devices = as_measured(devices, [one.flops_per_s for one in seen])
     name = f"{'+'.join(f'{count}x{kind}' for kind, count in counted.items())}-{link}"
-    levels = tuple(links(figure, link, len(seen)))
-    box = Box(
-        name=name,
-        devices=devices,
-        levels=levels,
-        host_bytes_per_s=pcie(figure["pcie"]),
-        **of_any_box(),
-    )
+    box = box_of(name, devices, figure, links(figure, link, len(seen)))
     if unknown:
         return MachineBox(
             box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken"
@@ -123,18 +105,12 @@ def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tu
     fastest = max(flops_per_s)
     if min(flops_per_s) <= 0 or min(flops_per_s) == fastest:
         return devices
-    whole = devices[flops_per_s.index(fastest)].matmul_flops_per_s
-    times = [
-        whole * own / fastest / one.matmul_flops_per_s for one, own in zip(devices, flops_per_s, strict=True)
-    ]
-    return tuple(
-        replace(
-            one,
-            matmul_flops_per_s=one.matmul_flops_per_s * as_fast,
-            attention_flops_per_s=one.attention_flops_per_s * as_fast,
-        )
-        for one, as_fast in zip(devices, times, strict=True)
-    )
+    whole, made = devices[flops_per_s.index(fastest)].matmul_flops_per_s, []
+    for one, own in zip(devices, flops_per_s, strict=True):
+        matmul = whole * own / fastest
+        attention = one.attention_flops_per_s * matmul / one.matmul_flops_per_s
+        made.append(replace(one, matmul_flops_per_s=matmul, attention_flops_per_s=attention))
+    return tuple(made)
 
 
 def kind_of(title: str) -> str:
@@ -162,17 +138,17 @@ def cpu_box(seen: Sequence[RankDevice], measured: Speeds | None, alone: Speeds |
             measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine", own
         )
     figure = figures()["cpu"]
-    speeds = [figure["gflops_per_core"] * one.cores * GIGA for one in seen]
+    moved = figure["memory_gb_per_s"] * GIGA
     devices = tuple(
         Device(
             name="CPU",
-            matmul_flops_per_s=speed,
+            matmul_flops_per_s=(speed := figure["gflops_per_core"] * one.cores * GIGA),
             attention_flops_per_s=speed,
             memory_bytes=1000 * TERA,
-            memory_bytes_per_s=figure["memory_gb_per_s"] * GIGA,
-            merge_bytes_per_s=figure["memory_gb_per_s"] * GIGA * MERGE_BYTES / UNFUSED_MERGE_BYTES,
+            memory_bytes_per_s=moved,
+            merge_bytes_per_s=moved * MERGE_BYTES / UNFUSED_MERGE_BYTES,
         )
-        for speed in speeds
+        for one in seen
     )
     link = figure["link_gb_per_s"] * GIGA * ITEM_BYTES / FP32_BYTES
     levels = (Level(ranks=1, bytes_per_s=link, latency_s=figure["latency_us"] * MICRO),)

@@ -80,9 +80,8 @@ def read_devices(file: Path) -> dict[str, float]:
     torch.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {str(title): float(speed) for title, speed in found[torch.__version__].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {str(title): float(speed) for title, speed in stored(file)[torch.__version__].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -92,35 +91,34 @@ def keep_devices(file: Path, found: Mapping[str, float]) -> None:
     """
     known = read_devices(file)
     if found.keys() - known.keys():
-        others: Any = {}
-        with suppress(OSError, ValueError):
-            others = json.loads(file.read_text(encoding="utf-8"))
-        kept = others if isinstance(others, dict) else {}
-        replace_with(file, {**kept, torch.__version__: {**found, **known}})
+        replace_with(file, {**stored(file), torch.__version__: {**found, **known}})
 
 
 def read(file: Path, machine: str) -> dict[str, Speeds]:
     """Return the speeds that were measured on this machine, by model and ranks; empty where none
     were, or by another version.
     """
+    found = stored(file)
+    if (found.get("version"), found.get("machine")) != (VERSION, machine):
+        return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if (found["version"], found["machine"]) != (VERSION, machine):
-            return {}
         return {name: Speeds(**speeds) for name, speeds in found["speeds"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         return {}
 
 
 def write(file: Path, machine: str, speeds: dict[str, Speeds]) -> None:
-    replace_with(
-        file,
-        {
-            "version": VERSION,
-            "machine": machine,
-            "speeds": {name: asdict(one) for name, one in speeds.items()},
-        },
-    )
+    found = {name: asdict(one) for name, one in speeds.items()}
+    replace_with(file, {"version": VERSION, "machine": machine, "speeds": found})
+
+
+def stored(file: Path) -> dict[str, Any]:
+    """Return what a file has; nothing where it is none of these."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def replace_with(file: Path, found: Any) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,7 @@ def published_box(name: str) -> Box:
     several = [
         (kind, int(count)) for count, kind in (one.split("x", 1) for one in found["devices"].split("+"))
     ]
-    for word, among in (
-        *((kind, known["devices"]) for kind, _ in several),
-        (link, LINKS),
-    ):
+    for word, among in (*((kind, known["devices"]) for kind, _ in several), (link, LINKS)):
         if word not in among:
             raise LayoutError(f"{word} of the box {name} is not known: choose from {', '.join(among)}.")
     machines, count = int(found["machines"] or 1), sum(count for _, count in several)
@@ -54,22 +52,24 @@ def published_box(name: str) -> Box:
         raise LayoutError(f"{name!r} is no box: write {FORM}, with 64 devices at most.")
     kinds = [kind for kind, count in several for _ in range(count)] * machines
     figure = slowest_link(kinds)
-    levels = (*links(figure, link, count), *([network_of(count, int(network))] if network else []))
+    made = box_of(name, tuple(map(device, kinds)), figure, links(figure, link, count))
+    if not network:
+        return made
+    return replace(made, levels=(*made.levels, network_of(count, int(network))), machine=count)
+
+
+def box_of(name: str, devices: tuple[Device, ...], figure: Mapping[str, Any], levels: list[Level]) -> Box:
+    """Return a machine of these devices. ``figure``: of their links."""
+    known = figures()
     return Box(
         name=name,
-        devices=tuple(map(device, kinds)),
-        levels=levels,
+        devices=devices,
+        levels=tuple(levels),
         host_bytes_per_s=pcie(figure["pcie"]),
-        machine=count if network else 0,
-        **of_any_box(),
+        hop_s=known["hop"]["seconds"],
+        exchanges=tuple((int(ranks), us * MICRO) for ranks, us in known["exchange"]["us"].items()),
+        patch_s=known["patch"]["seconds"],
     )
-
-
-def of_any_box() -> dict[str, Any]:
-    """Return what is the same in boxes of all devices and links."""
-    known = figures()
-    exchanges = tuple((int(ranks), us * MICRO) for ranks, us in known["exchange"]["us"].items())
-    return {"hop_s": known["hop"]["seconds"], "exchanges": exchanges, "patch_s": known["patch"]["seconds"]}
 
 
 def slowest_link(kinds: Sequence[str]) -> dict[str, Any]:
@@ -119,11 +119,7 @@ def links(figure: dict[str, Any], link: str, count: int) -> list[Level]:
             )
         ]
     latency_s = (latency["base_us"] + latency["pcie_us"]) * MICRO
-    port = (
-        pcie(figure["pcie"]) / figures()["pcie"]["through_cpu"]
-        if figure["peer"]
-        else pcie(figure["pcie"]) / 2
-    )
+    port = pcie(figure["pcie"]) / (figures()["pcie"]["through_cpu"] if figure["peer"] else 2)
     ports = Level(ranks=1, bytes_per_s=port, latency_s=latency_s * (1 if figure["peer"] else 2))
     if count <= ON_A_SOCKET:
         return [ports]

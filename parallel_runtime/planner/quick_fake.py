@@ -136,19 +136,15 @@ def form_of(kind: Kind, made: Any, args: Sequence[Any]) -> Any:
         return made
     if not isinstance(made, FakeTensor) or made.constant is not None:
         raise Unlike
-    form, storage = Form.of(made), made.untyped_storage()
-    extent = (
-        1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride, strict=True))
-        if made.numel()
-        else 0
-    )
-    is_as_said = {
-        "same": lambda: made is args[0],
-        "view": lambda: (
-            isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata
-        ),
-        "new": lambda: form.offset == 0 and storage.nbytes() == extent * form.dtype.itemsize,
-    }
-    if not is_as_said[kind]():
+    form, storage, first = Form.of(made), made.untyped_storage(), args[0] if args else None
+    if kind == "same":
+        is_as_said = made is first
+    elif kind == "view":
+        is_as_said = isinstance(first, FakeTensor) and storage._cdata == first.untyped_storage()._cdata
+    else:
+        ends = ((size - 1) * stride for size, stride in zip(form.shape, form.stride, strict=True))
+        extent = 1 + sum(ends) if made.numel() else 0
+        is_as_said = form.offset == 0 and storage.nbytes() == extent * form.dtype.itemsize
+    if not is_as_said:
         raise Unlike
     return form

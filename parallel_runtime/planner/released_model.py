@@ -74,15 +74,8 @@ def latent_shapes(model: Any, released: Released, extent: Extent) -> Sequence[tu
     width, height, frames = extent
     form = model.latent_format
     depth = ((frames - 1) // form.temporal_downscale_ratio + 1,) if form.latent_dimensions == 3 else ()
-    return [
-        (
-            1,
-            form.latent_channels,
-            *depth,
-            height // form.spacial_downscale_ratio,
-            width // form.spacial_downscale_ratio,
-        )
-    ]
+    sides = (side // form.spacial_downscale_ratio for side in (height, width))
+    return [(1, form.latent_channels, *depth, *sides)]
 
 
 def arguments_of(

@@ -98,7 +98,7 @@ class Weights:
             for slot in found
         }
 
-    def _open(self, patcher: Any) -> Content | None:
+    def _open(self, patcher: Any) -> CheckpointContent | UnknownContent | None:
         """What to compare with. None where there is nothing yet, and where the file was overwritten
         since: then the run is refused when it begins.
         """
@@ -200,9 +200,6 @@ class SentContent(UnknownContent):
 
     def has(self, slot: Slot) -> bool:
         return slot.name not in self._checksums or checksum(slot.tensor) == self._checksums[slot.name]
-
-
-Content = CheckpointContent | UnknownContent
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
