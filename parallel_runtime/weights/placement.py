@@ -93,7 +93,8 @@ def settled_as(
     given: itself where it is so, else a new one, because what a quantised one holds cannot be
     swapped for tensors of another device.
     """
-    settled = parameter.to(device=device or parameter.device, dtype=settled_dtype(module, name, parameter))
+    # One after the other: with a device beside the dtype a quantised one gives up its small numbers
+    settled = parameter.to(dtype=settled_dtype(module, name, parameter)).to(device or parameter.device)
     return parameter if settled is parameter else torch.nn.Parameter(settled, requires_grad=False)
 
 
