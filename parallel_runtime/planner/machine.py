@@ -107,8 +107,8 @@ def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tu
         return devices
     whole, made = devices[flops_per_s.index(fastest)].matmul_flops_per_s, []
     for one, own in zip(devices, flops_per_s, strict=True):
-        matmul = whole * own / fastest
-        attention = one.attention_flops_per_s * matmul / one.matmul_flops_per_s
+        as_fast = whole * own / fastest / one.matmul_flops_per_s
+        matmul, attention = one.matmul_flops_per_s * as_fast, one.attention_flops_per_s * as_fast
         made.append(replace(one, matmul_flops_per_s=matmul, attention_flops_per_s=attention))
     return tuple(made)
 
