@@ -52,7 +52,6 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/planner/host_call.py",
     "parallel_runtime/planner/twin.py",
     "parallel_runtime/worker/prepare.py",
-    "parallel_runtime/client/host_compiler.py",
     "parallel_runtime/client/remote_forward.py",
     "parallel_runtime/client/remote_patcher.py",
     "parallel_runtime/client/remote_upscaler.py",

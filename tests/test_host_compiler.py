@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.parallel_runtime.client.host_compiler import OPTION
+from pipemesh.parallel_runtime.client.remote_forward import NO_COMPILER
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
@@ -36,14 +36,14 @@ class Recording:
 
     def begin(self, executor, *args, **kwargs):
         """A forward that is recorded unless the option says otherwise."""
-        self.begun.append(not getattr(comfy.cli_args.args, OPTION))
+        self.begun.append(not getattr(comfy.cli_args.args, NO_COMPILER))
         return executor(*args, **kwargs)
 
 
 @pytest.fixture
 def recording(monkeypatch):
     made = Recording()
-    monkeypatch.setattr(comfy.cli_args.args, OPTION, False, raising=False)
+    monkeypatch.setattr(comfy.cli_args.args, NO_COMPILER, False, raising=False)
     monkeypatch.setattr(comfy.model_prefetch, "pause_malloc_graph", lambda: made, raising=False)
     return made
 
@@ -67,7 +67,7 @@ def test_nothing_is_recorded_of_a_run_in_the_pool_and_all_of_others(pair, client
     recording.begun.clear()
     assert relative_error(run(parallel), truth) <= BOUND
     assert asked and all(asked) and not any(recording.begun) and not recording.paused
-    assert getattr(comfy.cli_args.args, OPTION) is False, "the user's option is put back"
+    assert getattr(comfy.cli_args.args, NO_COMPILER) is False, "the user's option is put back"
 
 
 def test_the_option_is_put_back_after_an_error_too(pair, recording):
@@ -78,7 +78,7 @@ def test_the_option_is_put_back_after_an_error_too(pair, recording):
     parallel.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "fails", fail)
     with pytest.raises(ZeroDivisionError):
         run(parallel)
-    assert getattr(comfy.cli_args.args, OPTION) is False
+    assert getattr(comfy.cli_args.args, NO_COMPILER) is False
 
 
 def test_blocks_that_are_replayed_without_their_hooks_are_an_error_by_name(monkeypatch):

@@ -17,10 +17,7 @@ from .test_imports_at_work import chains
 
 HOST = {*COMFYUI, "torch"}
 SEAMS = {  # file, function -> why it may
-    (
-        "parallel_runtime/client/host_compiler.py",
-        "uncompiled",
-    ): "an option of ComfyUI's, put back after a run",
+    ("parallel_runtime/client/remote_forward.py", "uncompiled"): "ComfyUI's option, put back after a run",
     ("parallel_runtime/crossing/source.py", "resolving_as"): "runs in ranks",
     ("parallel_runtime/crossing/by_name.py", "restored"): "runs in ranks",
 }

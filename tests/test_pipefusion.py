@@ -18,7 +18,6 @@ from pipemesh.lab.commands.parity import (
     stock_model,
 )
 from pipemesh.lab.in_process import reference
-from pipemesh.parallel_runtime.client import conditioning as conditioning_cache
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
@@ -338,11 +337,11 @@ def test_conditioning_is_looked_at_once_at_most_for_all_patches_of_an_evaluation
     pipeline, monkeypatch, wrap, looks
 ):
     seen, compared = Counter(), []
-    put, same = ConditioningCache.put, conditioning_cache.same
+    put, same = ConditioningCache.put, ConditioningCache._is_content
     monkeypatch.setattr(
         ConditioningCache, "put", lambda self, *args: seen.update([args[:2]]) or put(self, *args)
     )
-    monkeypatch.setattr(conditioning_cache, "same", lambda *args: compared.append(args) or same(*args))
+    monkeypatch.setattr(ConditioningCache, "_is_content", lambda *args: compared.append(args) or same(*args))
     run(wrap(pipeline(PLAIN, (2, 1), 4)), steps=5, cfg=3.0, size=(13, 10))
     assert len({branch for branch, _ in seen}) == 2 and set(seen.values()) == {5}
     assert len(compared) == looks * len(seen), "the first evaluation of a run has nothing to compare with"

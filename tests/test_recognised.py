@@ -10,8 +10,7 @@ import torch
 from comfy.conds import CONDCrossAttn, CONDRegular
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
-from pipemesh.parallel_runtime.client import conditioning as looking
-from pipemesh.parallel_runtime.client.branch import are_same, origins_by_cond
+from pipemesh.parallel_runtime.client.branch import origins_by_cond
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.wire.arena import Arena
@@ -27,6 +26,10 @@ def cond(text, **others):
 
 def origins(*conds):
     return tuple(origins_by_cond([list(conds)]).values())
+
+
+def are_same(ones, others):
+    return len(ones) == len(others) == 1 and ones[0].is_same(others[0])
 
 
 def test_a_tensor_is_the_same_while_it_is_the_same_object_and_nobody_has_written_to_it():
@@ -77,7 +80,7 @@ def test_what_is_recognised_is_the_last_that_was_sent_under_its_branch_and_name(
     one, other = torch.ones(4, 8), torch.zeros(4, 8)
     sent = cache.put("branch", "context", one.clone(), origins(cond(one)))
     ours = cache.put("branch", "context", other.clone(), origins(cond(other)))
-    monkeypatch.setattr(looking, "same", lambda *_: pytest.fail("looked at"))
+    monkeypatch.setattr(ConditioningCache, "_is_content", lambda *_: pytest.fail("looked at"))
     assert cache.put("branch", "context", other.clone(), origins(cond(other))) == ours != sent
     ref, is_right = cache.assume("branch", "context", other.clone(), origins(cond(other)))
     assert ref == ours and is_right()
@@ -92,8 +95,8 @@ def test_what_is_recognised_is_the_last_that_was_sent_under_its_branch_and_name(
 @pytest.fixture
 def looks(monkeypatch):
     """What was compared by its content, at which evaluation."""
-    seen, same = [], looking.same
-    monkeypatch.setattr(looking, "same", lambda *tensors: seen.append(tensors) or same(*tensors))
+    seen, own = [], ConditioningCache._is_content
+    monkeypatch.setattr(ConditioningCache, "_is_content", lambda *args: seen.append(args) or own(*args))
     return seen
 
 

@@ -92,11 +92,6 @@ def _alike(one: Any, other: Any) -> bool:
     return tensor() is not None and tensor() is another() and version == its_version
 
 
-def are_same(ones: Origins, others: Origins) -> bool:
-    """True if both are known, and of the very same tensors."""
-    return bool(ones) and len(ones) == len(others) and all(map(Origin.is_same, ones, others))
-
-
 def origins_by_cond(conds: Sequence[Sequence[Mapping[str, Any]] | None]) -> dict[str, Origin]:
     """Returns the origin of each of ComfyUI's conds, by the name that a ``Branch`` has for it. Of
     one that holds more than tensors and plain data there is none, nor of two that bear one name.

@@ -19,7 +19,7 @@ import torch
 
 from ..wire.arena import KEPT_CONDITIONING, Arena
 from ..wire.segment import TensorRef
-from .branch import Branch, Origins, are_same
+from .branch import Branch, Origin, Origins
 
 memcmp = ctypes.CDLL(None).memcmp
 memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -31,15 +31,6 @@ RECENT = 4  # context windows alternate between a few slices under one branch
 class Entry:
     ref: TensorRef
     copy: torch.Tensor | None  # on the sender's device; none where that is the CPU, which sees the arena
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors of one shape and dtype are equal. On the CPU bit by bit, in a quarter of
-    ``torch.equal``'s time.
-    """
-    if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
-        return torch.equal(one, other)
-    return memcmp(one.data_ptr(), other.data_ptr(), one.numel() * one.element_size()) == 0
 
 
 def cache_key(branch: Branch, name: str, tensor: torch.Tensor) -> tuple:
@@ -79,7 +70,7 @@ class ConditioningCache:
         last = recent[0]
 
         def is_right() -> bool:
-            if same(self._content(last), tensor):
+            if self._is_content(last, tensor):
                 self._made_of[key] = origins, last
                 return True
             self._surprising.add(key)
@@ -93,7 +84,8 @@ class ConditioningCache:
         one before is not looked at.
         """
         key = cache_key(branch, name, tensor)
-        entry = self._recognised(key, origins) or self._equal(key, tensor)
+        recent = (one for one in self._recent.get(key, ()) if self._is_content(one, tensor))
+        entry = self._recognised(key, origins) or next(recent, None)
         if entry is None:
             entry = self._find_or_store(tensor)
             recent = self._recent.setdefault(key, [])
@@ -104,13 +96,8 @@ class ConditioningCache:
 
     def _recognised(self, key: tuple, origins: Origins) -> Entry | None:
         made_of, entry = self._made_of.get(key, ((), None))
-        return entry if are_same(made_of, origins) else None
-
-    def _equal(self, key: tuple, tensor: torch.Tensor) -> Entry | None:
-        for entry in self._recent.get(key, ()):
-            if same(self._content(entry), tensor):
-                return entry
-        return None
+        are_known = bool(origins) and len(origins) == len(made_of)
+        return entry if are_known and all(map(Origin.is_same, made_of, origins)) else None
 
     def _find_or_store(self, tensor: torch.Tensor) -> Entry:
         local = tensor.detach().to("cpu").contiguous()
@@ -123,9 +110,15 @@ class ConditioningCache:
         self._entries.move_to_end(key)
         return self._entries[key]
 
-    def _content(self, entry: Entry) -> torch.Tensor:
-        """A view made anew each time: a kept one would keep a closed arena's memory."""
-        return self._arena.segment.tensor(entry.ref) if entry.copy is None else entry.copy
+    def _is_content(self, entry: Entry, tensor: torch.Tensor) -> bool:
+        """Returns whether the entry's tensor, of the same shape and dtype, equals this one. On the
+        CPU bit by bit, in a quarter of ``torch.equal``'s time.
+        """
+        # A view made anew each time: a kept one would keep a closed arena's memory
+        content = self._arena.segment.tensor(entry.ref) if entry.copy is None else entry.copy
+        if content.device.type != "cpu" or not (content.is_contiguous() and tensor.is_contiguous()):
+            return torch.equal(content, tensor)
+        return memcmp(content.data_ptr(), tensor.data_ptr(), tensor.nbytes) == 0
 
     def begin_run(self) -> None:
         """Forgets which branch sent what, and evicts down to the limit. Call between runs only: an

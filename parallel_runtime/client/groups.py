@@ -114,7 +114,7 @@ class InGroups:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first
         evaluation that several ranks compute.
         """
-        self._watch = watch
+        self._watch = self._rows_apart.watch if self._rows_apart is not None else watch
 
     def _compute(self, calls: Sequence[SampleCall], makes_room: bool = True) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
@@ -140,9 +140,8 @@ class InGroups:
             ranks[share.evaluation] += len(work.ranks)
         made = [put_together(of_one) for of_one in pieces]
         for call, number, output in zip(calls, ranks, made, strict=True):
-            judge = self._judge_of(call) if number > 1 else None
-            if judge is not None:
-                judge(tensors_in(output), partial(self._alone, run, call))
+            if number > 1 and self._watch is not nobody:
+                self._judge(run, call, tensors_in(output))
         return made
 
     def _together(self, calls: Sequence[SampleCall]) -> list[Any]:
@@ -155,10 +154,12 @@ class InGroups:
         evaluations[-1] = replace(evaluations[-1], images=images)
         return outputs
 
-    def _judge_of(self, call: SampleCall) -> Judge | None:
-        watch, self._watch = self._watch, nobody
-        watch = self._rows_apart.watch if self._rows_apart is not None else watch
-        return None if watch is nobody else watch(tuple(one.shape for one in latents_of(call.arguments)))
+    def _judge(self, run: Run, call: SampleCall, made: list[torch.Tensor]) -> None:
+        judge = self._watch(tuple(one.shape for one in latents_of(call.arguments)))
+        if self._rows_apart is None:
+            self._watch = nobody
+        if judge is not None:
+            judge(made, partial(self._alone, run, call))
 
     def _alone(
         self, run: Run, call: SampleCall, change: Callable[[torch.Tensor], torch.Tensor]

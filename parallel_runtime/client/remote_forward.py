@@ -1,44 +1,42 @@
 """The forward that stands in a transformer for its own, and wrappers that see to it that every
-evaluation comes there.
+evaluation comes there, and that ComfyUI's model compiler leaves it alone: newer ComfyUIs record
+what a forward allocates in the thread that samples, and replay it. This one allocates otherwise in
+every step, and several may be in flight. Read: comfy/model_prefetch.py of ComfyUI 0.38.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
+import comfy.cli_args
+import comfy.model_prefetch
 import torch
 from comfy.patcher_extension import WrappersMP
 
 from ..errors import Refused
 from ..forward import forward_binder, forward_name
 from ..refusals import patch_name
-from ..watch.in_place import Watch, refusal
+from ..watch.in_place import refusal
 from ..watch.python_file import LIBRARIES, compiled_elsewhere
-from .host_compiler import paused, uncompiled
 from .separable import WRAPPER_KEY
 
-
-class Evaluating(Protocol):
-    """``watch`` is the patcher's: held by the forward, it would keep the model alive that holds the
-    forward.
-    """
-
-    model: Any
-    watch: Watch | None
-
-    def sample_call(self, arguments: dict[str, Any]) -> Any: ...
+NO_COMPILER = "disable_comfy_compiler"  # an option of newer ComfyUIs
 
 
 class RemoteForward:
     """Stands where the transformer's own forward was, for as long as its patcher is the one
-    loaded. ``calls``: how many evaluations came here.
+    loaded. ``calls``: how many evaluations came here. ``watch`` is the patcher's: held here, it
+    would keep the model alive that holds the forward.
     """
 
-    def __init__(self, patcher: Evaluating, name: str):
+    def __init__(self, patcher: Any, name: str):
         self._patcher = weakref.ref(patcher)
         self._bind = forward_binder(patcher.model.diffusion_model, name)
+        # A recording that this thread is in leaves allocations out
+        self._paused = getattr(comfy.model_prefetch, "pause_malloc_graph", nullcontext)
         self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +48,7 @@ class RemoteForward:
         self.calls += 1
         if patcher.watch is not None:
             patcher.watch.check()
-        with paused():
+        with self._paused():
             return patcher.sample_call(self._bind(args, kwargs))
 
     def require_unchanged(self) -> None:
@@ -83,6 +81,20 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if not before:
             raise _unused(model.current_patcher)
     return output
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, ComfyUI begins no recording: by its own option, which is put back."""
+    args = comfy.cli_args.args
+    before = getattr(args, NO_COMPILER, None)
+    if before is not None:
+        setattr(args, NO_COMPILER, True)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(args, NO_COMPILER, before)
 
 
 def outer_sample(

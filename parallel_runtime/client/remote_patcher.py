@@ -22,11 +22,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ..crossing.attention import require_parts
 from ..crossing.in_block import InBlockPatches, encode_images, in_block_patches
-from ..crossing.options import (
-    crossing_arguments,
-    hand_over_compilation,
-    refuse_foreign_levers,
-)
+from ..crossing.options import crossing_options, hand_over_compilation, refuse_foreign_levers
 from ..crossing.prepared_text import text_patch
 from ..crossing.rows import Constants
 from ..crossing.source import describe_source, state_source
@@ -235,12 +231,17 @@ class RemotePatcher(InPool, ModelPatcher):
     def sample_call(self, arguments: dict[str, Any]) -> Any:
         """Returns the output of one evaluation, computed in the pool."""
         assert self.in_block is not None  # what is sampled was loaded
-        branch = Branch.of(arguments.get("transformer_options", {}))
-        arguments = crossing_arguments(arguments, self.in_block)
+        options = arguments.get("transformer_options", {})
+        branch = Branch.of(options)
+        sent = {**arguments, "transformer_options": crossing_options(options, self.in_block)}
+        for name in self.in_block.rebuilt:  # ranks make these entries anew
+            argument, _, left_out = name.partition(".")
+            if sent.get(argument):
+                sent[argument] = {entry: one for entry, one in sent[argument].items() if entry != left_out}
         return with_room(
             self,
             lambda: self.remote.sampling.output_of(
-                SampleCall(arguments, replace(branch, weights=self.patches_id))
+                SampleCall(sent, replace(branch, weights=self.patches_id))
             ),
         )
 

@@ -175,7 +175,7 @@ def must_run_conds_in_sequence(
     )
     around = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
     wrapped = any(kind in around for kind, _ in _foreign_wrappers(options))
-    prepares = any(_state_callbacks(options))
+    prepares = any(options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values())
     replaced = any(
         not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches
     )
@@ -231,8 +231,9 @@ def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
     options = model_options.get("transformer_options", {})
     for kind, wrapper in _foreign_wrappers(options):
         yield f"the {kind} wrapper {patch_name(wrapper)}"
-    for callback in _state_callbacks(options):
-        yield f"the {CallbacksMP.ON_PREPARE_STATE} callback {patch_name(callback)}"
+    for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
+        for callback in callbacks:
+            yield f"the {CallbacksMP.ON_PREPARE_STATE} callback {patch_name(callback)}"
     for name, value in options.items():
         if name not in ("wrappers", "callbacks") and not is_plain(value):
             yield _named(name, value)
@@ -244,11 +245,6 @@ def _foreign_wrappers(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, wrappers in by_key.items():
             if key != WRAPPER_KEY:
                 yield from ((kind, wrapper) for wrapper in wrappers)
-
-
-def _state_callbacks(options: Mapping[str, Any]) -> Iterator[Any]:
-    for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
-        yield from callbacks
 
 
 def _of_cond(side: str, cond: Mapping[str, Any]) -> Iterator[str]:

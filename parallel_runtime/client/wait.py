@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 
-class Wait(Protocol):
-    """May be begun again while it lasts, and ended when it is over."""
-
-    def begin(self) -> None: ...
-
-    def came(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class NoWait:
-    """A wait that nobody is shown."""
+class Wait:
+    """A wait that nobody is shown. May be begun again while it lasts, and ended when it is over."""
 
     def begin(self) -> None: ...
 

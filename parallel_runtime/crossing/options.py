@@ -68,20 +68,6 @@ def refuse_foreign_levers(patcher: Any) -> None:
     )
 
 
-def crossing_arguments(arguments: dict[str, Any], in_block: InBlockPatches) -> dict[str, Any]:
-    """Returns the arguments of a forward as the ranks of its MODEL get them: without the entries
-    that they make anew (``rebuilt`` of the plan). Raises Refused as ``crossing_options`` does.
-    """
-    options = crossing_options(arguments.get("transformer_options", {}), in_block)
-    arguments = {**arguments, "transformer_options": options}
-    for name in in_block.rebuilt:
-        argument, _, left_out = name.partition(".")
-        if arguments.get(argument):
-            kept = {entry: value for entry, value in arguments[argument].items() if entry != left_out}
-            arguments[argument] = kept
-    return arguments
-
-
 def hand_over_compilation(model_options: dict[str, Any], model: Any) -> bool:
     """Takes torch.compile (the node TorchCompileModel, and KJNodes') out of a run's options, and
     puts what it was asked for among those that cross: the ranks compile their blocks. True if it
