@@ -180,9 +180,9 @@ def place_of(tensor, request):
 def test_a_model_that_is_in_a_run_is_no_room_for_another_one_in_it():
     client = remote(Ledger(room=3), "a", "b")
     client.runs.begin("b")
-    assert not client.residency.make_room("a") and client.residency.holds("b")
+    assert not client.residency.make_room("a") and client.residency.held("b")
     client.runs.end("b")
-    assert client.residency.make_room("a") and not client.residency.holds("b")
+    assert client.residency.make_room("a") and not client.residency.held("b")
 
 
 def test_a_run_ends_once_in_the_ranks():
@@ -211,7 +211,7 @@ def test_an_evaluation_without_a_sampler_begins_a_run_by_itself_which_is_in_nobo
     run = client.last_run
     evaluate(client, "a")
     assert client.last_run is run and len(run.evaluations) == 2
-    assert client.residency.make_room("b") and not client.residency.holds("a")
+    assert client.residency.make_room("b") and not client.residency.held("a")
 
 
 def test_a_model_that_a_guider_evaluates_beside_the_sampled_one_is_in_the_same_run_and_its_figures():
@@ -440,7 +440,7 @@ def test_the_least_recently_used_model_makes_room_for_another():
     assert client.residency.is_ready("a", "")  # b is the older one now
     load(client, "c")
     assert pool.models == ["a", "c"]
-    assert not client.residency.holds("b")
+    assert not client.residency.held("b")
 
 
 def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on():
@@ -449,7 +449,7 @@ def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on
         client = remote(pool, "a", "b", "c")
         ask(client, "c")
         assert pool.models == ["c"]
-        assert client.residency.holds("c")
+        assert client.residency.held("c")
 
 
 def test_a_cancel_amid_making_room_forgets_no_model_that_the_ranks_hold():
@@ -457,7 +457,7 @@ def test_a_cancel_amid_making_room_forgets_no_model_that_the_ranks_hold():
     client = remote(pool, "a", "b")
     client.residency.load(Source(model="c", factory="f"), dict, lambda: True)
     assert sorted(pool.models) == ["b", "c"]
-    assert [model for model in "abc" if client.residency.holds(model)] == ["b", "c"]
+    assert [model for model in "abc" if client.residency.held(model)] == ["b", "c"]
 
 
 def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
@@ -465,7 +465,7 @@ def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
     client = remote(pool)
     with pytest.raises(OutOfMemory):
         load(client, "a")
-    assert not client.residency.holds("a")
+    assert not client.residency.held("a")
     pool = Ledger(room=1, short=Forward)
     client = remote(pool, "a")
     with pytest.raises(OutOfMemory):

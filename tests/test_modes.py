@@ -550,6 +550,6 @@ def test_packed_latents_are_named():
     sampler = comfy.samplers.sampler_object("euler")
 
     def objections(*shape):
-        return {*separable._objections(sampler, guider, {}, torch.zeros(shape))}
+        return {*separable.why_single_timeline(sampler, guider, {}, torch.zeros(shape)).split(" and ")}
 
     assert objections(1, 1, 640) - objections(1, 16, 8, 8) == {"packed latents of shape (1, 1, 640)"}

@@ -140,9 +140,9 @@ def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, cli
     vae.decode(noise(1, 16, 1, 6, 4))
     assert vae.patcher.current_loaded_device() == vae.patcher.load_device
     _, model = vae.first_stage_model.remote.bring_up()
-    assert client.residency.holds(model)
+    assert client.residency.held(model)
     mm.unload_all_models()
-    assert not client.residency.holds(model)
+    assert not client.residency.held(model)
 
 
 def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(stock, client):

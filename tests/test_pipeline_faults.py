@@ -142,7 +142,7 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
         assert sum(part.patch is None for part in parts) == whole
         if whole == 2:  # patches were in flight: it stays until the last of them is back
             assert relative_error(ours, truths.patched(of, 3)) <= truths.bound(of)
-            assert client.session.loads == loads and not client.residency.holds(name)
+            assert client.session.loads == loads and not client.residency.held(name)
         else:
             assert client.session.loads == loads + 1 and bool(ours.isfinite().all())
 
@@ -203,4 +203,4 @@ def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(b
     assert {one.part.run for one in client.last_run.evaluations} == {run + 2}, (
         "what was kept of the first attempt is void"
     )
-    assert client.session.pool is pool and not client.residency.holds(other.remote.source.model)
+    assert client.session.pool is pool and not client.residency.held(other.remote.source.model)

@@ -310,7 +310,7 @@ def test_a_checkpoint_overwritten_in_place_is_named_and_no_longer_held(own, clie
     path.write_bytes(write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99).read_bytes())
     with pytest.raises(Refused, match=sentence):
         picture(model)
-    assert not client.residency.holds(model.remote.source.model)
+    assert not client.residency.held(model.remote.source.model)
     assert is_right(parallelize(load(path), client, holds_ui_device=False), picture(load(path)))
 
 

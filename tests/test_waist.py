@@ -179,11 +179,11 @@ def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client
         share = parallel.loaded_size()
         del parallel  # and the clone with the LoRA with it, as when its strength is changed
         gc.collect()
-        assert client.residency.holds(model)
+        assert client.residency.held(model)
         assert not any(loaded.is_dead() for loaded in mm.current_loaded_models)
         assert sum(loaded.model_loaded_memory() for loaded in mm.current_loaded_models) == share > 0
         mm.unload_all_models()
-        assert not client.residency.holds(model)
+        assert not client.residency.held(model)
     assert relative_error(run(parallelize(stock, client, holds_ui_device=True)), truth) <= BOUND
 
 
@@ -215,7 +215,7 @@ def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, c
     model = parallelize(stock, client, holds_ui_device=True).remote.source.model
     run(parallelize(stock, client, holds_ui_device=True))
     gc.collect()
-    assert client.residency.holds(model), "the sampler's own parallel MODEL is gone, the loader's is not"
+    assert client.residency.held(model), "the sampler's own parallel MODEL is gone, the loader's is not"
     requests.clear()
     for strength in (1.0, 0.5):
         run(parallelize(with_lora(stock, files, strength), client, holds_ui_device=True))
@@ -224,7 +224,7 @@ def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, c
     mm.current_loaded_models.clear()
     del stock
     gc.collect()
-    assert not client.residency.holds(model)
+    assert not client.residency.held(model)
 
 
 def test_memory_the_host_counts_is_what_the_pool_holds_on_its_device(files, client):

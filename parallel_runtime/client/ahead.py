@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .asked import Asked
-from .described import as_it_is, is_same, on_cpu, tensors_of
+from .described import as_it_is, described, is_same, on_cpu, tensors_of
 from .queued import LATENT, Graph, Moment, Place, differences, linked_to, readers, seed_at, seed_place
 from .run import Queued
 from .seeds import Compute, Sampled, Start, sample_together
@@ -106,10 +106,6 @@ class Images:
 
     used: int = 0
     dropped: int = 0
-
-
-def same_tensors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return one is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 class LookAhead:
@@ -315,7 +311,9 @@ class LookAhead:
         """Yields the samplers, each with its noise, latent and random state, as far as those of the
         one that runs are what stock makes of its seed, and of what was ``done`` before.
         """
-        follows = done is not None and same_tensors(asked.latent, asked.latent_of(done.output))
+        follows = done is not None and is_same(
+            described(asked.latent), described(asked.latent_of(done.output))
+        )
         seeds = [seed_at(graph, place) or 0 for _, graph, _ in found]
         if asked.noise.any():
             starts = [*asked.noises(seeds)]

@@ -32,7 +32,7 @@ class Conds:
         self,
         compute: Compute,
         constants: Constants,
-        in_sequence: Callable[[], bool] = lambda: False,
+        in_sequence: Callable[[], bool],
         with_room: WithRoom = lambda _, compute: compute(),
     ):
         self._compute = compute

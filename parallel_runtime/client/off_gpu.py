@@ -15,27 +15,11 @@ from torch.utils._pytree import tree_map_only
 
 CPU = torch.device("cpu")
 # Of ComfyUI's samplers, those that draw no random number on the latent's device
-DRAW_NOTHING_THERE = {
-    "deis",
-    "dpm_2",
-    "dpmpp_2m",
-    "dpmpp_2m_cfg_pp",
-    "dpmpp_2m_sde",
-    "dpmpp_2m_sde_heun",
-    "dpmpp_3m_sde",
-    "dpmpp_sde",
-    "euler",
-    "euler_cfg_pp",
-    "exp_heun_2_x0",
-    "gradient_estimation",
-    "gradient_estimation_cfg_pp",
-    "heun",
-    "ipndm",
-    "ipndm_v",
-    "lms",
-    "unipc",
-    "unipc_bh2",
-}
+DRAW_NOTHING_THERE = frozenset((
+    "deis", "dpm_2", "dpmpp_2m", "dpmpp_2m_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_heun",
+    "dpmpp_3m_sde", "dpmpp_sde", "euler", "euler_cfg_pp", "exp_heun_2_x0", "gradient_estimation",
+    "gradient_estimation_cfg_pp", "heun", "ipndm", "ipndm_v", "lms", "unipc", "unipc_bh2",
+))  # fmt: skip
 CHURN = "s_churn"  # an option by which some of them do
 
 

@@ -59,11 +59,11 @@ class Remote:
         of a run's conditioning there: both go when it is released.
         """
         share = round(self.source.weights.nbytes(diffusion_model) * self.holds_ui_device)
-        held = self.pool.session.models.get(self.model) if self.pool.session is not None else None
         kept = self.pool.conditioning_bytes(self.model) if share else 0
-        return kept + (
-            share if held is None or held.weights.kept == "whole" else min(share, held.weights.nbytes)
-        )
+        held = self.pool.residency.held(self.model)
+        if held is not None and held.weights.kept != "whole":
+            share = min(share, held.weights.nbytes)
+        return kept + share
 
     def release(self) -> None:
         self.pool.residency.release(self.model)

@@ -86,11 +86,8 @@ class RemotePatcher(InPool, ModelPatcher):
         return self.remote.share_of(self.model.diffusion_model) if hasattr(self, "remote") else 0
 
     def loaded_size(self) -> int:
-        return (
-            self.model_size()
-            if hasattr(self, "remote") and self.remote.pool.residency.holds(self.remote.model)
-            else 0
-        )
+        is_held = hasattr(self, "remote") and self.remote.pool.residency.held(self.remote.model)
+        return self.model_size() if is_held else 0
 
     def current_loaded_device(self) -> torch.device:
         """Returns the UI's device where ranks hold the model: ComfyUI makes room there for the rest

@@ -68,9 +68,6 @@ class RemotePool:
         run.
         """
         session = self.session
-        kept = (
-            (memory.conditioning for memory in session.pool.memory)
-            if session is not None and model in self.runs.models()
-            else ()
-        )
-        return max(kept, default=0)
+        if session is None or model not in self.runs.models():
+            return 0
+        return max(memory.conditioning for memory in session.pool.memory)

@@ -33,7 +33,6 @@ from .branch import Branch
 from .evaluations import Work
 from .interrupt import held, interrupted, interrupting
 from .remote_pool import RemotePool
-from .session import Session
 from .tiles import OnTile, side_by_side
 
 ROUNDING = 1e-3  # of a picture's scale
@@ -87,16 +86,16 @@ class RemoteVAE:
     def tiles_at_once(self) -> int:
         return self._pool_of().layout.world_size
 
-    @property
-    def session(self) -> Session | None:
-        return self._at[0].session if self._at is not None else None
+    def free_bytes(self) -> int | None:
+        """Returns the free bytes of the rank that has least; None where no pool is known."""
+        return self._at[0].free_bytes() if self._at is not None else None
 
     def share(self) -> int:
         """Returns the bytes on the UI's own device once ranks hold it."""
         return stored_bytes(self.module.parameters()) if self.holds_ui_device else 0
 
     def is_held(self) -> bool:
-        return self._at is not None and self._at[0].residency.holds(self._at[1])
+        return self._at is not None and self._at[0].residency.held(self._at[1]) is not None
 
     def release(self) -> None:
         if self._at is not None:
@@ -292,10 +291,8 @@ class VAEPatcher(ModelPatcher):
         """Returns the free bytes of the rank that has least: how many images ComfyUI gives to one
         call depends on it.
         """
-        session = self.model.remote.session
-        if session is None:
-            return super().get_free_memory(device)
-        return min(memory.free for memory in session.pool.memory)
+        free = self.model.remote.free_bytes()
+        return super().get_free_memory(device) if free is None else free
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False

@@ -79,10 +79,10 @@ class Residency:
 
     # -- what ranks hold
 
-    def holds(self, model: str) -> bool:
-        """Returns whether ranks may hold it, so that it can be released."""
+    def held(self, model: str) -> Resident | None:
+        """Returns what is known of a model that ranks may hold, so that it can be released."""
         session = self._sessions.live
-        return session is not None and model in session.models
+        return session.models.get(model) if session is not None else None
 
     def is_ready(self, model: str, patches_id: str) -> bool:
         """Returns whether every rank holds the model under exactly these weight patches. Then it
@@ -249,7 +249,7 @@ class Residency:
         session = self._sessions.live
         stages = session.pool.facts.stages if session is not None else 0
         wanted = self._balance.choose(model, asked, stages, self._sessions.speeds_of_stages())
-        held = session.models.get(model) if session is not None else None
+        held = self.held(model)
         if held is not None and (
             (held.stages, held.asked) != (wanted, weights) or held.weights.leaves_less(left_free)
         ):

@@ -56,14 +56,8 @@ class Runs:
         Some guiders evaluate a model beside the sampled one without announcing it: its run belongs
         to the sampled one's, ends with it, and adds to the same figures.
         """
-        return self._open.get(model) or self._join(model)
-
-    def beside(self, model: str) -> Run:
-        """Begins a run of what no sampler samples."""
-        self.end(model)
-        return self._opened(Aside(next(self._ids), model))
-
-    def _join(self, model: str) -> Run:
+        if model in self._open:
+            return self._open[model]
         sampled = next((run for run in reversed(self._open.values()) if run.is_sampled), None)
         if sampled is None:
             run = Run(next(self._ids), model)
@@ -72,6 +66,11 @@ class Runs:
             run = Run(next(self._ids), model, began_s=sampled.began_s, evaluations=sampled.evaluations)
             sampled.joined.append(model)
         return self._opened(run)
+
+    def beside(self, model: str) -> Run:
+        """Begins a run of what no sampler samples."""
+        self.end(model)
+        return self._opened(Aside(next(self._ids), model))
 
     def _opened(self, run: Run) -> Run:
         self._open[run.model] = run

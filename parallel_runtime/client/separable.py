@@ -28,47 +28,16 @@ WRAPPER_KEY = "pipemesh"
 FUNCTIONS = (FunctionType, MethodType)
 AROUND = ("apply_model", "_apply_model", "extra_conds", "forward")  # what a pack may put into one model
 COMFYUI = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
-K_DIFFUSION_SAMPLERS = {
-    "ddpm",
-    "deis",
-    "dpm_2",
-    "dpm_2_ancestral",
-    "dpmpp_2m",
-    "dpmpp_2m_cfg_pp",
-    "dpmpp_2m_sde",
-    "dpmpp_2m_sde_gpu",
-    "dpmpp_2m_sde_heun",
-    "dpmpp_2m_sde_heun_gpu",
-    "dpmpp_2s_ancestral",
-    "dpmpp_2s_ancestral_cfg_pp",
-    "dpmpp_3m_sde",
-    "dpmpp_3m_sde_gpu",
-    "dpmpp_sde",
-    "dpmpp_sde_gpu",
-    "er_sde",
-    "euler",
-    "euler_ancestral",
-    "euler_ancestral_cfg_pp",
-    "euler_cfg_pp",
-    "exp_heun_2_x0",
-    "exp_heun_2_x0_sde",
-    "gradient_estimation",
-    "gradient_estimation_cfg_pp",
-    "heun",
-    "heunpp2",
-    "ipndm",
-    "ipndm_v",
-    "lcm",
-    "lms",
-    "res_multistep",
-    "res_multistep_ancestral",
-    "res_multistep_ancestral_cfg_pp",
-    "res_multistep_cfg_pp",
-    "sa_solver",
-    "sa_solver_pece",
-    "seeds_2",
-    "seeds_3",
-}
+K_DIFFUSION_SAMPLERS = frozenset((
+    "ddpm", "deis", "dpm_2", "dpm_2_ancestral", "dpmpp_2m", "dpmpp_2m_cfg_pp", "dpmpp_2m_sde",
+    "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun", "dpmpp_2m_sde_heun_gpu", "dpmpp_2s_ancestral",
+    "dpmpp_2s_ancestral_cfg_pp", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu", "dpmpp_sde", "dpmpp_sde_gpu",
+    "er_sde", "euler", "euler_ancestral", "euler_ancestral_cfg_pp", "euler_cfg_pp", "exp_heun_2_x0",
+    "exp_heun_2_x0_sde", "gradient_estimation", "gradient_estimation_cfg_pp", "heun", "heunpp2",
+    "ipndm", "ipndm_v", "lcm", "lms", "res_multistep", "res_multistep_ancestral",
+    "res_multistep_ancestral_cfg_pp", "res_multistep_cfg_pp", "sa_solver", "sa_solver_pece",
+    "seeds_2", "seeds_3",
+))  # fmt: skip
 SAMPLER_FUNCTIONS = {
     *(f"comfy.k_diffusion.sampling.sample_{name}" for name in K_DIFFUSION_SAMPLERS),
     "comfy.extra_samplers.uni_pc.sample_unipc",
@@ -129,10 +98,14 @@ def why_single_timeline(
 
     ``refiners``: modules of the transformer that look at the whole image before it is cut.
     """
-    of_model = [f"the model's {path}, which looks at the whole image" for path in refiners]
-    return (
-        " and ".join(dict.fromkeys([*of_model, *_objections(sampler, guider, model_options, noise)])) or None
-    )
+    reasons = [f"the model's {path}, which looks at the whole image" for path in refiners]
+    reasons += _of_code(sampler, guider, model_options)
+    if noise.ndim not in (4, 5):
+        reasons.append(f"packed latents of shape {tuple(noise.shape)}")
+    for side, conds in conds_of(guider).items():
+        for cond in conds or ():
+            reasons += _of_cond(side, cond)
+    return " and ".join(dict.fromkeys(reasons)) or None
 
 
 def why_whole(
@@ -166,38 +139,15 @@ def must_run_conds_in_sequence(
     and the transformer may keep a state, or weights, from one cond to the next.
     """
     options = model_options.get("transformer_options", {})
-    hooked = any(
-        cond.get(name)
-        for conds_of_one in conds
-        if conds_of_one
-        for cond in conds_of_one
-        for name in ("hooks", "default")
-    )
     around = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
-    wrapped = any(kind in around for kind, _ in _foreign_wrappers(options))
-    prepares = any(options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values())
-    replaced = any(
-        not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches
-    )
     return (
-        hooked
-        or wrapped
-        or prepares
-        or replaced
+        any(cond.get("hooks") or cond.get("default") for side in conds for cond in side or ())
+        or any(kind in around for kind, _ in _foreign_wrappers(options))
+        or any(options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values())
+        or any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
         or runs_code_in_blocks(patcher)
         or "model_function_wrapper" in model_options
     )
-
-
-def _objections(
-    sampler: Any, guider: Any, model_options: dict[str, Any], noise: torch.Tensor
-) -> Iterator[str]:
-    yield from _of_code(sampler, guider, model_options)
-    if noise.ndim not in (4, 5):
-        yield f"packed latents of shape {tuple(noise.shape)}"
-    for side, conds in conds_of(guider).items():
-        for cond in conds or ():
-            yield from _of_cond(side, cond)
 
 
 def _of_code(sampler: Any, guider: Any, model_options: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import contextvars
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -215,12 +216,10 @@ class FreeRun:
         callback and whether it is the first, and runs to its end. ``callback`` is called once for
         every step, when the last patch has reached it.
         """
-        callbacks = MergedCallback(callback, self._pixels) if callback is not None else None
-        for index in range(len(self._patches)):
-            own = callbacks.of(index) if callbacks is not None else None
-            self._timelines.append(
-                Timeline(lambda own=own, first=index == 0: sampler(own, first), self._device)
-            )
+        callbacks = [None] * len(self._patches) if callback is None else merging(callback, self._pixels)
+        self._timelines += [
+            Timeline(partial(sampler, own, index == 0), self._device) for index, own in enumerate(callbacks)
+        ]
         try:
             for index in range(len(self._timelines)):
                 self._resume(index)
@@ -299,21 +298,16 @@ def merged(latents: Sequence[torch.Tensor], pixels: Sequence[torch.Tensor]) -> t
     return whole
 
 
-class MergedCallback:
-    """Calls the user's callback once for every step, when all patches have reached it, with each
-    one's pixels.
+def merging(callback: Callback, pixels: Sequence[torch.Tensor]) -> list[Callback]:
+    """Returns a callback for each patch. The user's is called once for every step, when all patches
+    have reached it, with each one's pixels.
     """
+    reached: list[deque[tuple[torch.Tensor, torch.Tensor]]] = [deque() for _ in pixels]
 
-    def __init__(self, callback: Callback, pixels: Sequence[torch.Tensor]):
-        self._callback = callback
-        self._pixels = pixels
-        self._steps: list[deque[tuple[torch.Tensor, torch.Tensor]]] = [deque() for _ in pixels]
+    def step_done(index: int, step: int, x0: torch.Tensor, x: torch.Tensor, total: int) -> None:
+        reached[index].append((x0.clone(), x.clone()))
+        if all(reached):
+            denoised, noisy = zip(*(steps.popleft() for steps in reached), strict=True)
+            callback(step, merged(denoised, pixels), merged(noisy, pixels), total)
 
-    def of(self, index: int) -> Callback:
-        def step_done(step: int, x0: torch.Tensor, x: torch.Tensor, total: int) -> None:
-            self._steps[index].append((x0.clone(), x.clone()))
-            if all(self._steps):
-                denoised, noisy = zip(*(steps.popleft() for steps in self._steps), strict=True)
-                self._callback(step, merged(denoised, self._pixels), merged(noisy, self._pixels), total)
-
-        return step_done
+    return [partial(step_done, index) for index in range(len(pixels))]
