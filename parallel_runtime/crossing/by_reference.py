@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -140,58 +140,53 @@ class Assembly:
                     f"A patch holds a {kind}, which this version of PipeMesh does not know: install the same"
                     " one on every machine."
                 )
-            self._kinds()[kind](number, *content)
+            self._made[number] = self._kinds()[kind](number, *content)
         return self._made[number]
 
-    def _kinds(self) -> dict[str, Callable[..., None]]:
+    def _kinds(self) -> dict[str, Callable[..., Any]]:
+        """What makes an object of each kind; one that may hold itself is noted before it is whole."""
         return {
             "tensor": self._tensor,
-            "parameter": self._parameter,
-            "device": lambda number, _name: self._keep(number, self._device),
-            "device's name": lambda number, _name: self._keep(number, str(self._device)),
+            "parameter": lambda _, content: torch.nn.Parameter(content, requires_grad=False),
+            "device": lambda _, _name: self._device,
+            "device's name": lambda _, _name: str(self._device),
             "dict": self._dict,
             "method": self._method,
-            "uncompiled": lambda number, inner: self._keep(number, torch.compiler.disable(self.put(inner))),
+            "uncompiled": lambda _, inner: torch.compiler.disable(self.put(inner)),
             "function": self._function,
-            "named": lambda number, reference: self._keep(number, resolved(reference)),
-            "of transformer": lambda number, path: self._keep(number, self._modules.get(path)),
+            "named": lambda _, reference: resolved(reference),
+            "of transformer": lambda _, path: self._modules.get(path),
             "model": self._model,
-            "vae": lambda number, compression: self._keep(number, VaeElsewhere(compression)),
+            "vae": lambda _, compression: VaeElsewhere(compression),
             "instance": self._instance,
-            **{kind: self._sequence(make) for kind, make in SEQUENCES.items()},
+            **{kind: partial(self._sequence, make) for kind, make in SEQUENCES.items()},
+            "list": self._list,
         }
 
-    def _keep(self, number: int, made: Any) -> None:
-        self._made[number] = made
-
-    def _tensor(self, number: int, content: torch.Tensor, elsewhere: bool, order: list[int]) -> None:
+    def _tensor(self, _number: int, content: torch.Tensor, elsewhere: bool, order: list[int]) -> torch.Tensor:
         made = content.to(self._device, copy=True) if elsewhere else content.clone()
-        self._made[number] = made.permute([order.index(axis) for axis in range(len(order))])
+        return made.permute([order.index(axis) for axis in range(len(order))])
 
-    def _parameter(self, number: int, content: torch.Tensor) -> None:
-        self._made[number] = torch.nn.Parameter(content, requires_grad=False)
-
-    def _method(self, number: int, function: Parts, owner: Parts) -> None:
+    def _method(self, _number: int, function: Parts, owner: Parts) -> Any:
         bound = self.put(owner)  # None: a module of another stage's block, where nobody calls it
-        self._made[number] = self.put(function) if bound is None else MethodType(self.put(function), bound)
+        return self.put(function) if bound is None else MethodType(self.put(function), bound)
 
-    def _sequence(self, make: Callable) -> Callable[..., None]:
-        def put(number: int, items: list) -> None:
-            if make is list:  # which may hold itself
-                self._made[number] = []
-                self._made[number] += [self.put(item) for item in items]
-            else:
-                self._made[number] = make([self.put(item) for item in items])
+    def _sequence(self, make: Callable[[list], Any], _number: int, items: list) -> Any:
+        return make([self.put(item) for item in items])
 
-        return put
+    def _list(self, number: int, items: list) -> list:
+        made = self._made[number] = []
+        made += [self.put(item) for item in items]
+        return made
 
-    def _dict(self, number: int, ordered: bool, items: list) -> None:
+    def _dict(self, number: int, ordered: bool, items: list) -> dict:
         made = self._made[number] = OrderedDict() if ordered else {}
         made.update((self.put(key), self.put(item)) for key, item in items)
+        return made
 
     def _function(
         self, number: int, reference: Reference, cells: list, given: list, attributes: dict
-    ) -> None:
+    ) -> FunctionType:
         closure = tuple(CellType() for _ in cells)
         code = resolved(reference)
         own = vars(imported(reference[:3]))
@@ -200,16 +195,18 @@ class Assembly:
             cell.cell_contents = self.put(content)
         made.__defaults__, made.__kwdefaults__ = (self.put(value) for value in given)
         vars(made).update({name: self.put(item) for name, item in attributes.items()})
+        return made
 
-    def _instance(self, number: int, reference: Reference, attributes: dict) -> None:
+    def _instance(self, number: int, reference: Reference, attributes: dict) -> Any:
         made = self._made[number] = object.__new__(resolved(reference))
         vars(made).update({name: self.put(item) for name, item in attributes.items()})
+        return made
 
-    def _model(self, number: int, _id: str) -> None:
+    def _model(self, number: int, _id: str) -> Any:
         import comfy.model_patcher
 
         module = self.put(self._models[number]).to(self._device)
-        self._made[number] = comfy.model_patcher.ModelPatcher(
+        return comfy.model_patcher.ModelPatcher(
             module, load_device=self._device, offload_device=torch.device("cpu")
         )
 

@@ -57,7 +57,9 @@ def named(thing: Any) -> Reference:
     """Refers to a class, or to a function that its module has under its name. Raises
     NotReferable.
     """
-    module = _module_of(thing)
+    module = module_of(thing)
+    if module is None:
+        raise NotReferable(f"{thing.__module__} has no file")
     if attribute_of(module, thing.__qualname__) is not thing:
         raise NotReferable(f"{module.__name__} has it under no name")
     return [*place_of(module), thing.__qualname__]
@@ -75,13 +77,6 @@ def compiled(function: types.FunctionType) -> Reference:
     if function.__code__ not in codes:
         raise NotReferable(f"the file of {module.__name__} has no such code by now")
     return [*place, codes.index(function.__code__)]
-
-
-def _module_of(thing: Any) -> types.ModuleType:
-    module = module_of(thing)
-    if module is None:
-        raise NotReferable(f"{thing.__module__} has no file")
-    return module
 
 
 def place_of(module: types.ModuleType) -> Reference:

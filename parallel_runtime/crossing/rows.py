@@ -61,9 +61,7 @@ def cost_of_row(arguments: dict[str, Any]) -> float:
 def take(
     arguments: dict[str, Any], start: int, end: int, batch: Batch, constants: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Returns the arguments of rows [start, end), which are of one branch."""
-    if end - start == batch.rows:
-        return arguments
+    """Returns the arguments of some of the rows, [start, end), which are of one branch."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[start:end] if tensor.ndim and tensor.shape[0] == batch.rows else tensor
