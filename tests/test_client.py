@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.branch import Branch
+from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -328,9 +329,7 @@ def test_conditioning_is_compared_while_ranks_compute_with_what_it_is_assumed_to
     client = remote(pool, "a")
     evaluate(client, "a", conditioned(1.0))
     order = []
-    monkeypatch.setattr(
-        "pipemesh.parallel_runtime.client.conditioning.same", lambda *_: order.append("compared") or True
-    )
+    monkeypatch.setattr(ConditioningCache, "_is_content", lambda *_: order.append("compared") or True)
     monkeypatch.setattr(
         pool, "submit", lambda *args, submit=pool.submit: order.append("submitted") or submit(*args)
     )
@@ -415,7 +414,7 @@ def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatc
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.conditioning.same", fail)
+    monkeypatch.setattr(ConditioningCache, "_is_content", fail)
     with pytest.raises(MemoryError):
         evaluate(client, "a", conditioned(1.0))
     assert pool.abandoned == 1 and not client.session.tickets

@@ -144,7 +144,7 @@ class Assembly:
         return self._made[number]
 
     def _kinds(self) -> dict[str, Callable[..., Any]]:
-        """What makes an object of each kind; one that may hold itself is noted before it is whole."""
+        """What makes an object of each kind. What may hold itself is noted before it is whole."""
         return {
             "tensor": self._tensor,
             "parameter": lambda _, content: torch.nn.Parameter(content, requires_grad=False),
