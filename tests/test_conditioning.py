@@ -39,23 +39,13 @@ def shows(arena: Arena, ref: TensorRef, expected: torch.Tensor) -> bool:
     return torch.equal(arena.segment.tensor(ref), expected)
 
 
-def test_the_same_content_is_uploaded_once_over_many_evaluations(arena, cache):
-    first = cache.put(BRANCH, "context", text(1))
-    again = [cache.put(BRANCH, "context", text(1)) for _ in range(50)]
-    assert cache.uploads == 1
-    assert all(ref == first for ref in again)
-    assert first.version > 0
-    assert shows(arena, first, text(1))
-
-
-def test_the_same_content_is_uploaded_once_over_branches_names_and_runs(cache):
-    refs = [
-        cache.put(branch, name, text(1)) for branch in (BRANCH, OTHER_BRANCH) for name in ("context", "y")
-    ]
+def test_the_same_content_is_uploaded_once_over_evaluations_branches_names_and_runs(arena, cache):
+    branches, names = (BRANCH, OTHER_BRANCH, BRANCH), ("context", "y")
+    refs = [cache.put(branch, name, text(1)) for branch in branches for name in names]
     cache.begin_run()
     refs.append(cache.put(("a new uuid",), "context", text(1)))
-    assert cache.uploads == 1
-    assert len(set(refs)) == 1
+    assert cache.uploads == 1 and len(set(refs)) == 1
+    assert refs[0].version > 0 and shows(arena, refs[0], text(1))
 
 
 def test_what_was_expected_wrongly_is_found_out_and_looked_at_from_then_on(arena, cache):

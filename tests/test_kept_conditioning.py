@@ -4,7 +4,6 @@ names, always what the UI means, and nothing once the run is over.
 
 from contextlib import suppress
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,21 +114,6 @@ def test_ranks_read_what_the_ui_means_and_keep_no_more_than_the_bound_in_whateve
         assert [rank.conditioning.nbytes for rank in ends.ranks] == [0, 0, 0]
     finally:
         ends.arena.close()
-
-
-@pytest.mark.parametrize("nbytes", [LIMIT // 2, 3 * LIMIT])
-def test_prompts_that_follow_each_other_in_one_run_do_not_pile_up(nbytes):
-    ends = Ends()
-    for number in range(100):
-        tree = encode_tree(
-            {"context": torch.full((nbytes // 4,), float(number))},
-            lambda path, tensor: ends.cache.put(("a",), path, tensor),
-        )
-        for rank in ends.ranks:
-            rank.arena.follow(ends.arena.nbytes)
-            assert rank.read(tree)["context"][0] == number
-            assert rank.conditioning.nbytes <= LIMIT + nbytes
-    ends.arena.close()
 
 
 def test_what_an_evaluation_names_stays_the_same_object_however_large(request):
