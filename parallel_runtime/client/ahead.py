@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .alone import as_it_is
 from .asked import Asked
-from .described import as_it_is, described, is_same, on_cpu, tensors_of
+from .described import described, is_same, on_cpu, tensors_of
 from .queued import LATENT, Graph, Moment, Place, differences, linked_to, readers, seed_at, seed_place
 from .run import Queued
 from .seeds import Compute, Sampled, Start, sample_together

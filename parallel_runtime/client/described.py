@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .alone import as_it_is
+
 BY_VALUE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 NAMES = {"uuid"}  # of conds: made anew for every run
 OF_CONDS = "comfy.conds"  # the module whose objects are what they hold
@@ -52,10 +54,6 @@ def itself(value: Any) -> Any:
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy that nobody else writes to."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def described(value: Any, keep: Callable[[torch.Tensor], torch.Tensor] = as_it_is) -> Any:

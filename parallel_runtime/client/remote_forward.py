@@ -21,8 +21,12 @@ from ..forward import forward_binder, forward_name
 from ..refusals import patch_name
 from ..watch.in_place import refusal
 from ..watch.python_file import LIBRARIES, compiled_elsewhere
-from .separable import WRAPPER_KEY
+from .separable import foreign_wrappers
 
+BETWEEN = (
+    *(WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH),
+    *(WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL),
+)  # kinds of wrappers between the sampler and the transformer
 NO_COMPILER = "disable_comfy_compiler"  # an option of newer ComfyUIs
 
 
@@ -132,18 +136,9 @@ def _between(patcher: Any) -> list[Any]:
         for name, value in patcher.object_patches.items()
         if callable(getattr(type(patcher.model), name, None))
     ]
-    for kind in (
-        WrappersMP.PREDICT_NOISE,
-        WrappersMP.CALC_COND_BATCH,
-        WrappersMP.APPLY_MODEL,
-        WrappersMP.DIFFUSION_MODEL,
-    ):
-        wrappers += [
-            wrapper
-            for key, of_key in patcher.wrappers.get(kind, {}).items()
-            if key != WRAPPER_KEY
-            for wrapper in of_key
-        ]
+    foreign = list(foreign_wrappers(patcher.wrappers))
+    for kind in BETWEEN:
+        wrappers += [wrapper for of_kind, wrapper in foreign if of_kind == kind]
     wrappers.append(
         compiled_elsewhere(getattr(type(patcher.model.diffusion_model), "forward", None), LIBRARIES)
     )

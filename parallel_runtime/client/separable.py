@@ -142,7 +142,7 @@ def must_run_conds_in_sequence(
     around = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
     return (
         any(cond.get("hooks") or cond.get("default") for side in conds for cond in side or ())
-        or any(kind in around for kind, _ in _foreign_wrappers(options))
+        or any(kind in around for kind, _ in foreign_wrappers(options.get("wrappers", {})))
         or any(options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values())
         or any(not name.startswith(PREFIX) and name not in OBJECT_PATCHES for name in patcher.object_patches)
         or runs_code_in_blocks(patcher)
@@ -179,7 +179,7 @@ def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
         if name not in MODEL_OPTIONS and is_set(value):
             yield _named(name, value)
     options = model_options.get("transformer_options", {})
-    for kind, wrapper in _foreign_wrappers(options):
+    for kind, wrapper in foreign_wrappers(options.get("wrappers", {})):
         yield f"the {kind} wrapper {patch_name(wrapper)}"
     for callbacks in options.get("callbacks", {}).get(CallbacksMP.ON_PREPARE_STATE, {}).values():
         for callback in callbacks:
@@ -189,12 +189,12 @@ def _of_model_options(model_options: Mapping[str, Any]) -> Iterator[str]:
             yield _named(name, value)
 
 
-def _foreign_wrappers(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def foreign_wrappers(wrappers: Mapping[str, Mapping[Any, Sequence[Any]]]) -> Iterator[tuple[str, Any]]:
     """Yields (kind, wrapper) of every wrapper that is not PipeMesh's."""
-    for kind, by_key in options.get("wrappers", {}).items():
-        for key, wrappers in by_key.items():
+    for kind, by_key in wrappers.items():
+        for key, of_key in by_key.items():
             if key != WRAPPER_KEY:
-                yield from ((kind, wrapper) for wrapper in wrappers)
+                yield from ((kind, wrapper) for wrapper in of_key)
 
 
 def _of_cond(side: str, cond: Mapping[str, Any]) -> Iterator[str]:
