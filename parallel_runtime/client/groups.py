@@ -55,8 +55,8 @@ class InGroups:
         ahead: LookAhead | None = None,
     ):
         self._ahead = ahead
-        self._rows_apart = RowsApart(untried) if untried else None
-        self._watch: Watch = nobody
+        self._untried = untried
+        self._watch: Watch = RowsApart(untried).watch if untried else nobody
         self._pool = pool
         self._model = model
         self._constants = Constants(pool.layout.groups)
@@ -114,7 +114,8 @@ class InGroups:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first
         evaluation that several ranks compute.
         """
-        self._watch = self._rows_apart.watch if self._rows_apart is not None else watch
+        if not self._untried:
+            self._watch = watch
 
     def _compute(self, calls: Sequence[SampleCall], makes_room: bool = True) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
@@ -155,9 +156,10 @@ class InGroups:
         return outputs
 
     def _judge(self, run: Run, call: SampleCall, made: list[torch.Tensor]) -> None:
-        judge = self._watch(tuple(one.shape for one in latents_of(call.arguments)))
-        if self._rows_apart is None:
+        watch = self._watch
+        if not self._untried:
             self._watch = nobody
+        judge = watch(tuple(one.shape for one in latents_of(call.arguments)))
         if judge is not None:
             judge(made, partial(self._alone, run, call))
 
