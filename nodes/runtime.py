@@ -35,7 +35,7 @@ from ..parallel_runtime.client.queued import Moment
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
-from ..parallel_runtime.client.wait import Wait
+from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.crossing.attention import why_no_parts
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
@@ -104,7 +104,7 @@ class Runtime:
         looks_ahead: Callable[[], bool] = lambda: True,
     ):
         self.notices = notices or Notices()
-        self.wait: Wait = waiting or Wait()
+        self.wait: Wait = waiting or NoWait()
         self._teller = Teller(self.wait, show)
         self._setup = replace(setup, tell=self._teller.tell)
         self.fault = fault

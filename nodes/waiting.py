@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..launcher.pool.progress import Told
-from ..parallel_runtime.client.wait import Wait
 from .notices import executed_now
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Waited:
     seconds: float
 
 
-class Waiting(Wait):
+class Waiting:
     """Shows the wait of one sampling at a time, again and again, so that a user sees it go on also
     where ComfyUI's own process is at work, or a first step takes minutes.
 

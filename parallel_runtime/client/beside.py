@@ -79,7 +79,8 @@ class Beside:
         """Releases a model whose weights left too little free, so that they are loaded anew and
         leave more. Returns False where they would leave no more.
         """
-        held = self._residency.held(model)
+        session = self._sessions.live
+        held = session.models.get(model) if session is not None else None
         if (
             held is None
             or math.isinf(held.weights.leaves)
@@ -98,7 +99,8 @@ class Beside:
         are loaded can be sampled with while that is counted; those that are not would be loaded
         twice. Raises NotCounted, RunCancelled.
         """
-        is_up = self._residency.held(name) is not None
+        session = self._sessions.live
+        is_up = session is not None and name in session.models
         model, conds = sampled.model(), [one for several in sampled.conds.values() for one in several]
         if model is None or not conds:
             raise NotCounted("nothing is sampled")

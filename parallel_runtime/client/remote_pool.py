@@ -15,7 +15,7 @@ from .residency import Residency
 from .run import Run
 from .runs import Runs
 from .session import Handle, Session, Sessions
-from .wait import Wait
+from .wait import NoWait, Wait
 
 
 class RemotePool:
@@ -39,7 +39,7 @@ class RemotePool:
         """
         self.admission = admission or Admission()
         self.turn = turn or threading.Lock()
-        self.wait: Wait = wait or Wait()
+        self.wait: Wait = wait or NoWait()
         self.sessions = Sessions(handle)
         self.layout = handle.layout
         self.runs = Runs(self.sessions, beside_ui)

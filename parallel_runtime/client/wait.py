@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 
-class Wait:
-    """A wait that nobody is shown. May be begun again while it lasts, and ended when it is over."""
+class Wait(Protocol):
+    """May be begun again while it lasts, and ended when it is over."""
+
+    def begin(self) -> None: ...
+
+    def came(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class NoWait:
+    """A wait that nobody is shown."""
 
     def begin(self) -> None: ...
 
