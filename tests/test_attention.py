@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.attention import kernels
-from pipemesh.parallel_runtime.attention.kernels import attention_with_lse, explicit, partial_attention
+from pipemesh.parallel_runtime.attention.kernels import explicit, partial_attention
 from pipemesh.parallel_runtime.attention.merging import Partial, in_one, merged
 from pipemesh.parallel_runtime.attention.trial import chosen_merge
 
@@ -120,7 +120,7 @@ def test_the_explicit_path_and_the_kernel_agree(dtype, masked):
     mask = make_mask(4, (33, 20), "inf") if masked else None
     if masked:
         mask[:, 0] = 0.0
-    out, lse = attention_with_lse(q, k, v, mask)
+    out, lse, *_ = partial_attention(q, k, v, mask)
     plain, plain_lse = explicit(q, k, v, mask, None)
     assert out.dtype == plain.dtype == dtype and lse.dtype == plain_lse.dtype == torch.float32
     assert (out.float() - plain.float()).abs().max() <= BOUND[dtype]
@@ -129,14 +129,14 @@ def test_the_explicit_path_and_the_kernel_agree(dtype, masked):
 
 def test_a_scale_of_the_hosts_choice_is_honoured():
     q, k, v = make(3, 1, 2, 5, 6, 16)
-    out, _ = attention_with_lse(q, k, v, None, scale=0.5)
+    out = partial_attention(q, k, v, None, scale=0.5).out
     assert torch.allclose(out, truth(q * 0.5 * 4, k, v, None), atol=1e-5)
 
 
 def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
     q, k, v = make(5, 1, 1, 2, 4, 16)
     blind = torch.tensor([[-math.inf] * 4, [0.0] * 4])
-    out, lse = attention_with_lse(q, k, v, blind)
+    out, lse, *_ = partial_attention(q, k, v, blind)
     assert lse[0, 0, 0] == -math.inf and out[0, 0, 0].abs().max() == 0
     parts = [partial_attention(q, k, v, mask) for mask in (blind, None)]
     for made in (

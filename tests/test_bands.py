@@ -20,7 +20,7 @@ from pipemesh.parallel_runtime.comm.exchange import Stopped
 from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.rows import RowExchange
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods import vae_frames
+from pipemesh.parallel_runtime.methods import vae_bands
 from pipemesh.parallel_runtime.methods.vae_bands import BandsOfRows
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE
@@ -188,7 +188,7 @@ def test_chunks_of_frames_are_as_many_on_ranks_with_unlike_bands(work, shape, un
     model, samples = PIXELS(), noise(*shape)
     with torch.inference_mode():
         truth = getattr(model, work)(samples)
-    monkeypatch.setattr(vae_frames, "CHUNK", 2**17)
+    monkeypatch.setattr(vae_bands, "CHUNK", 2**17)
     outputs = Ranks(model, 3, monkeypatch, speeds=(100, 40, 70)).compute([(work, samples, unit)] * 2)
     assert relative_error(outputs[0, 1], truth) <= BOUND
 

@@ -21,9 +21,9 @@ from pipemesh.parallel_runtime.attention.kernels import (
     TORCHS,
     Ask,
     Usable,
-    attention_with_lse,
     capability_of,
     explicit,
+    partial_attention,
 )
 from pipemesh.parallel_runtime.attention.packages import FLASH_2, FLASH_3, PACKAGES, YUNCHANG, Candidate
 from pipemesh.parallel_runtime.attention.trial import tried, usual
@@ -377,9 +377,9 @@ def test_attention_runs_on_the_kernel_that_was_chosen():
 
     marked = Usable("marked", lambda q, k, v, mask, scale: (q + 7, q[..., 0]), suits, "theirs")
     kernels = TORCHS._replace(order=(marked, *TORCHS.order))
-    assert torch.equal(attention_with_lse(q, q, q, None, None, kernels, "theirs")[0], q + 7)
+    assert torch.equal(partial_attention(q, q, q, None, None, kernels, "theirs").out, q + 7)
     assert torch.equal(
-        attention_with_lse(q, q, q, None, None, kernels, "")[0], attention_with_lse(q, q, q, None)[0]
+        partial_attention(q, q, q, None, None, kernels, "").out, partial_attention(q, q, q, None).out
     )
     assert asked[0] == Ask("cpu", torch.float32, 64, False, host="theirs")
 

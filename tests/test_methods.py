@@ -33,9 +33,9 @@ from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.fit import require_fit
 from pipemesh.parallel_runtime.methods.hooks import TokenHooks
 from pipemesh.parallel_runtime.methods.method import Method
-from pipemesh.parallel_runtime.methods.pipefusion.messages_done import MessagesDone
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
+from pipemesh.parallel_runtime.methods.pipefusion.stage_messages import MessagesDone
 from pipemesh.parallel_runtime.methods.shards import Rows
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import Part, TokenGrid

@@ -50,18 +50,18 @@ class Ask(NamedTuple):
         """Whether it is in a half precision that the device computes in."""
         return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and self.capability[0] >= AMPERE)
 
-    @property
-    def suits_flash(self) -> bool:
-        on_gpu = self.device == "cuda" and self.capability[0] >= AMPERE
-        return on_gpu and self.is_half and not self.is_masked and self.dim % 8 == 0 and self.dim <= 256
 
-    @property
-    def suits_cudnn(self) -> bool:
-        return self.suits_flash and self.capability[0] >= HOPPER and self.dim in CUDNN_DIMS
+def suits_flash(ask: Ask) -> bool:
+    on_gpu = ask.device == "cuda" and ask.capability[0] >= AMPERE
+    return on_gpu and ask.is_half and not ask.is_masked and ask.dim % 8 == 0 and ask.dim <= 256
 
-    @property
-    def suits_efficient(self) -> bool:
-        return self.device == "cuda" and self.dim % 8 == 0 and (self.is_half or self.dtype == torch.float32)
+
+def suits_cudnn(ask: Ask) -> bool:
+    return suits_flash(ask) and ask.capability[0] >= HOPPER and ask.dim in CUDNN_DIMS
+
+
+def suits_efficient(ask: Ask) -> bool:
+    return ask.device == "cuda" and ask.dim % 8 == 0 and (ask.is_half or ask.dtype == torch.float32)
 
 
 class Usable(NamedTuple):
@@ -105,22 +105,8 @@ def partial_attention(
     kernels: Kernels | None = None,
     host: str = "",
 ) -> Partial:
-    """Attend over some of the keys. The arguments are those of ``attention_with_lse``."""
-    out, lse = attention_with_lse(q, k, v, mask, scale, kernels, host)
-    return Partial(out, lse, float(max(1, k.shape[2])))
-
-
-def attention_with_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None = None,
-    kernels: Kernels | None = None,
-    host: str = "",
-) -> OutLse:
-    """Attend by the first of ``kernels`` for this, or of torch's own: return out (B, H, Q, D) in
-    q's dtype, and lse.
+    """Attend over some of the keys by the first of ``kernels`` for this, or of torch's own: return
+    out (B, H, Q, D) in q's dtype, and lse.
 
     ``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q,
     K) or (B, 1 or H, 1 or Q, K). ``host``: as ``Ask`` has it.
@@ -128,7 +114,7 @@ def attention_with_lse(
     batch, heads, queries, _ = q.shape
     # Torch's CPU kernel dies of an empty dimension
     if queries == 0 or k.shape[2] == 0 or heads == 0 or batch == 0:
-        return q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        return Partial(q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32))
     if mask is not None and mask.ndim == 3:  # hosts' (B, Q, K)
         mask = mask.unsqueeze(1)
     if mask is not None and mask.dtype == torch.bool:
@@ -136,15 +122,12 @@ def attention_with_lse(
     mask = None if mask is None else mask.to(q.dtype)
     ask = Ask(q.device.type, q.dtype, q.shape[-1], mask is not None, capability_of(q.device), host)
     out, lse = (kernels or TORCHS).choose(ask).kernel(q, k, v, mask, scale)
-    return (out, lse) if mask is None else without_blind_rows(out, lse, mask)
-
-
-def without_blind_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> OutLse:
-    """Set out to 0 and lse to -inf for queries that may look at no key: kernels differ in what they
-    return there.
-    """
-    blind = (mask == -math.inf).all(-1)
-    return torch.where(blind.unsqueeze(-1), 0.0, out).to(out.dtype), torch.where(blind, -math.inf, lse)
+    if mask is not None:
+        # Kernels differ in what they return for queries that may look at no key
+        blind = (mask == -math.inf).all(-1)
+        out = torch.where(blind.unsqueeze(-1), 0.0, out).to(out.dtype)
+        lse = torch.where(blind, -math.inf, lse)
+    return Partial(out, lse, float(k.shape[2]))
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -206,9 +189,9 @@ def explicit(
 
 
 CPU_FLASH = Usable("torch's flash attention for CPUs", cpu_flash, lambda ask: ask.device == "cpu")
-CUDA_FLASH = Usable("torch's flash attention", cuda_flash, lambda ask: ask.suits_flash)
-CUDA_CUDNN = Usable("cuDNN's attention", cuda_cudnn, lambda ask: ask.suits_cudnn)
-CUDA_EFFICIENT = Usable("torch's efficient attention", cuda_efficient, lambda ask: ask.suits_efficient)
+CUDA_FLASH = Usable("torch's flash attention", cuda_flash, suits_flash)
+CUDA_CUDNN = Usable("cuDNN's attention", cuda_cudnn, suits_cudnn)
+CUDA_EFFICIENT = Usable("torch's efficient attention", cuda_efficient, suits_efficient)
 EXPLICIT = Usable("attention without a fused kernel", explicit, lambda ask: True)
 TORCHS = Kernels((CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, EXPLICIT))
 TO_TRY = (CPU_FLASH, CUDA_CUDNN, *TORCHS.order[1:])  # cuDNN's lse is its version's: none is used untried

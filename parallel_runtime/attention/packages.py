@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .hosts import SAGE
-from .kernels import HOPPER, Ask, Kernel, OutLse
+from .kernels import HOPPER, Ask, Kernel, OutLse, suits_flash
 
 YUNCHANG, FLASH_2, FLASH_3 = "yunchang", "flash_attn", "flash_attn_interface"
 NO_WINDOW = (-1, -1)
@@ -109,15 +109,11 @@ def of_flash(module: str) -> Callable[[], Kernel]:
 
 
 def suits_hopper(ask: Ask) -> bool:
-    return ask.suits_flash and ask.capability[0] == HOPPER
-
-
-def suits_flash(ask: Ask) -> bool:
-    return ask.suits_flash
+    return suits_flash(ask) and ask.capability[0] == HOPPER
 
 
 def suits_sage(ask: Ask) -> bool:
-    return ask.suits_flash and ask.host == SAGE
+    return suits_flash(ask) and ask.host == SAGE
 
 
 PACKAGES = (

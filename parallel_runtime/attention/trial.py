@@ -8,7 +8,7 @@ the names of their arguments. A wrong lse gives a wrong image without a word.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -184,17 +184,13 @@ def taken(candidate: Candidate, device: torch.device, due: Sequence[Ask]) -> Usa
     faults = {ask: fault_of(kernel, device, ask, ROUNDED if candidate.stands_for else EXACT) for ask in due}
     right = frozenset((ask.dtype, ask.dim) for ask, fault in faults.items() if fault is None)
     fault = next((fault for fault in faults.values() if fault and (fault.differs or not right)), None)
-    return (
-        fault.text
-        if fault
-        else Usable(candidate.name, kernel, only_for(candidate.suits, right), candidate.stands_for)
-    )
+    if fault:
+        return fault.text
 
+    def suits(ask: Ask) -> bool:
+        return (ask.dtype, ask.dim) in right and candidate.suits(ask)
 
-def only_for(
-    suits: Callable[[Ask], bool], right: Collection[tuple[torch.dtype, int]]
-) -> Callable[[Ask], bool]:
-    return lambda ask: (ask.dtype, ask.dim) in right and suits(ask)
+    return Usable(candidate.name, kernel, suits, candidate.stands_for)
 
 
 def usual(kernels: Kernels, device: torch.device) -> str:

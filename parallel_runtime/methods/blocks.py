@@ -63,28 +63,22 @@ def put(arguments: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
 
 
 class EnteredBlocks:
-    """Counts the blocks of ``model`` that an evaluation enters by their hooks."""
+    """The ``count`` of blocks of ``model`` that an evaluation has entered by their hooks."""
 
     def __init__(self, model: str):
         self._model = model
-        self._count = 0
+        self.count = 0
         self._most: dict[frozenset[str], int] = {}  # of this run, by the names of the arguments given
-
-    def begin(self) -> None:
-        self._count = 0
-
-    def add(self) -> None:
-        self._count += 1
 
     def require_all(self, arguments: Mapping[str, Any]) -> None:
         """End an evaluation. Raises ModelError where another one of the run entered more: blocks
         that were recorded run without their hooks.
         """
         kind = frozenset(name for name, value in arguments.items() if value is not None)
-        most = self._most[kind] = max(self._count, self._most.get(kind, 0))
-        if self._count < most:
+        most = self._most[kind] = max(self.count, self._most.get(kind, 0))
+        if self.count < most:
             raise ModelError(
-                f"{most - self._count} of {most} blocks of {self._model} ran without the ranks' hooks, as"
+                f"{most - self.count} of {most} blocks of {self._model} ran without the ranks' hooks, as"
                 " CUDA graphs do: start ComfyUI with --disable-cuda-graphs, or leave Parallelize out."
             )
 

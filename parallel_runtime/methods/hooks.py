@@ -190,13 +190,17 @@ class TokenHooks:
         bind = binder(entry_of(block, group), group.positional)
         by_tokens = (*group.along, *group.ranges)
         masks = [item for item in group.along if item.masks_keys]
+        # By itself where the model does not give blocks its keys and values
+        prefix = group.prefix if group.prefix is not None and not group.prefix.kept_in else None
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
-            self._is_prefix_alone = is_prefix_alone(group, arguments)
+            self._is_prefix_alone = prefix is not None and (
+                arguments[prefix.counted_by] == taken(arguments, next(iter(group.tokens))).shape[1]
+            )
             if self._is_prefix_alone:
                 return (), arguments
-            self.patches.entered.add()
+            self.patches.entered.count += 1
             if first and (group.branch is None or not self._has_entered):
                 self._enter(group, arguments)
             elif self._rows is not None and (group.interleaved or group.sliced_between or group.branch):
@@ -273,11 +277,13 @@ class TokenHooks:
             put(arguments, arg, as_given(self._rows.slice(tokens[arg], 1, streams), (-1, 1, 1)[: len(grid)]))
 
     def _localize(self, arguments: dict[str, Any], items: Sequence[Along | Ranges | Boundary]) -> None:
-        if self._rows is None:
+        rows = self._rows
+        if rows is None:
             return
+        cuts: dict[type, Callable] = {Along: rows.along, Ranges: rows.ranges, Boundary: rows.boundary}
         for item in items:
             if arguments.get(item.arg) is not None:
-                arguments[item.arg] = self._rows.cut(arguments[item.arg], item)
+                arguments[item.arg] = cuts[type(item)](arguments[item.arg], item)
 
     def _entering_leave(self, module: nn.Module) -> Callable:
         bind, by_tokens = binder(forward_of(module)), (*self._plan.leave.along, *self._plan.leave.ranges)
@@ -288,13 +294,6 @@ class TokenHooks:
             return (), arguments
 
         return hook
-
-
-def is_prefix_alone(group: Blocks, arguments: dict[str, Any]) -> bool:
-    """Return True for a block's call on the tokens of the prefix and on no others."""
-    if group.prefix is None or group.prefix.kept_in:
-        return False
-    return arguments[group.prefix.counted_by] == taken(arguments, next(iter(group.tokens))).shape[1]
 
 
 def told_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any, out_BLC: torch.Tensor) -> None:

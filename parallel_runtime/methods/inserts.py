@@ -34,9 +34,11 @@ class Inserted:
             return None
         arguments = self._bind(args, kwargs)
         for item in self._insert.along:
-            arguments[item.arg] = rows.cut(arguments[item.arg], item)
+            arguments[item.arg] = rows.along(arguments[item.arg], item)
         if self._insert.frames is not None:
-            self._span = Span.of(rows, self._insert.frames, arguments)
+            start, size = rows.local[self._insert.frames.stream]
+            each_and_all = frame_tokens(self._insert.frames, rows.all_tokens, arguments)
+            self._span = Span.over(start, start + size, *each_and_all)
             self._span.widen(self._insert.frames, arguments)
         return (), arguments
 
@@ -55,12 +57,6 @@ class Span(NamedTuple):
     before: int
     inside: int
     behind: int
-
-    @classmethod
-    def of(cls, rows: Rows, frames: Frames, arguments: dict[str, Any]) -> Span:
-        """Raises ModelError where frames do not have equally many tokens."""
-        start, size = rows.local[frames.stream]
-        return cls.over(start, start + size, *frame_tokens(frames, rows.all_tokens, arguments))
 
     @classmethod
     def over(cls, start: int, end: int, tokens: int, whole: int) -> Span:

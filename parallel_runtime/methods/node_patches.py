@@ -43,7 +43,7 @@ class NodePatches:
         ``patches`` are (name, function) by point.
         """
         options = dict(options)
-        self.entered.begin()
+        self.entered.count = 0
         self.override = options.pop(OVERRIDE, None)
         self._put_back()
         compilation, left_out = options.pop(COMPILE, None), options.pop(LEFT_OUT, ())

@@ -65,23 +65,18 @@ class Call(NamedTuple):
             return self._frame_by_frame(self.by_frame, q, k, v)
         if self.before is not None:
             k, v = (torch.cat(parts, 2) for parts in zip(self.before, (k, v), strict=True))
-        return self._attend(q, k, v, mask)
-
-    def _attend(self, q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
         return self.attention(
             q, k, v, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
         )
 
     def _frame_by_frame(self, more: KeysByFrame, q, k, v) -> torch.Tensor:
-        out = torch.empty_like(q)
+        out, alone = torch.empty_like(q), self._replace(by_frame=None)
         for rows, keys in more.segments(0, q.shape[2]):
             k_here, v_here = k, v
             if keys is not None:
-                k_here, v_here = (
-                    torch.cat((k, more.keys[:, :, keys]), 2),
-                    torch.cat((v, more.values[:, :, keys]), 2),
-                )
-            out[:, :, rows] = self._attend(q[:, :, rows], k_here, v_here, None)
+                k_here = torch.cat((k, more.keys[:, :, keys]), 2)
+                v_here = torch.cat((v, more.values[:, :, keys]), 2)
+            out[:, :, rows] = alone.compute((q[:, :, rows], k_here, v_here), None)
         return out
 
 
@@ -234,11 +229,6 @@ class SequenceAttention(ABC):
             " needs another plan."
         )
 
-    def _group_tokens(self, joint: Joint) -> list[int]:
-        """Return the active tokens of each rank of this ulysses group."""
-        size, index = self._comm.ulysses.size, self._comm.ring.index
-        return joint.counts[index * size : (index + 1) * size]
-
     def _heads_for_tokens(self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint) -> tuple[QKV, Flag]:
         """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
         wish to stop. Or 2 x, without q.
@@ -248,7 +238,8 @@ class SequenceAttention(ABC):
         if exchange.size == 1:
             return qkv, wish
         batch, _, _, dim = qkv[0].shape
-        tokens = self._group_tokens(joint)
+        first = exchange.size * self._comm.ring.index
+        tokens = joint.counts[first : first + exchange.size]  # of this ulysses group's ranks
         out = qkv[0].new_empty(len(qkv), batch, heads.sizes[exchange.rank], sum(tokens), dim)
         self._on_progress()
         by_heads = [runs_of(t, 1, heads.sizes) for t in qkv]
@@ -260,7 +251,8 @@ class SequenceAttention(ABC):
         if exchange.size == 1:
             return joint.put_back(out_BhgD.transpose(1, 2), 1)
         batch, _, _, dim = out_BhgD.shape
-        tokens = self._group_tokens(joint)
+        first = exchange.size * self._comm.ring.index
+        tokens = joint.counts[first : first + exchange.size]  # of this ulysses group's ranks
         out = out_BhgD.new_empty(batch, tokens[exchange.rank], heads.total, dim)
         self._on_progress()
         exchange.all_to_all([runs_of(out_BhgD, 2, tokens)], runs_of(out.transpose(1, 2), 1, heads.sizes))

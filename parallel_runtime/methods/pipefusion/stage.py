@@ -7,6 +7,7 @@ Its attention sees all tokens, those of other patches as they were last seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,7 @@ from ..blocks import blocks_of
 from ..fit import require_fit
 from ..hooks import TokenHooks
 from ..method import ALONE, Facts, Rank, free_frames
-from .clock import BlockClock
+from .clock import BlockClock, seconds
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
 from .rope_cache import RopeCache
@@ -103,7 +104,7 @@ class PipeFusion:
         """Run the part through this stage: the output on the last one, else None."""
         part = self._part
         try:
-            self._messages.start(number)
+            self._messages.number = number
             self._comm.in_step.agree()
             self._clock.start(part)
             self._kv.start(part)
@@ -159,7 +160,7 @@ class PipeFusion:
         return Facts(
             self._messages.done.progress if in_step.is_even else "some",
             in_step.confirmed,
-            self._clock.times.seconds,
+            partial(seconds, self._clock.times),
         )
 
 

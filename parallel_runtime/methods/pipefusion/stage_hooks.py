@@ -84,16 +84,15 @@ class StageHooks:
     def _attach_own(self, index: int, block: nn.Module, group: Blocks) -> None:
         if index == self._stage.first:
             self._handles.append(block.register_forward_pre_hook(self._entering(group), with_kwargs=True))
-        self._handles.append(
-            block.register_forward_pre_hook(lambda *_: self._clock.note(index, self._messages.is_on_cuda))
-        )
+        clock, messages = self._clock, self._messages
+        self._handles.append(block.register_forward_pre_hook(lambda *_: clock.note(index, messages.device)))
         # As the block returns it: before TokenHooks give it other rows
         if index == self._stage.end - 1 and not self._stage.is_last:
-            self._handles.append(block.register_forward_hook(self._leaving, prepend=True))
-        self._handles.append(
-            block.register_forward_hook(
-                lambda *_: self._clock.note(index, self._messages.is_on_cuda), prepend=True
+            self._handles.append(
+                block.register_forward_hook(lambda *given: messages.send_hidden(given[-1]), prepend=True)
             )
+        self._handles.append(
+            block.register_forward_hook(lambda *_: clock.note(index, messages.device), prepend=True)
         )
 
     def detach(self) -> None:
@@ -104,12 +103,9 @@ class StageHooks:
             self._receiver.receive = None
             self._receiver = None
 
-    def _leaving(self, _block: nn.Module, _args: Any, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        self._messages.send_hidden(out)
-
     def _entering(self, group: Blocks) -> Callable:
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
-            self._messages.enter([taken(arguments, name) for name in group.returns])
+            self._messages.device = taken(arguments, group.returns[0]).device
             if self._stop is not None:
                 self._stop.decide(self._stop.wish())
 

@@ -13,9 +13,10 @@ import torch
 
 from ...comm.in_step import KnownSteps
 from ...comm.stage_link import StageLink
+from ...errors import ModelError
 from ...patches import Part
 from ...stages import Stage
-from .messages_done import MessagesDone
+from ..method import Progress
 
 
 class StageDone(BaseException):
@@ -33,6 +34,52 @@ class Hidden(NamedTuple):
         return cls(sum(t.numel() for t in tokens), tokens[0].dtype)
 
 
+class MessagesDone:
+    """The messages of the patch at hand. ``receives`` and ``sends``: whether the stage has a stage
+    before and after it.
+    """
+
+    def __init__(self, receives: bool, sends: bool):
+        self._receives = receives
+        self._sends = sends
+        self._run: int | None = None
+        self.must_receive = False
+        self.must_send = False
+        self.is_lost = False  # whether it is not known which message of the link is this patch's
+
+    def begin(self, run: int) -> None:
+        """Mark this patch's receive and send as pending. Call before anything that can raise.
+
+        Raises ModelError if messages of a patch of the same run are pending: they are still in the
+        link, and this patch would find them.
+        """
+        if run == self._run and (self.must_receive or self.must_send):
+            raise ModelError("A patch before this one failed on its way through the stages: run again.")
+        self._run = run
+        self.must_receive, self.must_send, self.is_lost = self._receives, self._sends, False
+
+    def receiving(self) -> None:
+        """Note that ``received`` follows, unless it fails half way."""
+        self.is_lost = True
+
+    def received(self) -> None:
+        self.must_receive = self.is_lost = False
+
+    def misread(self) -> None:
+        """Take back ``received``: it was another patch's message, and this one's is in the link."""
+        self.must_receive, self.is_lost = self._receives, True
+
+    def sent(self) -> None:
+        self.must_send = False
+
+    @property
+    def progress(self) -> Progress:
+        if not (self.must_receive or self.must_send):
+            return "all"
+        has_received, has_sent = self._receives and not self.must_receive, self._sends and not self.must_send
+        return "some" if has_received or has_sent else "none"
+
+
 class StageMessages:
     """The two messages of each patch. ``next_part`` tells which part the next request asks for, if
     it is known: its receive is posted early.
@@ -43,7 +90,7 @@ class StageMessages:
         self._link = link
         self._next_part = next_part
         self._part = Part(0, 0)
-        self.number = 0
+        self.number = 0  # of its request: both ends check that it is the same
         self.known = KnownSteps()  # of the ranks of this stage, kept over runs
         # What came of each part of this run, and will come of it again
         self._received: dict[Part, Hidden] = {}
@@ -56,10 +103,6 @@ class StageMessages:
         """
         self.done.begin(part.run)
         self._part = part
-
-    def start(self, number: int) -> None:
-        """Begin to compute it. ``number`` is its request's: both ends check that it is the same."""
-        self.number = number
 
     def receive_hidden(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows that the stage before computed in place of ``tokens``, which are of their
@@ -75,26 +118,15 @@ class StageMessages:
         if rows is None:
             return [torch.zeros_like(t) for t in tokens]
         self._received[self._part] = hidden
-        self._expect_next()
-        return [
-            piece.view(t.shape)
-            for piece, t in zip(rows.to(self.device).split([t.numel() for t in tokens]), tokens, strict=True)
-        ]
-
-    def _expect_next(self) -> None:
-        """Post the next patch's receive, so that it arrives while this one is computed."""
+        # Post the next patch's receive, so that it arrives while this one is computed
         part = self._next_part()
         coming = self._received.get(part) if part is not None else None
         if coming is not None:
             self._link.expect(coming.numel + 1, coming.dtype, self.device)
-
-    def enter(self, tokens: list[torch.Tensor]) -> None:
-        """Note where the own blocks compute."""
-        self.device = tokens[0].device
-
-    @property
-    def is_on_cuda(self) -> bool:
-        return self.device.type == "cuda"
+        return [
+            piece.view(t.shape)
+            for piece, t in zip(rows.to(self.device).split([t.numel() for t in tokens]), tokens, strict=True)
+        ]
 
     def send_hidden(self, out: torch.Tensor | tuple[torch.Tensor, ...]) -> NoReturn:
         """Send what the last own block returned, and leave the forward by StageDone."""
