@@ -112,6 +112,8 @@ ALSO = {  # file -> what it may import although its room may not
         f"families/wan_{form}.py": ("families/wan",)
         for form in ("animate", "animate2", "camera", "dancer", "humo", "s2v", "scail", "vace")
     },  # Wan's derived classes
+    **{f"families/{form}.py": ("families/flux",) for form in ("chroma", "hunyuan_video")},  # have its blocks
+    "families/mage_flow.py": ("families/qwen_image",),
 }
 LAZILY = {"families": ("comfy", "comfyui_version")}  # room -> what it may import inside functions
 

@@ -3,7 +3,7 @@ the single ones.
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny
+from .sample import Config, Family, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
     family="aura",
@@ -42,9 +42,11 @@ RELEASED = Released(
 AURA = Family(
     plans=(PLAN,),
     samples=(
-        Sample(
-            name="auraflow",
-            form=Form(config_class="AuraFlow", config=config, released=(RELEASED,)),
+        sample(
+            "auraflow",
+            "AuraFlow",
+            config,
+            RELEASED,
             tiny=Tiny(blocks=(2, 3)),
             latents={"even": (1, 4, 16, 12), "odd": (1, 4, 13, 18)},
         ),

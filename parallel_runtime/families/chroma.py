@@ -9,28 +9,15 @@ from typing import Any
 
 import torch
 
-from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny
+from . import flux
+from .plan import Leave, Together
+from .sample import Config, Family, Masks, Released, Size, Tiny, sample
 
-JOINT = ("txt", "img")
-ROPE = (Along(arg="pe", dim=2, streams=JOINT),)
-
-PLAN = TokenPlan(
+PLAN = replace(
+    flux.PLAN,
     family="chroma",
     models=("comfy.ldm.chroma.model:Chroma",),
-    streams=JOINT,
-    blocks=(
-        Blocks(
-            path="double_blocks",
-            tokens={"txt": ("txt",), "img": ("img",)},
-            returns=("img", "txt"),
-            control="input",
-            along=ROPE,
-        ),
-        Blocks(path="single_blocks", tokens={"x": JOINT}, control="output", along=ROPE),
-    ),
-    leave=Leave(path="final_layer", stream="img"),
-    positions=("pe_embedder",),
+    blocks=(flux.DOUBLE, flux.SINGLE),
 )
 
 RADIANCE = replace(
@@ -107,20 +94,18 @@ RELEASED_RADIANCE = replace(
     },
 )
 
+TINY = Tiny(blocks=(2, 2))
+
 CHROMA = Family(
     plans=(PLAN, RADIANCE),
     samples=(
-        Sample(
-            name="chroma",
-            form=Form(config_class="Chroma", config=config, released=(RELEASED,)),
-            tiny=Tiny(blocks=(2, 2)),
-            latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)},
-            masks=Masks(),
-        ),
-        Sample(
-            name="chroma-radiance",
-            form=Form(config_class="ChromaRadiance", config=radiance_config, released=(RELEASED_RADIANCE,)),
-            tiny=Tiny(blocks=(2, 2)),
+        sample("chroma", "Chroma", config, RELEASED, tiny=TINY, masks=Masks()),
+        sample(
+            "chroma-radiance",
+            "ChromaRadiance",
+            radiance_config,
+            RELEASED_RADIANCE,
+            tiny=TINY,
             latents={"even": (1, 3, 16, 12), "odd": (1, 3, 12, 20)},
         ),
     ),

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, random_extras
+from .sample import VIDEO, Config, Family, Released, Size, random_extras, sample
 
 IMG = ("img",)
 
@@ -47,18 +47,11 @@ RELEASED = Released(
 )
 GIVEN = random_extras(concat_latent_image=(1, 32, ...))  # a video to change, and where
 INPAINT = partial(config, in_channels=48, patch_size_t=2, ofs_embed_dim=32)
-sample = partial(Sample, latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)})
 
 COGVIDEO = Family(
     plans=(PLAN,),
     samples=(
-        sample(
-            name="cogvideox", form=Form(config_class="CogVideoX_T2V", config=config, released=(RELEASED,))
-        ),
-        sample(
-            name="cogvideox-1.5-inpaint",
-            form=Form(config_class="CogVideoX_Inpaint", config=INPAINT),
-            prompt_extras=GIVEN,
-        ),
+        sample("cogvideox", "CogVideoX_T2V", config, RELEASED, latents=VIDEO),
+        sample("cogvideox-1.5-inpaint", "CogVideoX_Inpaint", INPAINT, latents=VIDEO, prompt_extras=GIVEN),
     ),
 )

@@ -8,7 +8,7 @@ prepares itself; its adapter has one size, too large for a sample.
 from functools import partial
 
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, keep_first_frame
+from .sample import VIDEO, Config, Family, Released, Size, keep_first_frame, sample
 
 IMG = ("img",)
 LLLITE = tuple(
@@ -79,17 +79,19 @@ COSMOS = Family(
         PLAN.models[1]: "Cosmos-Predict 2 of 2B behind a text adapter, which ComfyUI's own process computes"
     },
     samples=(
-        Sample(
-            name="cosmos-predict2",
-            form=Form(config_class="CosmosT2IPredict2", config=config, released=(TEXT_TO_IMAGE,)),
+        sample(
+            "cosmos-predict2",
+            "CosmosT2IPredict2",
+            config,
+            TEXT_TO_IMAGE,
             latents={"even": (1, 16, 1, 16, 6), "odd": (1, 16, 1, 9, 6)},
         ),
-        Sample(
-            name="cosmos-predict2-i2v",
-            form=Form(
-                config_class="CosmosI2VPredict2", config=partial(config, channels=17), released=(TO_VIDEO,)
-            ),
-            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)},
+        sample(
+            "cosmos-predict2-i2v",
+            "CosmosI2VPredict2",
+            partial(config, channels=17),
+            TO_VIDEO,
+            latents=VIDEO,
             noise_mask=keep_first_frame,
         ),
     ),

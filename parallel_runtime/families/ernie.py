@@ -3,7 +3,7 @@ latent pixel. Its attention calls ComfyUI's without ``transformer_options``.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size
+from .sample import PIXELS, Config, Family, Released, Size, sample
 
 JOINT = ("img", "txt")
 
@@ -44,14 +44,5 @@ RELEASED = Released(
     changes={"ffn_hidden_size": 12288, "rope_axes_dim": (32, 48, 48)},
 )
 
-ERNIE = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="ernie",
-            form=Form(config_class="ErnieImage", config=config, released=(RELEASED,)),
-            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
-            stands_for=("Blocks.without_options",),
-        ),
-    ),
-)
+INPUTS = {"latents": PIXELS, "stands_for": ("Blocks.without_options",)}
+ERNIE = Family(plans=(PLAN,), samples=(sample("ernie", "ErnieImage", config, RELEASED, **INPUTS),))

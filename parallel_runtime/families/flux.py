@@ -2,9 +2,11 @@
 joined in the single ones.
 """
 
+from dataclasses import replace
+
 from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
+from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras, sample
 
 JOINT = ("txt", "img")
 CACHE = "comfy_extras.nodes_flux"
@@ -13,28 +15,25 @@ REFERENCES_KEPT = (
     BlockPatch(code=f"{CACHE}:FluxKVCache.execute.<locals>.model_input_patch", instead="nothing"),
 )
 
+ROPE = (Along(arg="pe", dim=2, streams=JOINT),)
+DOUBLE = Blocks(
+    path="double_blocks",
+    tokens={"txt": ("txt",), "img": ("img",)},
+    returns=("img", "txt"),
+    control="input",
+    along=ROPE,
+)
+SINGLE = Blocks(path="single_blocks", tokens={"x": JOINT}, control="output", along=ROPE)
+# That of the text is one range, of all of it
+IMAGE_RANGES = (Ranges(arg="modulation_dims_img", streams=("img",)),)
+
 PLAN = TokenPlan(
     family="flux",
     models=("comfy.ldm.flux.model:Flux",),
     streams=JOINT,
     blocks=(
-        Blocks(
-            path="double_blocks",
-            tokens={"txt": ("txt",), "img": ("img",)},
-            returns=("img", "txt"),
-            control="input",
-            along=(Along(arg="pe", dim=2, streams=JOINT),),
-            # That of the text is one range, of all of it
-            ranges=(Ranges(arg="modulation_dims_img", streams=("img",)),),
-            patches=REFERENCES_KEPT,
-        ),
-        Blocks(
-            path="single_blocks",
-            tokens={"x": JOINT},
-            control="output",
-            along=(Along(arg="pe", dim=2, streams=JOINT),),
-            ranges=(Ranges(arg="modulation_dims", streams=("img",), after="txt"),),
-        ),
+        replace(DOUBLE, ranges=IMAGE_RANGES, patches=REFERENCES_KEPT),
+        replace(SINGLE, ranges=(Ranges(arg="modulation_dims", streams=("img",), after="txt"),)),
     ),
     # The rows that have another timestep are dropped behind it
     leave=Leave(path="final_layer", stream="img"),
@@ -103,6 +102,10 @@ DEV_2 = Released(
     name="flux2-dev", size=LARGE_2, text=512, changes={"guidance_embed": True, "axes_dim": [32, 32, 32, 32]}
 )
 
+# a picture with a timestep of its own
+REFERENCE = random_extras(reference_latents=[(1, 128, 4, 3)], reference_latents_method="index_timestep_zero")
+INPUTS_2 = {"tiny": Tiny(blocks=(2, 2)), "latents": {"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)}}
+
 FLUX = Family(
     plans=(PLAN,),
     samples=(
@@ -117,27 +120,18 @@ FLUX = Family(
                 "deep": Size(heads=2, head_dim=64, blocks=(19, 38), text_dim=4096),
                 "large": Size(heads=16, head_dim=128, blocks=(2, 16)),
             },
-            latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)},
             masks=Masks(),
             stands_for=("joined streams", "masks", "bf16"),
         ),
-        Sample(
-            name="flux2",
-            form=Form(config_class="Flux2", config=config_2, released=(DEV_2,)),
-            tiny=Tiny(blocks=(2, 2)),
-            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
+        sample(
+            "flux2",
+            "Flux2",
+            config_2,
+            DEV_2,
+            **INPUTS_2,
             masks=Masks(side=1, text=512),
             stands_for=("Ranges",),
         ),
-        Sample(
-            name="flux2-edit",
-            form=Form(config_class="Flux2", config=config_2),
-            tiny=Tiny(blocks=(2, 2)),
-            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)},
-            # a picture with a timestep of its own
-            prompt_extras=random_extras(
-                reference_latents=[(1, 128, 4, 3)], reference_latents_method="index_timestep_zero"
-            ),
-        ),
+        sample("flux2-edit", "Flux2", config_2, **INPUTS_2, prompt_extras=REFERENCE),
     ),
 )

@@ -5,14 +5,10 @@ Behind the text that the blocks change stand, in every block, other tokens: a la
 model that read the prompt. E1 puts the given picture beside the latent.
 """
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
-
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny, TokenParts
+from .sample import Config, Family, Released, Size, Tiny, TokenParts, random_extras, sample
 
 JOINT = ("img", "txt")
 ROPE = (Along(arg="rope", dim=1, streams=JOINT),)
@@ -61,17 +57,9 @@ def config(size: Size) -> Config:
     }
 
 
-def prompt(latent: torch.Tensor, edit: bool = False) -> dict[str, Any]:
-    """What the language model read, layer by layer; for an edit, the picture too."""
-    generator = torch.Generator().manual_seed(4)
-    read = {"conditioning_llama3": torch.randn(1, 4, 7, 64, generator=generator)}
-    return {
-        **read,
-        **({"concat_latent_image": torch.randn(latent.shape, generator=generator)} if edit else {}),
-    }
-
-
-FORM = Form(config_class="HiDream", config=config)
+# What the language model read, layer by layer; for an edit, the picture too
+READ = {"conditioning_llama3": (1, 4, 7, 64)}
+prompt, edit = random_extras(**READ), random_extras(**READ, concat_latent_image=(1, 16, ...))
 RELEASED = Released(
     name="hidream-i1-17b",
     size=Size(heads=20, head_dim=128, blocks=(16, 32), text_dim=4096, pooled_dim=2048),
@@ -84,12 +72,12 @@ RELEASED = Released(
     extras=lambda latent: {"conditioning_llama3": torch.zeros(1, 32, 128, 4096)},
     cut=TokenParts(experts=4, chosen=2),
 )
-sample = partial(Sample, tiny=Tiny(blocks=(2, 2)), latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+TINY = Tiny(blocks=(2, 2))
 
 HIDREAM = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="hidream-i1", form=replace(FORM, released=(RELEASED,)), prompt_extras=prompt),
-        sample(name="hidream-e1", form=FORM, prompt_extras=partial(prompt, edit=True)),
+        sample("hidream-i1", "HiDream", config, RELEASED, tiny=TINY, prompt_extras=prompt),
+        sample("hidream-e1", "HiDream", config, tiny=TINY, prompt_extras=edit),
     ),
 )

@@ -4,14 +4,12 @@ The tokens of the prompt see themselves alone and not the step, so the model kee
 values. Behind the blocks it looks for the image's tokens among all.
 """
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from .plan import Along, Blocks, Leave, Prefix, Together, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny
+from .sample import Config, Family, Released, Size, Tiny, sample
 
 IMG = ("img",)  # and the token of the step before them, and references behind them
 BOTH = ("prompt", *IMG)
@@ -61,10 +59,8 @@ def config(size: Size) -> Config:
 def prompts(_latent: torch.Tensor, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Numbers of tokens, of unequal prompts."""
     positive, negative = ([*range(start, start + tokens), STEP] for start, tokens in ((5, 11), (30, 6)))
-    return {"text_input_ids": torch.tensor([positive]), **more}, {
-        "text_input_ids": torch.tensor([negative]),
-        **more,
-    }
+    made = [{"text_input_ids": torch.tensor([tokens]), **more} for tokens in (positive, negative)]
+    return made[0], made[1]
 
 
 def edit(latent: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -72,7 +68,6 @@ def edit(latent: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     return prompts(latent, reference_latents=[picture])
 
 
-FORM = Form(config_class="HiDreamO1", config=config)
 RELEASED = Released(
     name="hidream-o1-8b",
     size=Size(heads=32, head_dim=128, blocks=(36,)),
@@ -82,12 +77,12 @@ RELEASED = Released(
     extras=lambda latent: {"text_input_ids": torch.tensor([[*range(5, 132), STEP]])},
     reads_prompt=True,
 )
-sample = partial(Sample, tiny=Tiny(blocks=(4,)), latents={"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)})
+INPUTS = {"tiny": Tiny(blocks=(4,)), "latents": {"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)}}
 
 HIDREAM_O1 = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="hidream-o1", form=replace(FORM, released=(RELEASED,)), prompt_extras=prompts),
-        sample(name="hidream-o1-edit", form=FORM, prompt_extras=edit),
+        sample("hidream-o1", "HiDreamO1", config, RELEASED, prompt_extras=prompts, **INPUTS),
+        sample("hidream-o1-edit", "HiDreamO1", config, prompt_extras=edit, **INPUTS),
     ),
 )

@@ -6,37 +6,24 @@ on. A reference's tokens stand before the image's and are cut off behind the blo
 they are in all: the rows leave there.
 """
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from .plan import Along, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
-
-JOINT = ("txt", "img")
+from . import flux
+from .plan import Leave, Ranges, TokenPlan
+from .sample import Config, Family, Masks, Released, Size, Tiny, random_extras, sample
 
 PLAN = TokenPlan(
     family="hunyuan-video",
     models=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
-    streams=JOINT,
+    streams=flux.JOINT,
     blocks=(
-        Blocks(
-            path="double_blocks",
-            tokens={"txt": ("txt",), "img": ("img",)},
-            returns=("img", "txt"),
-            control="input",
-            along=(Along(arg="pe", dim=2, streams=JOINT),),
-            ranges=(Ranges(arg="modulation_dims_img", streams=("img",)),),
-        ),
-        Blocks(
-            path="single_blocks",
-            tokens={"x": JOINT},
-            control="output",
-            along=(Along(arg="pe", dim=2, streams=JOINT),),
-            ranges=(Ranges(arg="modulation_dims", streams=JOINT),),
-        ),
+        replace(flux.DOUBLE, ranges=flux.IMAGE_RANGES),
+        replace(flux.SINGLE, ranges=(Ranges(arg="modulation_dims", streams=flux.JOINT),)),
     ),
     leave=Leave(path="single_blocks", stream="img"),
     positions=("pe_embedder",),
@@ -74,21 +61,10 @@ def reference(latent: torch.Tensor) -> dict[str, Any]:
     return {"ref_latent": torch.randn(latent[:, :, :1].shape, generator=torch.Generator().manual_seed(4))}
 
 
-# The words to be written, read by a second text encoder
-glyphs = random_extras(conditioning_byt5small=(1, 5, 1472))
-
-
-def picture(latent: torch.Tensor) -> dict[str, Any]:
-    """The first frame as latent channels, and as a CLIP vision embedding."""
-    generator = torch.Generator().manual_seed(5)
-    seen = SimpleNamespace(last_hidden_state=torch.randn(1, 7, 1152, generator=generator))
-    return {
-        **glyphs(latent),
-        "concat_latent_image": torch.randn(latent.shape, generator=generator),
-        "clip_vision_output": seen,
-    }
-
-
+GLYPHS = {"conditioning_byt5small": (1, 5, 1472)}  # the words to be written, by a second text encoder
+# The first frame as latent channels, and as a CLIP vision embedding
+SEEN = SimpleNamespace(last_hidden_state=(1, 7, 1152))
+picture = random_extras(**GLYPHS, concat_latent_image=(1, 32, ...), clip_vision_output=SEEN)
 GUIDED = random_extras(guiding_frame_index=0)
 VIDEO = {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 10)}
 NEXT = {
@@ -119,17 +95,7 @@ RELEASED = Released(
 )
 
 
-def sample(
-    name: str,
-    config_class: str,
-    latents: dict[str, tuple[int, ...]],
-    form: Config,
-    released: tuple[Released, ...] = (),
-    **more: Any,
-) -> Sample:
-    made = Form(config_class=config_class, config=partial(config, **form), released=released)
-    return Sample(name=name, form=made, tiny=Tiny(blocks=(2, 2)), latents=latents, **more)
-
+TINY = Tiny(blocks=(2, 2))
 
 HUNYUAN_VIDEO = Family(
     plans=(PLAN,),
@@ -137,26 +103,36 @@ HUNYUAN_VIDEO = Family(
         sample(
             "hunyuan-video",
             "HunyuanVideo",
-            VIDEO,
-            {},
-            (RELEASED,),
+            config,
+            RELEASED,
+            tiny=TINY,
+            latents=VIDEO,
             masks=Masks(text_only=True),
             prompt_extras=GUIDED,
         ),
-        sample("hunyuan-video-reference", "HunyuanVideo", VIDEO, {}, prompt_extras=reference),
+        sample(
+            "hunyuan-video-reference",
+            "HunyuanVideo",
+            config,
+            tiny=TINY,
+            latents=VIDEO,
+            prompt_extras=reference,
+        ),
         sample(
             "hunyuan-video-1.5",
             "HunyuanVideo15",
-            {"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)},
-            NEXT,
+            partial(config, **NEXT),
+            tiny=TINY,
+            latents={"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)},
             prompt_extras=picture,
         ),
         sample(
             "hunyuan-image",
             "HunyuanImage21",
-            {"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)},
-            IMAGE,
-            prompt_extras=glyphs,
+            partial(config, **IMAGE),
+            tiny=TINY,
+            latents={"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)},
+            prompt_extras=random_extras(**GLYPHS),
         ),
     ),
 )

@@ -3,7 +3,7 @@ latent pixel. A negative without a text is the image alone.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size
+from .sample import PIXELS, Config, Family, Masks, Released, Size, sample
 
 JOINT = ("txt", "img")
 
@@ -47,14 +47,5 @@ RELEASED = Released(
     changes={"intermediate_size": 12288, "adaln_dim": 512, "mrope_section": [24, 20, 20]},
 )
 
-IDEOGRAM4 = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="ideogram4",
-            form=Form(config_class="Ideogram4", config=config, released=(RELEASED,)),
-            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
-            masks=Masks(text_only=True),
-        ),
-    ),
-)
+INPUTS = {"latents": PIXELS, "masks": Masks(text_only=True)}
+IDEOGRAM4 = Family(plans=(PLAN,), samples=(sample("ideogram4", "Ideogram4", config, RELEASED, **INPUTS),))

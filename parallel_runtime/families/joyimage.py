@@ -6,7 +6,7 @@ rows leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny, random_extras
+from .sample import ONE_FRAME, Config, Family, Released, Size, Tiny, random_extras, sample
 
 IMG = ("img",)
 
@@ -45,15 +45,6 @@ RELEASED = Released(
     extras=random_extras(reference_latents=[(1, 16, 1, 128, 128)]),
 )
 
-JOYIMAGE = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="joyimage-edit",
-            form=Form(config_class="JoyImage", config=config, released=(RELEASED,)),
-            tiny=Tiny(blocks=(4,)),
-            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
-            prompt_extras=random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)]),
-        ),
-    ),
-)
+REFERENCES = random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)])
+INPUTS = {"tiny": Tiny(blocks=(4,)), "latents": ONE_FRAME, "prompt_extras": REFERENCES}
+JOYIMAGE = Family(plans=(PLAN,), samples=(sample("joyimage-edit", "JoyImage", config, RELEASED, **INPUTS),))

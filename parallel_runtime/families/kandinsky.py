@@ -6,7 +6,7 @@ of the video again, so they leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, TokenParts
+from .sample import Config, Family, Released, Size, TokenParts, sample
 
 IMG, CROSS = ("visual_embed",), ("cross_attention",)
 
@@ -56,14 +56,6 @@ RELEASED = Released(
     cut=TokenParts(chunks=(2, 4)),
 )
 
-KANDINSKY = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="kandinsky5",
-            form=Form(config_class="Kandinsky5", config=config, released=(RELEASED,)),
-            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
-            stands_for=("leaves_behind_blocks",),
-        ),
-    ),
-)
+LATENTS = {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)}
+INPUTS = {"latents": LATENTS, "stands_for": ("leaves_behind_blocks",)}
+KANDINSKY = Family(plans=(PLAN,), samples=(sample("kandinsky5", "Kandinsky5", config, RELEASED, **INPUTS),))

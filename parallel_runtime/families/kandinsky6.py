@@ -6,13 +6,12 @@ Behind the blocks the video takes its shape again, so its tokens leave there.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Extent, Family, Form, Released, Sample, Size, TokenParts
+from .sample import Config, Extent, Family, Released, Size, TokenParts, sample
 
 VIDEO = ("visual_embed",)
 
@@ -78,21 +77,16 @@ RELEASED = Released(
     latents=with_sound,
     cut=TokenParts(chunks=(2, 4)),
 )
-sample = partial(
-    Sample,
-    since="0.47.0",
-    latents={"even": ((1, 16, 3, 8, 6), (1, 5, 40)), "odd": ((1, 16, 3, 5, 6), (1, 4, 40))},
-)
+INPUTS = {
+    "since": "0.47.0",
+    "latents": {"even": ((1, 16, 3, 8, 6), (1, 5, 40)), "odd": ((1, 16, 3, 5, 6), (1, 4, 40))},
+}
 
 KANDINSKY6 = Family(
     plans=(PLAN,),
     ahead="ComfyUI's 4ab48ceb over 0.33.0",
     samples=(
-        sample(name="kandinsky6", form=Form(config_class="Kandinsky6", config=config, released=(RELEASED,))),
-        sample(
-            name="kandinsky6-i2v",
-            form=Form(config_class="Kandinsky6", config=config),
-            prompt_extras=first_picture,
-        ),
+        sample("kandinsky6", "Kandinsky6", config, RELEASED, **INPUTS),
+        sample("kandinsky6-i2v", "Kandinsky6", config, prompt_extras=first_picture, **INPUTS),
     ),
 )

@@ -5,10 +5,9 @@ The model's own text transformer runs whole.
 """
 
 from dataclasses import replace
-from functools import partial
 
 from .plan import Along, Blocks, Boundary, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, random_extras
+from .sample import ONE_FRAME, Config, Family, Form, Released, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 
@@ -48,7 +47,9 @@ def config(size: Size) -> Config:
     }
 
 
-IMAGES = [(1, 16, 1, 6, 8), (1, 16, 1, 6, 4)]  # to refer to, with a timestep of zero
+REFERENCES = random_extras(
+    reference_latents=[(1, 16, 1, 6, 8), (1, 16, 1, 6, 4)], reference_latents_method="index_timestep_zero"
+)
 FORM = Form(config_class="Krea2", config=config, offset_scales=True)
 RELEASED = Released(
     name="krea2-12b",
@@ -64,20 +65,15 @@ RELEASED = Released(
         "txtkvheads": 20,
     },
 )
-sample = partial(Sample, latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)})
-
 KREA2 = Family(
     plans=(PLAN,),
     samples=(
-        sample(
-            name="krea2", form=replace(FORM, released=(RELEASED,)), stands_for=("lengths", "Leave.streams")
+        Sample(
+            name="krea2",
+            form=replace(FORM, released=(RELEASED,)),
+            latents=ONE_FRAME,
+            stands_for=("lengths", "Leave.streams"),
         ),
-        sample(
-            name="krea2-edit",
-            form=FORM,
-            prompt_extras=random_extras(
-                reference_latents=IMAGES, reference_latents_method="index_timestep_zero"
-            ),
-        ),
+        Sample(name="krea2-edit", form=FORM, latents=ONE_FRAME, prompt_extras=REFERENCES),
     ),
 )

@@ -3,7 +3,7 @@ pixel, under a mask over the keys of both that blocks check by its length.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size
+from .sample import PIXELS, Config, Family, Masks, Released, Size, sample
 
 JOINT = ("img", "txt")
 
@@ -48,14 +48,5 @@ RELEASED = Released(
     changes={"axes_dims_rope": (8, 28, 28)},
 )
 
-LENS = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="lens",
-            form=Form(config_class="Lens", config=config, released=(RELEASED,)),
-            latents={"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)},
-            masks=Masks(text_only=True),
-        ),
-    ),
-)
+INPUTS = {"latents": PIXELS, "masks": Masks(text_only=True)}
+LENS = Family(plans=(PLAN,), samples=(sample("lens", "Lens", config, RELEASED, **INPUTS),))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .plan import Along, BlockPatch, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Extent, Family, Form, Released, Sample, Size, random_extras
+from .sample import Config, Extent, Family, Released, Size, random_extras, sample
 
 VIDEO = ("video",)
 
@@ -172,19 +172,12 @@ LTX_2 = Released(
 )
 
 
-def sample(
-    name: str, config: Callable[[Size], Config], config_class: str = "LTXV", released: Any = (), **inputs: Any
-) -> Sample:
-    form = Form(config_class=config_class, config=config, released=released)
-    return Sample(name=name, form=form, **{"latents": LATENTS, **inputs})
-
-
 LTX = Family(
     plans=(LTXV_PLAN, AV_PLAN),
     samples=(
-        sample("ltxv", config, released=(LTXV_13B,), prompt_extras=text_mask),
-        sample("ltxv-guided", config, prompt_extras=guides, noise_mask=given_guide),
-        sample("ltx2", av_config, "LTXAV", (LTX_2,), latents=AUDIO),
-        sample("ltx2.5", lambda size: {**av_config(size), **KEYED}, "LTXAV", latents=AUDIO, since="0.33.0"),
+        sample("ltxv", "LTXV", config, LTXV_13B, latents=LATENTS, prompt_extras=text_mask),
+        sample("ltxv-guided", "LTXV", config, latents=LATENTS, prompt_extras=guides, noise_mask=given_guide),
+        sample("ltx2", "LTXAV", av_config, LTX_2, latents=AUDIO),
+        sample("ltx2.5", "LTXAV", lambda size: {**av_config(size), **KEYED}, latents=AUDIO, since="0.33.0"),
     ),
 )

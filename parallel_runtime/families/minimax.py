@@ -5,14 +5,12 @@ own.
 Audio and video leave behind the blocks by ranges of all tokens, so that all leave there.
 """
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from .plan import Along, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import Config, Extent, Family, Form, Released, Sample, Size
+from .sample import Config, Extent, Family, Released, Size, random_extras, sample
 
 ALL = ("tokens",)
 
@@ -51,25 +49,13 @@ def config(size: Size) -> Config:
     }
 
 
-def references(_latent: Any) -> dict[str, Any]:
-    """A picture, a video with its sound, and the tokens of the text that show them."""
-    generator = torch.Generator().manual_seed(4)
-    picture, video = (torch.randn(1, 24, *size, generator=generator) for size in ((1, 4, 6), (2, 4, 4)))
-    sound = torch.randn(1, 32, 2, 3, generator=generator)
-    of_picture = {"kind": "image", "latent": picture, "latent_h": 4, "latent_w": 6}
-    of_video = {
-        "kind": "video_audio",
-        "latent": video,
-        "latent_t": 2,
-        "latent_h": 4,
-        "latent_w": 4,
-        "audio_latent": sound,
-        "ref_audio_t": 3,
-    }
-    return {
-        "minimax_refs": [of_picture, of_video],
-        "minimax_token_tags": torch.tensor([1, 1, 0, 0, 0] + [1] * 27),
-    }
+PICTURE = {"kind": "image", "latent": (1, 24, 1, 4, 6), "latent_h": 4, "latent_w": 6}
+SHOT = {"kind": "video_audio", "latent": (1, 24, 2, 4, 4), "latent_t": 2, "latent_h": 4, "latent_w": 4}
+SOUND = {"audio_latent": (1, 32, 2, 3), "ref_audio_t": 3}
+# A picture, a video with its sound, and the tokens of the text that show them
+references = random_extras(
+    minimax_refs=[PICTURE, SHOT | SOUND], minimax_token_tags=torch.tensor([1, 1, 0, 0, 0] + [1] * 27)
+)
 
 
 def partly_given(latent: Any) -> Any:
@@ -110,14 +96,12 @@ RELEASED = Released(
     latents=with_sound,
 )
 LATENTS = {"even": ((1, 24, 3, 8, 6), (1, 32, 2, 5)), "odd": ((1, 24, 3, 5, 4), (1, 32, 2, 3))}
-FORM = Form(config_class="MiniMaxH3", config=config)
-sample = partial(Sample, latents=LATENTS)
 
 MINIMAX = Family(
     plans=(PLAN,),
     samples=(
-        sample(name="minimax-h3", form=replace(FORM, released=(RELEASED,))),
-        sample(name="minimax-h3-referring", form=FORM, prompt_extras=references),
-        sample(name="minimax-h3-masked", form=FORM, noise_mask=partly_given),
+        sample("minimax-h3", "MiniMaxH3", config, RELEASED, latents=LATENTS),
+        sample("minimax-h3-referring", "MiniMaxH3", config, latents=LATENTS, prompt_extras=references),
+        sample("minimax-h3-masked", "MiniMaxH3", config, latents=LATENTS, noise_mask=partly_given),
     ),
 )

@@ -11,10 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny, random_extras
+from .sample import ONE_FRAME, Config, Family, Released, Size, Tiny, random_extras, sample
 
 JOINT = ("txt", "img")
 SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
@@ -97,26 +95,13 @@ def pixel_config(size: Size) -> Config:
     return {**z_image_config(size), "image_model": "zimage_pixel", **own}
 
 
-def references(latent: torch.Tensor) -> dict[str, Any]:
-    """Two images to refer to, each with its text and its CLIP vision tokens, and a text behind
-    them.
-    """
-    generator = torch.Generator().manual_seed(4)
-    images = [torch.randn(1, 16, 6, width, generator=generator) for width in (8, 4)]
-    texts = [torch.randn(1, tokens, 64, generator=generator) for tokens in (5, 9, 6)]
-    seen = [
-        SimpleNamespace(
-            image_sizes=[(3, 32, 48)], last_hidden_state=torch.randn(1, 6, 24, generator=generator)
-        )
-        for _ in images
-    ]
-    return {
-        "reference_latents": images,
-        "reference_latents_text_embeds": texts,
-        "unclip_conditioning": [{"clip_vision_output": one} for one in seen],
-    }
-
-
+SEEN = SimpleNamespace(image_sizes=[[3, 32, 48]], last_hidden_state=(1, 6, 24))
+# Two images to refer to, each with its text and its CLIP vision tokens, and a text behind them
+references = random_extras(
+    reference_latents=[(1, 16, 6, 8), (1, 16, 6, 4)],
+    reference_latents_text_embeds=[(1, 5, 64), (1, 9, 64), (1, 6, 64)],
+    unclip_conditioning=[{"clip_vision_output": SEEN}, {"clip_vision_output": SEEN}],
+)
 WIDE = {"n_refiner_layers": 2, "multiple_of": 256}
 Z_IMAGE = Released(
     name="z-image-6b",
@@ -130,10 +115,9 @@ LUMINA_2 = Released(
     text=256,
     changes={**WIDE, "n_kv_heads": 8, "ffn_dim_multiplier": 4.0},
 )
-MING = "0.39.0"
-sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
 # Its modulation takes 256 numbers, and a model of fewer has not so many
 z_image = partial(sample, tiny=Tiny(head_dim=64))
+ming = partial(z_image, config_class="MingImage", config=ming_config, since="0.39.0")
 
 NEXTDIT = Family(
     plans=(PLAN, PIXELS),
@@ -141,31 +125,23 @@ NEXTDIT = Family(
         PIXELS.models[0]: "its files say how large a patch of pixels is, and no released one is published"
     },
     samples=(
-        z_image(name="z-image", form=Form(config_class="ZImage", config=z_image_config, released=(Z_IMAGE,))),
+        z_image("z-image", "ZImage", z_image_config, Z_IMAGE),
         z_image(
-            name="z-image-omni",
-            form=Form(config_class="ZImage", config=partial(z_image_config, siglip_feat_dim=24)),
-            prompt_extras=references,
+            "z-image-omni", "ZImage", partial(z_image_config, siglip_feat_dim=24), prompt_extras=references
         ),
         z_image(
-            name="z-image-pixel",
-            form=Form(config_class="ZImagePixelSpace", config=pixel_config),
+            "z-image-pixel",
+            "ZImagePixelSpace",
+            pixel_config,
             latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
         ),
-        z_image(
-            name="ming-image",
-            since=MING,
-            form=Form(config_class="MingImage", config=ming_config),
-            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 3, 5, 6)},
-        ),
-        z_image(
-            name="ming-image-edit",
-            since=MING,
-            form=Form(config_class="MingImage", config=ming_config),
-            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)},
+        ming("ming-image", latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 3, 5, 6)}),
+        ming(
+            "ming-image-edit",
+            latents=ONE_FRAME,
             prompt_extras=random_extras(reference_latents=[(1, 16, 1, 6, 8), (1, 16, 1, 5, 4)]),
         ),
-        sample(name="lumina2", form=Form(config_class="Lumina2", config=config, released=(LUMINA_2,))),
-        sample(name="newbie", form=Form(config_class="Lumina2", config=newbie_config)),
+        sample("lumina2", "Lumina2", config, LUMINA_2),
+        sample("newbie", "Lumina2", newbie_config),
     ),
 )

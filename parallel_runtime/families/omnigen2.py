@@ -5,13 +5,12 @@ Refiners before the blocks see each kind alone, and run whole.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
+from .sample import Config, Family, Masks, Released, Size, Tiny, random_extras, sample
 
 JOINT, IMG = ("txt", "img"), ("img",)
 REFINED = Together(refiners=("noise_refiner",))
@@ -96,26 +95,13 @@ RELEASED_BOOGU = replace(
     RELEASED, name="boogu-image-0.1", size=Size(heads=28, head_dim=120, blocks=(8, 32), text_dim=4096)
 )
 REFERENCES = random_extras(reference_latents=[(1, 16, 6, 8), (1, 16, 6, 4)])
-sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}, masks=Masks(open=True))
+OPEN, BOTH = Masks(open=True), Tiny(blocks=(2, 3))
 
 OMNIGEN2 = Family(
     plans=(PLAN, BOOGU),
     samples=(
-        sample(
-            name="omnigen2",
-            form=Form(config_class="Omnigen2", config=omnigen2_config, released=(RELEASED,)),
-            prompt_extras=REFERENCES,
-        ),
-        sample(
-            name="boogu",
-            form=Form(config_class="Boogu", config=boogu_config, released=(RELEASED_BOOGU,)),
-            tiny=Tiny(blocks=(2, 3)),
-        ),
-        sample(
-            name="boogu-edit",
-            form=Form(config_class="Boogu", config=boogu_config),
-            tiny=Tiny(blocks=(2, 3)),
-            prompt_extras=REFERENCES,
-        ),
+        sample("omnigen2", "Omnigen2", omnigen2_config, RELEASED, masks=OPEN, prompt_extras=REFERENCES),
+        sample("boogu", "Boogu", boogu_config, RELEASED_BOOGU, masks=OPEN, tiny=BOTH),
+        sample("boogu-edit", "Boogu", boogu_config, masks=OPEN, tiny=BOTH, prompt_extras=REFERENCES),
     ),
 )

@@ -3,7 +3,7 @@ text through cross-attention; attention passes no options.
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size
+from .sample import Config, Family, Released, Size, sample
 
 PLAN = TokenPlan(
     family="pixart",
@@ -30,14 +30,7 @@ RELEASED = Released(
     name="pixart-sigma-xl", size=Size(heads=16, head_dim=72, blocks=(28,), text_dim=4096), text=300
 )
 
+LATENTS = {"even": (1, 4, 40, 28), "odd": (1, 4, 42, 26)}  # ComfyUI has no positions for smaller ones
 PIXART = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="pixart-sigma",
-            form=Form(config_class="PixArtSigma", config=config, released=(RELEASED,)),
-            # ComfyUI has no positions for smaller ones
-            latents={"even": (1, 4, 40, 28), "odd": (1, 4, 42, 26)},
-        ),
-    ),
+    plans=(PLAN,), samples=(sample("pixart-sigma", "PixArtSigma", config, RELEASED, latents=LATENTS),)
 )

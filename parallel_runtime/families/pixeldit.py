@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Insert, Leave, Together, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny
+from .sample import Config, Family, Released, Size, Tiny, random_extras, sample
 
 BLOCKS = Blocks(
     path="patch_blocks",
@@ -52,12 +52,8 @@ def pid_config(size: Size) -> Config:
     return {**config(size), "image_model": "pid", **picture}
 
 
-def small_picture(latent: torch.Tensor) -> dict[str, Any]:
-    """The extras of the PiD node: a latent of the picture, and how much noise it has."""
-    return {
-        "lq_latent": torch.randn(1, 16, 2, 3, generator=torch.Generator().manual_seed(14)),
-        "degrade_sigma": torch.tensor([0.2]),
-    }
+# The extras of the PiD node: a latent of the picture, and how much noise it has
+small_picture = random_extras(lq_latent=(1, 16, 2, 3), degrade_sigma=torch.tensor([0.2]))
 
 
 def quarter(latent: torch.Tensor) -> dict[str, Any]:
@@ -79,23 +75,12 @@ RELEASED_PID = Released(
     changes={**WIDE, "lq_hidden_dim": 512, "lq_num_res_blocks": 4, "pit_lq_inject": False},
     extras=quarter,
 )
-LATENTS = {"even": (1, 3, 16, 12), "odd": (1, 3, 11, 20)}
+INPUTS = {"tiny": Tiny(blocks=(4,)), "latents": {"even": (1, 3, 16, 12), "odd": (1, 3, 11, 20)}}
 
 PIXELDIT = Family(
     plans=(PLAN, PID),
     samples=(
-        Sample(
-            name="pixeldit",
-            form=Form(config_class="PixelDiTT2I", config=config, released=(RELEASED,)),
-            tiny=Tiny(blocks=(4,)),
-            latents=LATENTS,
-        ),
-        Sample(
-            name="pid",
-            form=Form(config_class="PiD", config=pid_config, released=(RELEASED_PID,)),
-            tiny=Tiny(blocks=(4,)),
-            latents=LATENTS,
-            prompt_extras=small_picture,
-        ),
+        sample("pixeldit", "PixelDiTT2I", config, RELEASED, **INPUTS),
+        sample("pid", "PiD", pid_config, RELEASED_PID, prompt_extras=small_picture, **INPUTS),
     ),
 )

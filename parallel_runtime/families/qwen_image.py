@@ -4,25 +4,29 @@ every block, reference latents behind the image.
 Edit 2511 gives the references a timestep of their own. The mask closes tokens of the text alone.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from .plan import Along, BlockPatch, Blocks, Boundary, Leave, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras
+from .sample import ONE_FRAME, Config, Family, Masks, Released, Size, Tiny, random_extras, sample
 
+BLOCKS = Blocks(
+    path="transformer_blocks",
+    tokens={"encoder_hidden_states": ("txt",), "hidden_states": ("img",)},
+    control="input",
+    along=(
+        Along(arg="image_rotary_emb", dim=2, streams=("txt", "img")),
+        Along(arg="encoder_hidden_states_mask", dim=1, streams=("txt",), masks_keys=True),
+    ),
+)
 PLAN = TokenPlan(
     family="qwen-image",
     models=("comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",),
     streams=("txt", "img"),
     blocks=(
-        Blocks(
-            path="transformer_blocks",
-            tokens={"encoder_hidden_states": ("txt",), "hidden_states": ("img",)},
-            control="input",
-            along=(
-                Along(arg="image_rotary_emb", dim=2, streams=("txt", "img")),
-                Along(arg="encoder_hidden_states_mask", dim=1, streams=("txt",), masks_keys=True),
-            ),
+        replace(
+            BLOCKS,
             ranges=(Boundary(arg="timestep_zero_index", streams=("img",)),),
             patches=(
                 BlockPatch(
@@ -60,38 +64,21 @@ RELEASED = Released(
 )
 
 
-def form(**more: Any) -> Form:
-    return Form(
-        config_class="QwenImage", config=partial(config, **more), released=() if more else (RELEASED,)
-    )
-
-
 # Of other sizes than the latent
 REFERENCES = random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)])
-LATENTS = {"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)}
 LAYERS = {"even": (1, 16, 4, 8, 6), "odd": (1, 16, 3, 5, 6)}
-EDIT = {"default_ref_method": "index_timestep_zero"}
-LAYERED = {"default_ref_method": "negative_index", "use_additional_t_cond": True}
-MASKS = Masks(text_only=True)
+EDIT = partial(config, default_ref_method="index_timestep_zero")
+LAYERED = partial(config, default_ref_method="negative_index", use_additional_t_cond=True)
+TINY = Tiny(blocks=(4,))
+TEXT = {"tiny": TINY, "latents": ONE_FRAME, "masks": Masks(text_only=True)}
 
 QWEN_IMAGE = Family(
     plans=(PLAN,),
     samples=(
-        Sample(name="qwen-image", form=form(), tiny=Tiny(blocks=(4,)), latents=LATENTS, masks=MASKS),
-        Sample(
-            name="qwen-image-edit",
-            form=form(**EDIT),
-            tiny=Tiny(blocks=(4,)),
-            latents=LATENTS,
-            masks=MASKS,
-            prompt_extras=REFERENCES,
-        ),
-        Sample(
-            name="qwen-image-layered",
-            form=form(**LAYERED),
-            tiny=Tiny(blocks=(4,)),
-            latents=LAYERS,
-            prompt_extras=REFERENCES,
+        sample("qwen-image", "QwenImage", config, RELEASED, **TEXT),
+        sample("qwen-image-edit", "QwenImage", EDIT, **TEXT, prompt_extras=REFERENCES),
+        sample(
+            "qwen-image-layered", "QwenImage", LAYERED, tiny=TINY, latents=LAYERS, prompt_extras=REFERENCES
         ),
     ),
 )

@@ -4,11 +4,8 @@ to, then the image, one token per latent pixel.
 What stands before the image sees neither it nor the step, so the model keeps its keys and values.
 """
 
-from dataclasses import replace
-from functools import partial
-
 from .plan import Along, Blocks, Leave, Prefix, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, random_extras
+from .sample import Config, Family, Released, Size, random_extras, sample
 
 BOTH = ("prompt", "img")
 PLAN = TokenPlan(
@@ -39,7 +36,6 @@ def config(size: Size) -> Config:
     }
 
 
-FORM = Form(config_class="QwenImage21", config=config)
 RELEASED = Released(
     name="qwen-image-2.1-7b",
     size=Size(heads=32, head_dim=128, blocks=(32,), text_dim=4096),
@@ -48,13 +44,13 @@ RELEASED = Released(
     changes={"axes_dims_rope": (16, 56, 56)},
 )
 REFERENCES = random_extras(reference_latents=[(1, 64, 5, 4), (1, 64, 4, 4)], image_slots=[4])
-sample = partial(Sample, latents={"even": (1, 64, 8, 6), "odd": (1, 64, 7, 9)}, since="0.37.0")
+INPUTS = {"latents": {"even": (1, 64, 8, 6), "odd": (1, 64, 7, 9)}, "since": "0.37.0"}
 
 QWEN_IMAGE21 = Family(
     plans=(PLAN,),
     ahead="ComfyUI's 08f68f09 over 0.33.0",
     samples=(
-        sample(name="qwen-image-2.1", form=replace(FORM, released=(RELEASED,))),
-        sample(name="qwen-image-2.1-edit", form=FORM, prompt_extras=REFERENCES),
+        sample("qwen-image-2.1", "QwenImage21", config, RELEASED, **INPUTS),
+        sample("qwen-image-2.1-edit", "QwenImage21", config, prompt_extras=REFERENCES, **INPUTS),
     ),
 )

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,12 @@ Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds 
 Shapes = Mapping[str, tuple[int, ...]]
 Extras = dict[str, Any]  # of a prompt, beside its text
 Extent = tuple[int, int, int]  # width and height in pixels, and frames
+
+# Usual latents: of 16 channels, also with an axis of frames, and with a token for each pixel
+IMAGE = {"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)}
+ONE_FRAME = {"even": (1, 16, 1, 16, 12), "odd": (1, 16, 1, 13, 18)}
+VIDEO = {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 5, 6)}
+PIXELS = {"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,8 +43,9 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
 
 
 def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
-    """Returns the ``prompt_extras`` of a Sample: for each shape a tensor drawn from N(0, 1), in
-    lists too; anything else as it is. ``...`` stands for the latent's lengths from its third axis.
+    """Returns the ``prompt_extras`` of a Sample: for each shape, a tuple, a tensor drawn from
+    N(0, 1), in lists, dicts and namespaces too; anything else as it is. ``...`` stands for the
+    latent's lengths from its third axis.
     """
 
     def made(latent: Any) -> Extras:
@@ -46,6 +54,10 @@ def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
         def draw(value: Any) -> Any:
             if isinstance(value, list):
                 return [draw(one) for one in value]
+            if isinstance(value, dict):
+                return {name: draw(one) for name, one in value.items()}
+            if isinstance(value, SimpleNamespace):
+                return SimpleNamespace(**draw(vars(value)))
             if not isinstance(value, tuple):
                 return value
             return torch.randn(
@@ -53,7 +65,7 @@ def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
                 generator=generator,
             )
 
-        return {argument: draw(value) for argument, value in arguments.items()}
+        return draw(arguments)
 
     return made
 
@@ -269,7 +281,7 @@ class Sample:
 
     name: str
     form: Form
-    latents: Mapping[str, Any]
+    latents: Mapping[str, Any] = field(default_factory=lambda: IMAGE)
     since: str = ""
     tiny: Tiny = Tiny()
     larger: Mapping[str, Size] = field(default_factory=dict)
@@ -294,6 +306,13 @@ class Sample:
     @property
     def bf16(self) -> bool:
         return "bf16" in self.stands_for
+
+
+def sample(
+    name: str, config_class: str, config: Callable[[Size], Config], *released: Released, **inputs: Any
+) -> Sample:
+    """Returns a Sample of a plain Form, of which these models were released."""
+    return Sample(name=name, form=Form(config_class=config_class, config=config, released=released), **inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

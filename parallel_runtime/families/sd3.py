@@ -4,11 +4,8 @@ attention in every block.
 SD3.5 medium attends over the image tokens a second time, alone. The last block returns no context.
 """
 
-from dataclasses import replace
-from functools import partial
-
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, Tiny
+from .sample import Config, Family, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
     family="sd3",
@@ -53,31 +50,28 @@ def medium_config(size: Size) -> Config:
     return {**config(size), "qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}
 
 
-def released(name: str, heads: int, side: int, changes: Config, title: str = "") -> tuple[Released, ...]:
+def released(name: str, heads: int, side: int, changes: Config, title: str = "") -> Released:
     """``side``: tokens along an edge of the largest image that has positions."""
     size = Size(heads=heads, head_dim=64, blocks=(heads,), text_dim=4096, pooled_dim=2048)
     changes = {"pos_embed_max_size": side, "num_patches": side * side, **changes}
-    return (Released(name=name, size=size, text=154, changes=changes, title=title),)
+    return Released(name=name, size=size, text=154, changes=changes, title=title)
 
 
 LARGE = released("sd3.5-large", 38, 192, {"qk_norm": "rms"}, "SD3.5 large")
 MEDIUM = released("sd3.5-medium", 24, 384, {"x_block_self_attn_layers": list(range(13))})
 TINY = Tiny(head_dim=64, blocks=())  # as many blocks as heads, and heads of 64
-sample = partial(Sample, latents={"even": (1, 16, 16, 12), "odd": (1, 16, 13, 18)})
+TINY_MEDIUM = Tiny(heads=(3,), head_dim=64, blocks=())
 
 SD3 = Family(
     plans=(PLAN,),
     samples=(
+        sample("sd3", "SD3", config, LARGE, tiny=TINY, stands_for=("Blocks.positional",)),
         sample(
-            name="sd3",
-            form=Form(config_class="SD3", config=config, released=LARGE),
-            tiny=TINY,
-            stands_for=("Blocks.positional",),
-        ),
-        sample(
-            name="sd3.5-medium",
-            form=Form(config_class="SD3", config=medium_config, released=MEDIUM),
-            tiny=replace(TINY, heads=(3,)),
+            "sd3.5-medium",
+            "SD3",
+            medium_config,
+            MEDIUM,
+            tiny=TINY_MEDIUM,
             stands_for=("also_attend_alone",),
         ),
     ),

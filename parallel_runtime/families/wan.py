@@ -4,17 +4,26 @@ cross-attention.
 The 5B model may modulate per frame: ``e`` has one row per frame then, else one.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Form, Released, Sample, Size, keep_first_frame
+from .sample import (
+    VIDEO,
+    Config,
+    Extent,
+    Family,
+    Form,
+    Released,
+    Sample,
+    Size,
+    keep_first_frame,
+    random_extras,
+    sample,
+)
 
 IMG = ("img",)
 
@@ -29,23 +38,19 @@ POINTS = {
     "attn2_patch": {("x",): IMG},
 }
 
+FREQS, E = Along(arg="freqs", dim=1, streams=IMG), Along(arg="e", dim=1, streams=IMG, repeated=True)
+PLAIN = Blocks(path="blocks", tokens={"x": IMG}, along=(FREQS,), local=("cross_attn",))
+BLOCKS = replace(PLAIN, along=(FREQS, E), patches=PATCHES, points=POINTS)
 PLAN = TokenPlan(
     family="wan",
     models=("comfy.ldm.wan.model:WanModel",),
     streams=IMG,
-    blocks=(
-        Blocks(
-            path="blocks",
-            tokens={"x": IMG},
-            along=(Along(arg="freqs", dim=1, streams=IMG), Along(arg="e", dim=1, streams=IMG, repeated=True)),
-            local=("cross_attn",),
-            patches=PATCHES,
-            points=POINTS,
-        ),
-    ),
-    leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=IMG, repeated=True),)),
+    blocks=(BLOCKS,),
+    leave=Leave(path="head", stream="img", along=(E,)),
     positions=("rope_embedder",),
 )
+# Of models with one timestep for all frames
+ONE_TIMESTEP = replace(PLAN, blocks=(PLAIN,), leave=Leave(path="head", stream="img"))
 
 
 def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: str = "t2v") -> Config:
@@ -69,36 +74,31 @@ def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: 
     }
 
 
-def first_frame(latent: torch.Tensor) -> dict[str, Any]:
-    """The extras that an image-to-video node adds to a prompt: the frame as latent channels, and as
-    a CLIP vision embedding.
-    """
-    generator = torch.Generator().manual_seed(4)
-    embedding = SimpleNamespace(penultimate_hidden_states=torch.randn(1, 9, 1280, generator=generator))
-    image = torch.randn(latent.shape, generator=generator)
-    return {
-        "concat_latent_image": image,
-        "concat_mask": torch.ones(1, 1, *latent.shape[2:]),
-        "clip_vision_output": embedding,
-    }
+# What an image-to-video node adds to a prompt: the frame as latent channels, and as CLIP sees it
+SEEN = SimpleNamespace(penultimate_hidden_states=(1, 9, 1280))
+GIVEN = {"concat_latent_image": (1, 16, ...), "concat_mask": (1, 1, ...), "clip_vision_output": SEEN}
+first_frame = random_extras(**GIVEN)
 
 
-def latents(channels: int) -> Mapping[str, tuple[int, ...]]:
-    return {"even": (1, channels, 3, 8, 6), "odd": (1, channels, 3, 5, 6)}
-
-
-def released(name: str, heads: int, blocks: int, ffn: int, extent: tuple[int, int, int]) -> Released:
+def released(
+    name: str,
+    heads: int = 40,
+    blocks: int = 40,
+    ffn: int = 13824,
+    extent: Extent = (832, 480, 81),
+    **changes: Any,
+) -> Released:
     size = Size(heads=heads, head_dim=128, blocks=(blocks,), text_dim=4096)
-    return Released(name=name, size=size, text=512, extent=extent, changes={"ffn_dim": ffn, "freq_dim": 256})
+    changes = {"ffn_dim": ffn, "freq_dim": 256, **changes}
+    return Released(name=name, size=size, text=512, extent=extent, changes=changes)
 
 
 T2V = (
-    replace(released("wan2.2-t2v-14b", 40, 40, 13824, (1280, 720, 81)), title="Wan 2.2 14B"),
-    released("wan2.1-t2v-1.3b", 12, 30, 8960, (832, 480, 81)),
+    replace(released("wan2.2-t2v-14b", extent=(1280, 720, 81)), title="Wan 2.2 14B"),
+    released("wan2.1-t2v-1.3b", 12, 30, 8960),
 )
-I2V = (released("wan2.1-i2v-14b", 40, 40, 13824, (832, 480, 81)),)
-TI2V = (released("wan2.2-ti2v-5b", 24, 30, 14336, (1280, 704, 121)),)
 
+I2V = partial(config, extra_channels=20, model_type="i2v")
 WAN = Family(
     plans=(PLAN,),
     samples=(
@@ -106,24 +106,24 @@ WAN = Family(
             name="wan2.1-t2v",
             form=Form(config_class="WAN21_T2V", config=config, file=files.WAN, released=T2V),
             larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
-            latents=latents(16),
+            latents=VIDEO,
             stands_for=("Along", "Blocks.local"),
         ),
-        Sample(
-            name="wan2.1-i2v",
-            form=Form(
-                config_class="WAN21_I2V",
-                config=partial(config, extra_channels=20, model_type="i2v"),
-                released=I2V,
-            ),
-            latents=latents(16),
+        sample(
+            "wan2.1-i2v",
+            "WAN21_I2V",
+            I2V,
+            released("wan2.1-i2v-14b"),
+            latents=VIDEO,
             prompt_extras=first_frame,
             stands_for=("channels beside the latent",),
         ),
-        Sample(
-            name="wan2.2-5b",
-            form=Form(config_class="WAN22_T2V", config=partial(config, channels=48), released=TI2V),
-            latents=latents(48),
+        sample(
+            "wan2.2-5b",
+            "WAN22_T2V",
+            partial(config, channels=48),
+            released("wan2.2-ti2v-5b", 24, 30, 14336, (1280, 704, 121)),
+            latents={"even": (1, 48, 3, 8, 6), "odd": (1, 48, 3, 5, 6)},
             noise_mask=keep_first_frame,
             stands_for=("Along.repeated",),
         ),

@@ -10,15 +10,14 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Family, Form, Sample
+from .sample import Family, sample
 
-(BLOCKS,) = wan.PLAN.blocks
 FACE = Insert(path="face_adapter.fuser_blocks.*", frames=Frames(stream="img", each={"motion_vec": 1}))
 PLAN = replace(
     wan.PLAN,
     family="wan_animate",
     models=("comfy.ldm.wan.model_animate:AnimateWanModel",),
-    blocks=(replace(BLOCKS, inserts=(FACE,)),),
+    blocks=(replace(wan.BLOCKS, inserts=(FACE,)),),
 )
 
 
@@ -31,20 +30,9 @@ def pose(latent: torch.Tensor) -> dict[str, Any]:
     }
 
 
-RELEASED = (wan.released("wan2.2-animate-14b", 40, 40, 13824, (832, 480, 77)),)
-
+CONFIG = partial(wan.config, extra_channels=20, model_type="animate")
+RELEASED = wan.released("wan2.2-animate-14b", extent=(832, 480, 77))
+INPUTS = {"latents": {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)}, "prompt_extras": pose}
 WAN_ANIMATE = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="wan-animate",
-            form=Form(
-                config_class="WAN22_Animate",
-                config=partial(wan.config, extra_channels=20, model_type="animate"),
-                released=RELEASED,
-            ),
-            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
-            prompt_extras=pose,
-        ),
-    ),
+    plans=(PLAN,), samples=(sample("wan-animate", "WAN22_Animate", CONFIG, RELEASED, **INPUTS),)
 )

@@ -10,7 +10,7 @@ import torch
 
 from . import wan
 from .plan import Along, Boundary, Branch, Kept
-from .sample import Family, Form, Sample
+from .sample import VIDEO, Family, Form, Sample
 
 MODULE = "comfy.ldm.wan.model_animate2"
 KEPT = Kept(
@@ -29,13 +29,13 @@ POSE = Branch(
     along=(Along(arg="freqs", dim=1, streams=("pose",)),),
     kept=KEPT,
 )
-(BLOCKS,), HW = wan.PLAN.blocks, Boundary(arg="hw", streams=wan.IMG)
+HW = Boundary(arg="hw", streams=wan.IMG)
 PLAN = replace(
     wan.PLAN,
     family="wan_animate2",
     models=(f"{MODULE}:WanAnimate2Model",),
     streams=(*wan.IMG, "pose"),
-    blocks=(replace(BLOCKS, entry="forward_gen", branch=POSE, ranges=(HW,), patches=(), points={}),),
+    blocks=(replace(wan.BLOCKS, entry="forward_gen", branch=POSE, ranges=(HW,), patches=(), points={}),),
     positions=(),
 )
 
@@ -49,9 +49,7 @@ def driven(latent: torch.Tensor) -> dict[str, Any]:
 
 
 FORM = Form(config_class="WAN_Animate2", config=partial(wan.config, extra_channels=20, model_type="animate2"))
-ANIMATE2 = Sample(
-    name="wan-animate2", form=FORM, latents=wan.latents(16), prompt_extras=driven, since="0.33.0"
-)
+ANIMATE2 = Sample(name="wan-animate2", form=FORM, latents=VIDEO, prompt_extras=driven, since="0.33.0")
 CACHED = replace(ANIMATE2, name="wan-animate2-cached", form=replace(FORM, keeps=KEPT))
 WAN_ANIMATE2 = Family(
     plans=(PLAN,),

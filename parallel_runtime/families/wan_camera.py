@@ -2,30 +2,16 @@
 one timestep for all frames.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from . import wan
-from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Family, Form, Sample
+from .sample import VIDEO, Family, sample
 
-PLAN = TokenPlan(
-    family="wan_camera",
-    models=("comfy.ldm.wan.model:CameraWanModel",),
-    streams=wan.IMG,
-    blocks=(
-        Blocks(
-            path="blocks",
-            tokens={"x": wan.IMG},
-            along=(Along(arg="freqs", dim=1, streams=wan.IMG),),
-            local=("cross_attn",),
-        ),
-    ),
-    leave=Leave(path="head", stream="img"),
-    positions=wan.PLAN.positions,
-)
+PLAN = replace(wan.ONE_TIMESTEP, family="wan_camera", models=("comfy.ldm.wan.model:CameraWanModel",))
 
 
 def path(latent: torch.Tensor) -> dict[str, Any]:
@@ -38,20 +24,9 @@ def path(latent: torch.Tensor) -> dict[str, Any]:
     return {"camera_conditions": rays, **wan.first_frame(latent)}
 
 
-RELEASED = (wan.released("wan2.1-fun-camera-14b", 40, 40, 13824, (832, 480, 81)),)
-
+CONFIG = partial(wan.config, extra_channels=16, model_type="camera")
+RELEASED = wan.released("wan2.1-fun-camera-14b")
+INPUTS = {"latents": VIDEO, "prompt_extras": path}
 WAN_CAMERA = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="wan-camera",
-            form=Form(
-                config_class="WAN21_Camera",
-                config=partial(wan.config, extra_channels=16, model_type="camera"),
-                released=RELEASED,
-            ),
-            latents=wan.latents(16),
-            prompt_extras=path,
-        ),
-    ),
+    plans=(PLAN,), samples=(sample("wan-camera", "WAN21_Camera", CONFIG, RELEASED, **INPUTS),)
 )

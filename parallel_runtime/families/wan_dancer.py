@@ -10,15 +10,14 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Size, sample
 
-(BLOCKS,) = wan.PLAN.blocks
 MUSIC = Insert(path="music_injector", frames=Frames(stream="img", each={"audio_emb": 1}, count="seq_len"))
 PLAN = replace(
     wan.PLAN,
     family="wan_dancer",
     models=("comfy.ldm.wan.model_wandancer:WanDancerModel",),
-    blocks=(replace(BLOCKS, inserts=(MUSIC,)),),
+    blocks=(replace(wan.BLOCKS, inserts=(MUSIC,)),),
     leave=replace(wan.PLAN.leave, instead="head_global"),
 )
 
@@ -43,23 +42,14 @@ def music(latent: torch.Tensor) -> dict[str, Any]:
     }
 
 
-LARGE = wan.released("wan2.2-dancer-14b", 40, 40, 13824, (832, 480, 81))
-WIDE = {
-    "audio_inject_layers": [0, 4, 8, 12, 16, 20, 24, 27],
-    "music_dim": 256,
-    "music_heads": 4,
-    "music_latent_dim": 256,
-}
-RELEASED = replace(LARGE, changes={**LARGE.changes, **WIDE})
-
+RELEASED = wan.released(
+    "wan2.2-dancer-14b",
+    audio_inject_layers=[0, 4, 8, 12, 16, 20, 24, 27],
+    music_dim=256,
+    music_heads=4,
+    music_latent_dim=256,
+)
+INPUTS = {"latents": {"even": (1, 16, 2, 8, 8), "odd": (1, 16, 1, 16, 12)}, "prompt_extras": music}
 WAN_DANCER = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="wan-dancer",
-            form=Form(config_class="WAN22_WanDancer", config=config, released=(RELEASED,)),
-            latents={"even": (1, 16, 2, 8, 8), "odd": (1, 16, 1, 16, 12)},
-            prompt_extras=music,
-        ),
-    ),
+    plans=(PLAN,), samples=(sample("wan-dancer", "WAN22_WanDancer", config, RELEASED, **INPUTS),)
 )

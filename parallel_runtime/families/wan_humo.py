@@ -10,15 +10,14 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Family, Form, Sample
+from .sample import Family, sample
 
-(BLOCKS,) = wan.PLAN.blocks
 SOUND = Insert(path="blocks.*.audio_cross_attn_wrapper", frames=Frames(stream="img", each={"audio": 16}))
 PLAN = replace(
     wan.PLAN,
     family="wan_humo",
     models=("comfy.ldm.wan.model:HumoWanModel",),
-    blocks=(replace(BLOCKS, local=("cross_attn", "audio_cross_attn_wrapper"), inserts=(SOUND,)),),
+    blocks=(replace(wan.BLOCKS, local=("cross_attn", "audio_cross_attn_wrapper"), inserts=(SOUND,)),),
 )
 
 
@@ -32,20 +31,8 @@ def sound(latent: torch.Tensor) -> dict[str, Any]:
     }
 
 
-LARGE = wan.released("humo-17b", 40, 40, 13824, (832, 480, 97))
+CONFIG = partial(wan.config, model_type="humo")
 # Beside the latent's channels, a reference's and its mask's
-RELEASED = replace(LARGE, changes={**LARGE.changes, "in_dim": 36})
-
-WAN_HUMO = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="wan-humo",
-            form=Form(
-                config_class="WAN21_HuMo", config=partial(wan.config, model_type="humo"), released=(RELEASED,)
-            ),
-            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 2, 6, 6)},
-            prompt_extras=sound,
-        ),
-    ),
-)
+RELEASED = wan.released("humo-17b", extent=(832, 480, 97), in_dim=36)
+INPUTS = {"latents": {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 2, 6, 6)}, "prompt_extras": sound}
+WAN_HUMO = Family(plans=(PLAN,), samples=(sample("wan-humo", "WAN21_HuMo", CONFIG, RELEASED, **INPUTS),))

@@ -10,9 +10,8 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Config, Family, Form, Sample, Size
+from .sample import Config, Family, Size, sample
 
-(BLOCKS,) = wan.PLAN.blocks
 SPEECH = Insert(
     path="audio_injector",
     frames=Frames(stream="img", each={"audio_emb": 1, "audio_emb_global": 1}, count="seq_len"),
@@ -21,7 +20,7 @@ PLAN = replace(
     wan.PLAN,
     family="wan_s2v",
     models=("comfy.ldm.wan.model:WanModel_S2V",),
-    blocks=(replace(BLOCKS, inserts=(SPEECH,)),),
+    blocks=(replace(wan.BLOCKS, inserts=(SPEECH,)),),
     positions=(),
 )
 
@@ -45,22 +44,8 @@ def speech(latent: torch.Tensor, audio_dim: int = 24) -> dict[str, Any]:
     }
 
 
-LARGE = wan.released("wan2.2-s2v-14b", 40, 40, 13824, (832, 480, 77))
 INJECTED = [0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39]
-RELEASED = replace(
-    LARGE,
-    changes={**LARGE.changes, "audio_dim": 1024, "audio_inject_layers": INJECTED},
-    extras=partial(speech, audio_dim=1024),
-)
-
-WAN_S2V = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="wan-s2v",
-            form=Form(config_class="WAN22_S2V", config=config, released=(RELEASED,)),
-            latents={"even": (1, 16, 3, 8, 8), "odd": (1, 16, 3, 10, 10)},
-            prompt_extras=speech,
-        ),
-    ),
-)
+LARGE = wan.released("wan2.2-s2v-14b", extent=(832, 480, 77), audio_dim=1024, audio_inject_layers=INJECTED)
+RELEASED = replace(LARGE, extras=partial(speech, audio_dim=1024))
+INPUTS = {"latents": {"even": (1, 16, 3, 8, 8), "odd": (1, 16, 3, 10, 10)}, "prompt_extras": speech}
+WAN_S2V = Family(plans=(PLAN,), samples=(sample("wan-s2v", "WAN22_S2V", config, RELEASED, **INPUTS),))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import wan
-from .sample import Config, Family, Form, Sample, Size
+from .sample import VIDEO, Config, Family, Sample, Size, sample
 
 PLAN = replace(
     wan.PLAN,
@@ -48,16 +48,12 @@ def masked_pose(latent: torch.Tensor) -> dict[str, Any]:
     return {**extras, "ref_mask_28ch": masks, "driving_mask_28ch": driving, "ref_mask_flag": False}
 
 
-def sample(model_type: str, config_class: str, **inputs: Any) -> Sample:
-    released = (wan.released(f"{model_type}-14b", 40, 40, 13824, (832, 480, 81)),)
-    form = Form(config_class=config_class, config=partial(config, model_type=model_type), released=released)
-    return Sample(name=f"wan-{model_type}", form=form, latents=wan.latents(16), **inputs)
+def scail(model_type: str, config_class: str, extras: Any) -> Sample:
+    made, released = partial(config, model_type=model_type), wan.released(f"{model_type}-14b")
+    return sample(f"wan-{model_type}", config_class, made, released, latents=VIDEO, prompt_extras=extras)
 
 
 WAN_SCAIL = Family(
     plans=(PLAN,),
-    samples=(
-        sample("scail", "WAN21_SCAIL", prompt_extras=pose),
-        sample("scail2", "WAN21_SCAIL2", prompt_extras=masked_pose),
-    ),
+    samples=(scail("scail", "WAN21_SCAIL", pose), scail("scail2", "WAN21_SCAIL2", masked_pose)),
 )
