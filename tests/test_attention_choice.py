@@ -10,7 +10,6 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 
 import comfy.ldm.modules.attention as attention
@@ -32,7 +31,7 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
 from . import joint_model
-from .collectives import World
+from .collectives import outputs_of
 from .conftest import running_clients
 from .fake_pools import fake_setup
 from .in_ranks import CPU, Crossed, across, evaluated_in_ranks
@@ -166,15 +165,14 @@ def asks_whole(sample):
 def test_a_rank_of_a_ring_without_a_kernel_for_it_says_so(monkeypatch):
     monkeypatch.setattr(joint_model.attention_basic, "__name__", "attention_sage")
 
-    def work(mesh, _run):
+    def compute(mesh):
         model = joint_model.Model(2)
         method = SequenceParallel(model, joint_model.PLAN, mesh.sequence)
         method.attach()
         with pytest.raises(ModelError, match="attends by attention_sage, of which no kernel here returns"):
             method.forward(model, joint_model.inputs(5), 1)
 
-    with torch.inference_mode():
-        World(Layout(ring=2), "gloo", monkeypatch).run(work, Random(7).choice)
+    outputs_of(Layout(ring=2), compute, monkeypatch)
 
 
 # -- what newer ComfyUIs read before they call an override
@@ -317,22 +315,22 @@ def test_ranks_call_what_comfyui_would_call(preferred, node, how, monkeypatch):
     stock = {} if chosen is None else {"optimized_attention_override": chosen_by_a_node(chosen)}
     CALLS.clear()
     truth = model()(**asked(stock))
-    due, outputs = set(CALLS), {}
+    due = set(CALLS)
     CALLS.clear()
 
-    def work(mesh, _run):
+    def compute(mesh):
         from pipemesh.parallel_runtime.crossing.by_name import chosen as in_a_rank
 
         own = model()
         method = SequenceParallel(own, joint_model.PLAN, mesh.sequence)
         method.attach()
         option = {} if chosen is None else {"optimized_attention_override": in_a_rank(chosen)}
-        outputs[mesh.rank] = method.forward(own, asked(option), 1)
+        output = method.forward(own, asked(option), 1)
         method.detach()
         assert not any("forward" in vars(block) for block in own.blocks)
+        return output
 
-    with torch.inference_mode():
-        World(Layout(ulysses=2), "gloo", monkeypatch).run(work, Random(7).choice)
+    outputs = outputs_of(Layout(ulysses=2), compute, monkeypatch)
     assert (outputs[0] - truth).abs().max() <= 1e-5
     assert {name for name, *_ in CALLS} == {name for name, *_ in due}
     assert {heads for _, heads, _ in CALLS} == {1, 2} and {n for *_, n in CALLS} == {n for *_, n in due}
@@ -484,9 +482,8 @@ def test_an_override_that_looks_at_places_gets_all_tokens_in_comfyuis_order(pack
 @pytest.mark.parametrize("layout", [Layout(pipefusion=2), Layout(ulysses=2, pipefusion=2)])
 def test_so_does_a_pipeline_whose_evaluations_are_whole(pack, layout, monkeypatch):
     patcher, asked, truth = evaluation(pack.sparse_override(pack.Sparse(set()), None))
-    outputs = {}
 
-    def work(mesh, _run):
+    def compute(mesh):
         rank = Rank([Part(1, 0)], ahead=False)
         rank.count, rank.note = lambda done, total: None, lambda phase: None
         sent = Crossed(patcher).sent
@@ -496,11 +493,9 @@ def test_so_does_a_pipeline_whose_evaluations_are_whole(pack, layout, monkeypatc
         resident.patch("set", {}, across(sent.objects), None, None, rank)
         options = across(crossing_options(asked["transformer_options"], sent))
         resident.method.begin(Part(1, 0))
-        outputs[mesh.rank] = resident.on_rank({**asked, "transformer_options": options}, 1)
+        return resident.on_rank({**asked, "transformer_options": options}, 1)
 
-    with torch.inference_mode():
-        World(layout, "gloo", monkeypatch).run(work, Random(7).choice)
-    assert relative_error(outputs[layout.writer], truth) <= BOUND
+    assert relative_error(outputs_of(layout, compute, monkeypatch)[layout.writer], truth) <= BOUND
 
 
 def test_an_override_that_looks_at_places_is_refused_where_ranks_have_parts(pack):

@@ -82,11 +82,11 @@ def test_cudnns_kernel_comes_first_from_hopper_on_where_it_was_tried_and_nowhere
     [(TURING, False, False), (ADA, False, True), (HOPPER, True, True), (BLACKWELL, False, True)],
 )
 def test_flash_kernels_are_tried_only_on_gpus_that_run_them(capability, threes, twos):
-    for name, suits in (
-        ("flash-attn 3", threes),
-        ("flash-attn 3 (yunchang)", threes),
-        ("flash-attn 2", twos),
-    ):
+    for name, suits in {
+        "flash-attn 3": threes,
+        "flash-attn 3 (yunchang)": threes,
+        "flash-attn 2": twos,
+    }.items():
         assert BY_NAME[name].suits(ask(capability=capability)) is suits
     assert not any(one.suits(ask(masked=True)) or one.suits(ask(torch.float32)) for one in PACKAGES)
 
@@ -113,17 +113,7 @@ def by_tokens(q, k, v, scale):
     return out.transpose(1, 2), lse
 
 
-def flash_2(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    return_attn_probs=False,
-):
+def flash_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, return_attn_probs=False):
     out, lse = by_tokens(q, k, v, softmax_scale)
     return (out, lse, None) if return_attn_probs else out
 
@@ -306,10 +296,15 @@ WRONG = {
 }
 
 
+def tried_beside_explicit(kernel, stands_for=""):
+    """What comes of trying a package's kernel, with no other one but the explicit."""
+    theirs = Candidate("theirs", ("torch",), packages.suits_flash, lambda: kernel, stands_for)
+    return tried(CPU, [theirs], [EXPLICIT])
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_kernel_is_refused_by_name(on_hopper, what):
-    wrong = Candidate("theirs", ("torch",), packages.suits_flash, lambda: WRONG[what])
-    found = tried(CPU, [wrong], [EXPLICIT])
+    found = tried_beside_explicit(WRONG[what])
     assert found.order == (EXPLICIT,)
     (sentence,) = found.refused
     assert sentence.startswith("theirs is not used: for head dim 64 in ") and sentence.endswith(".")
@@ -325,8 +320,7 @@ def test_so_is_one_of_torchs_own():
     "what", [what for what in WRONG if what not in ("lse in half precision", "another out")]
 )
 def test_a_kernel_that_rounds_more_is_still_refused_for_all_but_its_rounding(on_hopper, what):
-    wrong = Candidate("theirs", ("torch",), packages.suits_flash, lambda: WRONG[what], "attention_sage")
-    assert len(tried(CPU, [wrong], [EXPLICIT]).refused) == 1
+    assert len(tried_beside_explicit(WRONG[what], "attention_sage").refused) == 1
 
 
 def test_a_kernel_is_used_for_those_head_dims_alone_that_it_takes(on_hopper):
@@ -335,20 +329,17 @@ def test_a_kernel_is_used_for_those_head_dims_alone_that_it_takes(on_hopper):
             raise RuntimeError("head dim is not supported")
         return explicit(q, k, v, mask, scale)
 
-    found = tried(CPU, [Candidate("theirs", ("torch",), packages.suits_flash, lambda: only_128)], [EXPLICIT])
-    assert (found.choose(ask()).name, found.choose(ask(dim=64)).name, found.refused) == (
-        "theirs",
-        EXPLICIT.name,
-        (),
-    )
+    found = tried_beside_explicit(only_128)
+    assert found.choose(ask()).name == "theirs"
+    assert found.choose(ask(dim=64)) is EXPLICIT and found.refused == ()
 
 
 def test_a_kernel_that_takes_nothing_is_refused_with_what_it_says(on_hopper):
     def none(q, k, v, mask, scale):
         raise TypeError("got an unexpected keyword argument 'softcap'")
 
-    found = tried(CPU, [Candidate("theirs", ("torch",), packages.suits_flash, lambda: none)], [EXPLICIT])
-    assert "it cannot run (TypeError: got an unexpected keyword argument 'softcap')" in found.refused[0]
+    (sentence,) = tried_beside_explicit(none).refused
+    assert "it cannot run (TypeError: got an unexpected keyword argument 'softcap')" in sentence
 
 
 def test_one_wrong_dtype_is_enough(on_hopper):
@@ -356,9 +347,7 @@ def test_one_wrong_dtype_is_enough(on_hopper):
         out, lse = explicit(q, k, v, mask, scale)
         return out, lse * 2 if q.dtype == torch.float16 else lse
 
-    found = tried(
-        CPU, [Candidate("theirs", ("torch",), packages.suits_flash, lambda: wrong_in_fp16)], [EXPLICIT]
-    )
+    found = tried_beside_explicit(wrong_in_fp16)
     assert found.order == (EXPLICIT,) and len(found.refused) == 1
 
 

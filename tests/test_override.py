@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.methods.override import Overridden
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 
 from . import joint_model
-from .collectives import World
+from .collectives import outputs_of
 from .joint_model import HEADS
 from .test_patches import Model, is_wrong, odd
 
@@ -84,19 +84,15 @@ def by_position():
 
 def evaluated(make, model, monkeypatch):
     """The model's output: of two ranks, or of the plain loop over patches."""
-    asked, outputs = joint_model.CONDS[0], {}
 
-    def work(mesh, _run):
+    def compute(mesh):
         own = deepcopy(model)
         method = make(own, joint_model.PLAN, mesh)
         method.attach()
-        outputs[mesh.rank] = method.forward(
-            own.forward, asked, 1, *([None] if isinstance(method, PatchForward) else [])
-        )
+        patch = [None] if isinstance(method, PatchForward) else []
+        return method.forward(own.forward, joint_model.CONDS[0], 1, *patch)
 
-    with torch.inference_mode():
-        World(Layout(ulysses=2), "gloo", monkeypatch).run(work, lambda ready: ready[0])
-    return outputs[0]
+    return outputs_of(Layout(ulysses=2), compute, monkeypatch)[0]
 
 
 @pytest.mark.parametrize(

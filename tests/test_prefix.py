@@ -3,7 +3,7 @@ one process.
 """
 
 from dataclasses import replace
-from random import Random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
-from .collectives import World
+from .collectives import outputs_of
 from .joint_model import HEADS, WIDTH, attention_basic
 from .models import IdleRank
 
@@ -85,27 +85,36 @@ def arguments(number, image, prompt=PROMPT):
     return {"prompt": text, "img": img, "ahead": prompt, "transformer_options": {}}
 
 
+def two_evaluations(model, plan, mesh, given):
+    """Number -> what a rank computed of two evaluations; and its method. ``given``: number -> their
+    arguments.
+    """
+    method, outputs = make_method(model, plan, mesh, IdleRank()), {}
+    method.attach()
+    for number in (1, 2):
+        method.begin(Part(1, 0))
+        outputs[number] = method.forward(model, given(number), number)
+    return outputs, method
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("image", [13, 2], ids=["13 tokens", "fewer than ranks"])
 def test_what_is_kept_of_a_prompt_is_seen_by_every_rank(monkeypatch, layout, image):
     """The first evaluation computes it, the second finds it, and the run's end forgets it."""
-    stock, outputs, models = Prompted(), {}, []
+    stock, models = Prompted(), []
 
-    def work(mesh, _run):
+    def compute(mesh):
         model = Prompted()
         models.append(model)
-        method = make_method(model, PLAN, mesh, IdleRank())
-        method.attach()
-        for number in (1, 2):
-            method.begin(Part(1, 0))
-            outputs[mesh.rank, number] = method.forward(model, arguments(number, image), number)
+        outputs, method = two_evaluations(model, PLAN, mesh, partial(arguments, image=image))
         assert model.kept[0][0].shape[1] == PROMPT
         method.end_run()
+        return outputs
 
-    with torch.inference_mode():
-        World(layout, "gloo", monkeypatch).run(work, Random(7).choice)
-        for number in (1, 2):
-            assert torch.allclose(outputs[0, number], stock(**arguments(number, image)), atol=1e-5)
+    outputs = outputs_of(layout, compute, monkeypatch)
+    for number in (1, 2):
+        truth = stock(**arguments(number, image))
+        assert torch.allclose(outputs[0][number], truth, atol=1e-5)
     assert len(models) == layout.world_size and not any(model.kept[0] for model in models)
 
 
@@ -172,36 +181,27 @@ def test_a_prompt_that_blocks_get_ahead_of_the_image_or_alone_is_every_ranks(
     (group,) = PLAN.blocks
     counted = Prefix(stream="prompt", counted_by="count")
     plan = replace(PLAN, blocks=(replace(group, returns=("x",), prefix=counted),))
-    outputs, stock = {}, Kept(False)
+    stock = Kept(False)
 
-    def work(mesh, _run):
+    def given(number):
+        return {name: one for name, one in arguments(number, image).items() if name != "ahead"}
+
+    def compute(mesh):
         model = Kept(keeping == "every rank" or (keeping == "some ranks" and mesh.rank % 2 == 1))
-        method = make_method(model, plan, mesh, IdleRank())
-        method.attach()
-        for number in (1, 2):
-            method.begin(Part(1, 0))
-            given = {name: one for name, one in arguments(number, image).items() if name != "ahead"}
-            outputs[mesh.rank, number] = method.forward(model, given, number)
+        outputs, method = two_evaluations(model, plan, mesh, given)
         method.end_run()
+        return outputs
 
-    with torch.inference_mode():
-        World(layout, "gloo", monkeypatch).run(work, Random(7).choice)
-        for number in (1, 2):
-            given = {name: one for name, one in arguments(number, image).items() if name != "ahead"}
-            assert torch.allclose(outputs[0, number], stock(**given), atol=1e-5)
+    outputs = outputs_of(layout, compute, monkeypatch)
+    for number in (1, 2):
+        assert torch.allclose(outputs[0][number], stock(**given(number)), atol=1e-5)
 
 
 def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
     """Of a plan that lacks its prefix: never an exchange of rows that do not belong together."""
-    unaware = TokenPlan(
-        family="unaware",
-        models=(),
-        streams=("img",),
-        blocks=(Blocks(path="blocks", tokens={"x": ("img",)}),),
-        leave=Leave(path="blocks", stream="img"),
-    )
+    unaware = replace(PLAN, blocks=(Blocks(path="blocks", tokens={"x": ("img",)}),))
 
-    def work(mesh, _run):
+    def compute(mesh):
         model = Prompted()
         model.kept = tuple((torch.zeros(1, PROMPT, WIDTH),) * 2 for _ in model.blocks)
         method = make_method(model, unaware, mesh, IdleRank())
@@ -211,8 +211,7 @@ def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
         ):
             method.forward(model, arguments(1, 14), 1)
 
-    with torch.inference_mode():
-        World(Layout(ulysses=2), "gloo", monkeypatch).run(work, Random(7).choice)
+    outputs_of(Layout(ulysses=2), compute, monkeypatch)
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["whole weights", "gathered in turns"])
@@ -221,7 +220,7 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
 ):
     """Where weights are gathered it keeps nothing, so that all ranks compute the same layers."""
 
-    def work(mesh, _run):
+    def compute(mesh):
         patcher, rank, seen = stock_model(3), IdleRank(), []
         told = property(lambda _: seen[-1], lambda _, value: seen.append(value))
         patcher.model.__class__ = type("Told", (type(patcher.model),), {"current_patcher": told})
@@ -229,9 +228,8 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
         resident = ResidentModel(patcher, torch.device("cpu"), mesh, rank, load)
         if gathered:
             turns = SimpleNamespace(are_known=True, end_run=lambda: None)
-            resident.weights = SimpleNamespace(
-                turns=turns, restore=lambda: None, applies=lambda _patches: True
-            )
+            own = {"restore": lambda: None, "applies": lambda _patches: True}
+            resident.weights = SimpleNamespace(turns=turns, **own)
         resident.begin(Part(1, 0))
         resident.begin(Part(1, 1))
         resident.patch("others", {}, {}, None, None, rank)
@@ -240,4 +238,4 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
         resident.begin(Part(2, 0))
         assert seen == ([None] * 4 if gathered else [patcher, patcher, None, patcher])
 
-    World(Layout(), "gloo", monkeypatch).run(work, Random(7).choice)
+    outputs_of(Layout(), compute, monkeypatch)

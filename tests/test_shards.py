@@ -45,7 +45,7 @@ def test_ranges_over_one_stream_or_several_mark_the_rows_that_they_marked(rows, 
     total = sum(rows.all_tokens[stream] for stream in streams)
     first = min(first, total)
     ranges = [(0, first, 1), (first, None if open_end else total, 2)]
-    own = rows.cut(ranges, Ranges(arg="dims", streams=streams))
+    own = rows.ranges(ranges, Ranges(arg="dims", streams=streams))
     assert marked(own, len(local(rows, marked(ranges, total), streams))).tolist() == local(
         rows, marked(ranges, total), streams
     )
@@ -57,7 +57,7 @@ def test_rows_of_a_range_are_cut_with_their_tokens(rows, first, streams):
     total = sum(rows.all_tokens[stream] for stream in streams)
     first, numbers = min(first, total), torch.arange(total)
     ranges = [(0, first, 7), (first, None, numbers[first:], torch.tensor(3))]
-    own = rows.cut(ranges, Ranges(arg="segments", streams=streams, rows=True))
+    own = rows.ranges(ranges, Ranges(arg="segments", streams=streams, rows=True))
     here = torch.full((len(local(rows, numbers, streams)),), 7)
     for begin, end, entry, *_ in own:
         here[begin:end] = entry
@@ -71,7 +71,7 @@ def test_rows_of_a_range_that_the_plan_does_not_know_are_refused(knows, count):
         ModelError,
         match=f"segments has {count} rows for a range of 4 tokens: this model cannot be split by its plan",
     ):
-        rows.cut(
+        rows.ranges(
             [(0, 1, 0), (1, 5, torch.zeros(count))], Ranges(arg="segments", streams=("img",), rows=knows)
         )
 
@@ -80,7 +80,7 @@ def test_rows_of_a_range_that_the_plan_does_not_know_are_refused(knows, count):
 @given(rows=shards(), index=st.integers(0, 20), streams=st.sampled_from([STREAMS, ("img",)]))
 def test_a_boundary_parts_the_rows_that_it_parted(rows, index, streams):
     before = torch.arange(sum(rows.all_tokens[stream] for stream in streams)) < index
-    own = rows.cut(index, Boundary(arg="index", streams=streams))
+    own = rows.boundary(index, Boundary(arg="index", streams=streams))
     here = local(rows, before, streams)
     assert [row < own for row in range(len(here))] == here
 
@@ -91,7 +91,7 @@ def test_attention_gets_the_whole_mask_for_one_that_a_block_makes_of_its_own_row
     """It made (B, 1, l) of (B, l) and zeros; no rank has the rows of the others."""
     item = Along(arg="mask", dim=1, streams=("txt",), masks_keys=True)
     given_ = torch.randn(2, rows.all_tokens["txt"], generator=torch.Generator().manual_seed(seed))
-    own = rows.cut(given_, item)
+    own = rows.along(given_, item)
     made = torch.cat((own, own.new_zeros(2, rows.local["img"][1])), 1).unsqueeze(1)
     whole = rows.key_mask(given_, item, made)
     assert torch.equal(
