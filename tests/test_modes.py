@@ -43,6 +43,17 @@ from .patched import (  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_cond_at_a_time")
 
+
+def assert_free_where_stale(stale, sampled, truth, least=100 * BOUND):
+    """Where something is stale a run is free, and computes what one in step does, and not stock's
+    own: ``least`` it is off. ``sampled``: model -> latent.
+    """
+    free, in_step = sampled(stale.model), sampled(together(stale.model))
+    assert stale.modes.pop(0) == FREE and stale.mode.startswith("single-timeline")
+    assert relative_error(free, in_step) <= BOUND
+    assert relative_error(free, truth) > least, "nothing was stale"
+
+
 # -- samplers
 
 
@@ -59,11 +70,7 @@ def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel
         assert patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive"
         return
     assert patched().mode == FREE
-    stale = patched(warm_up=1)
-    ours, in_step = run(stale.model, **options), run(together(stale.model), **options)
-    assert stale.modes.pop(0) == FREE and stale.mode.startswith("single-timeline")
-    assert relative_error(ours, in_step) <= BOUND
-    assert relative_error(ours, truth) > 100 * BOUND, "nothing was stale"
+    assert_free_where_stale(patched(warm_up=1), lambda model: run(model, **options), truth)
 
 
 def test_samplers_that_draw_from_torchs_own_generator_draw_as_stock_does():
@@ -91,52 +98,31 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cfg": 3.0},
-        {"cfg": 3.0, "negative": conditioning(2, 13)},
-        {"latent": latent(), "denoise": 0.6},
-        {"latent": latent(), "start_step": 1, "last_step": 3, "disable_noise": True},
-        {"start_step": 0, "last_step": 2, "force_full_denoise": True},
-        MASK,
-        {**MASK, "sampler": "ddim"},
-        {**MASK, "sampler": "dpmpp_2m_sde", "cfg": 2.0, "denoise": 0.7},
-        {"batch": 2, "cfg": 2.0},
-        {"batch": 2, "sampler": "euler_ancestral"},
-        {"positive": RANGES},
-        {"positive": COMBINED, "cfg": 2.0},
-        {"positive": [[tensor, {**extras, "guidance": 9.0}] for tensor, extras in conditioning(1, 9)]},
-    ],
-    ids=[
-        "cfg, two calls",
-        "cfg, one call",
-        "denoise",
-        "start and end step",
-        "end step",
-        "inpaint",
-        "inpaint, ddim",
-        "inpaint, sde",
-        "batch, cfg",
-        "batch",
-        "timestep ranges",
-        "combined",
-        "guidance",
-    ],
-)
-def test_a_plain_workflow_runs_free_and_is_stock_when_warm(options):
-    options = {"size": SIZE, "steps": 4, **options}
+PLAIN_WORKFLOWS = {
+    "cfg, two calls": {"cfg": 3.0},
+    "cfg, one call": {"cfg": 3.0, "negative": conditioning(2, 13)},
+    "denoise": {"latent": latent(), "denoise": 0.6},
+    "start and end step": {"latent": latent(), "start_step": 1, "last_step": 3, "disable_noise": True},
+    "end step": {"start_step": 0, "last_step": 2, "force_full_denoise": True},
+    "inpaint": MASK,
+    "inpaint, ddim": {**MASK, "sampler": "ddim"},
+    "inpaint, sde": {**MASK, "sampler": "dpmpp_2m_sde", "cfg": 2.0, "denoise": 0.7},
+    "batch, cfg": {"batch": 2, "cfg": 2.0},
+    "batch": {"batch": 2, "sampler": "euler_ancestral"},
+    "timestep ranges": {"positive": RANGES},
+    "combined": {"positive": COMBINED, "cfg": 2.0},
+    "guidance": {"positive": [[text, {**extras, "guidance": 9.0}] for text, extras in conditioning(1, 9)]},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_WORKFLOWS)
+def test_a_plain_workflow_runs_free_and_is_stock_when_warm(name):
+    options = {"size": SIZE, "steps": 4, **PLAIN_WORKFLOWS[name]}
     truth = run(stock(), **options)
     assert relative_error(run(stock(), size=SIZE, steps=4), truth) > 0.001, "the options do nothing"
     assert torch.equal(run(patched().model, **options), truth)
     assert patched().mode == FREE
-    free, in_step = (
-        run(patched(warm_up=1).model, **options),
-        run(together(patched(warm_up=1).model), **options),
-    )
-    assert patched(warm_up=1).modes.pop(0) == FREE and patched(warm_up=1).mode.startswith("single-timeline")
-    assert relative_error(free, in_step) <= BOUND
-    assert relative_error(free, truth) > 100 * BOUND, "nothing was stale"
+    assert_free_where_stale(patched(warm_up=1), lambda model: run(model, **options), truth)
 
 
 @pytest.mark.parametrize("size, patches", [((9, 6), 4), ((8, 11), 3), ((6, 6), 9), ((1, 8), 2)], ids=str)
@@ -165,8 +151,7 @@ def test_every_family_runs_free(case):
     assert torch.equal(sample(warm.model, case), truth)
     assert warm.mode == FREE
     stale = Patched(stock_model(case.heads, family=case.family), warm_up=1)
-    free, in_step = sample(stale.model, case), sample(together(stale.model), case)
-    assert relative_error(free, in_step) <= BOUND < relative_error(free, truth)
+    assert_free_where_stale(stale, lambda model: sample(model, case), truth, BOUND)
 
 
 @pytest.mark.cover(8)
@@ -214,13 +199,8 @@ def test_frames_that_stand_behind_a_videos_own_run_free(key):
         ]
         for n in (1, 2)
     ]
-    options = {
-        "latent": torch.zeros(1, 16, 3, 5, 6),
-        "positive": prompts[0],
-        "negative": prompts[1],
-        "cfg": 2.0,
-        "steps": 4,
-    }
+    options = {"latent": torch.zeros(1, 16, 3, 5, 6), "cfg": 2.0, "steps": 4}
+    options |= {"positive": prompts[0], "negative": prompts[1]}
     plain = stock_model(5, family=VIDEO)
     truth = run(plain, **options)
     assert relative_error(run(plain, **{**options, "positive": conditioning(1, 9)}), truth) > 0.001, (
@@ -229,8 +209,7 @@ def test_frames_that_stand_behind_a_videos_own_run_free(key):
     warm, stale = (Patched(stock_model(5, family=VIDEO), warm_up=warm_up) for warm_up in (ALL_WARM, 1))
     assert torch.equal(run(warm.model, **options), truth)
     assert warm.mode == FREE
-    free, in_step = run(stale.model, **options), run(together(stale.model), **options)
-    assert relative_error(free, in_step) <= BOUND < relative_error(free, truth)
+    assert_free_where_stale(stale, lambda model: run(model, **options), truth, BOUND)
 
 
 def basic_guider(model):
@@ -305,11 +284,9 @@ class StandInVae:
 
 
 def test_an_inpainting_model_with_its_conditioning_runs_free():
-    generator = torch.Generator().manual_seed(4)
-    pixels, mask = (
-        torch.rand(1, SIZE[0] * 8, SIZE[1] * 8, 3, generator=generator),
-        torch.zeros(1, SIZE[0] * 8, SIZE[1] * 8),
-    )
+    height, width = SIZE[0] * 8, SIZE[1] * 8
+    pixels = torch.rand(1, height, width, 3, generator=torch.Generator().manual_seed(4))
+    mask = torch.zeros(1, height, width)
     mask[:, 30:80, 20:60] = 1.0
     positive, negative, image = execute(
         "", "InpaintModelConditioning", conditioning(1, 13), conditioning(2, 7), pixels, StandInVae(), mask
@@ -322,10 +299,8 @@ def test_an_inpainting_model_with_its_conditioning_runs_free():
     for ours, truth in zip(sampled(patched(fill=True).model), truths, strict=True):
         assert torch.equal(ours["samples"], truth["samples"])
     assert patched(fill=True).mode == FREE
-    stale = patched(warm_up=1, fill=True)
-    free, in_step = sampled(stale.model)[0]["samples"], sampled(together(stale.model))[0]["samples"]
-    assert relative_error(free, in_step) <= BOUND < relative_error(free, truths[0]["samples"])
-    stale.modes.clear()
+    stale, truth = patched(warm_up=1, fill=True), truths[0]["samples"]
+    assert_free_where_stale(stale, lambda model: sampled(model)[0]["samples"], truth, BOUND)
 
 
 # -- what is kept together
@@ -458,17 +433,8 @@ def control_net():
 
 def test_a_controlnet_is_named_and_stock_when_warm():
     image = torch.rand(1, 12 * 8, 10 * 8, 3, generator=torch.Generator().manual_seed(5))
-    prompts = execute(
-        "",
-        "ControlNetApplyAdvanced",
-        conditioning(1, 13),
-        conditioning(2, 7),
-        control_net(),
-        image,
-        0.8,
-        0.0,
-        1.0,
-    )
+    both = conditioning(1, 13), conditioning(2, 7)
+    prompts = execute("", "ControlNetApplyAdvanced", *both, control_net(), image, 0.8, 0.0, 1.0)
     options = {"size": (12, 10), "steps": 4, "cfg": 3.0}
     truth = run(stock(), positive=prompts[0], negative=prompts[1], **options)
     assert relative_error(run(stock(), **options), truth) > 0.01, "the ControlNet does nothing"
