@@ -10,7 +10,7 @@ import os
 import socket
 import time
 
-from .errors import ModelError, Refused
+from .errors import ModelError, PipeMeshError, Refused
 
 File = tuple[str, int, int, int]  # path, bytes, mtime_ns, inode
 END_BYTES = 1 << 20
@@ -18,28 +18,26 @@ END_BYTES = 1 << 20
 
 def stat_file(path: str) -> File:
     """Describes a checkpoint. Raises ModelError where there is none."""
+    found = found_at(path, ModelError)
+    return (path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def found_at(path: str, missing: type[PipeMeshError]) -> os.stat_result:
+    """Returns what the system says of a checkpoint. Raises ``missing`` where there is none."""
     try:
-        found = os.stat(path)
+        return os.stat(path)
     except FileNotFoundError:
-        raise ModelError(
+        raise missing(
             f"The checkpoint {path} is missing: put it back or choose another in the loader node."
         ) from None
-    return (path, found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 def check_file(file: File | None) -> None:
     """To be called before a checkpoint is mapped. Raises Refused if it is missing or not the one
     that the UI loaded.
     """
-    if file is None:
-        return
-    try:
-        found = os.stat(file[0])
-    except FileNotFoundError:
-        raise Refused(
-            f"The checkpoint {file[0]} is missing: put it back or choose another in the loader node."
-        ) from None
-    refuse_change(file, found)
+    if file is not None:
+        refuse_change(file, found_at(file[0], Refused))
 
 
 def ends_of(path: str) -> bytes:

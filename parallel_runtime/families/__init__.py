@@ -16,6 +16,7 @@ from .without_plan import ON_ONE_GPU as ON_ONE_GPU
 from .without_plan import UNTRIED as UNTRIED
 from .without_plan import WHOLE as WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
+from .without_plan import name_of as name_of
 from .without_plan import whole_plan
 from .without_plan import why_named_without as why_named_without
 from .without_plan import why_no_plan as why_no_plan
@@ -91,7 +92,3 @@ def plan_or_whole(model_class: type) -> TokenPlan | None:
     rank each compute whole.
     """
     return plan_for(model_class) or whole_plan(model_class)
-
-
-def name_of(model_class: type) -> str:
-    return f"{model_class.__module__}:{model_class.__qualname__}"

@@ -54,11 +54,15 @@ WHOLE = TokenPlan(
 UNTRIED = replace(WHOLE, family="untried", models=())  # of those that nobody has tried so
 
 
+def name_of(model_class: type) -> str:
+    return f"{model_class.__module__}:{model_class.__qualname__}"
+
+
 def whole_plan(model_class: type) -> TokenPlan | None:
     """The plan without blocks of a class of ComfyUI's own; None where such a model stays on one
     GPU.
     """
-    name = f"{model_class.__module__}:{model_class.__qualname__}"
+    name = name_of(model_class)
     if name in WHOLE.models:
         return WHOLE
     # Ranks import ComfyUI alone: a class that a pack made is not the one that they build
@@ -70,7 +74,7 @@ def whole_plan(model_class: type) -> TokenPlan | None:
 
 def why_no_plan(model_class: type) -> str:
     """Returns why a transformer has no token plan, in words for users."""
-    return why_named_without(f"{model_class.__module__}:{model_class.__qualname__}")
+    return why_named_without(name_of(model_class))
 
 
 def why_named_without(name: str) -> str:
