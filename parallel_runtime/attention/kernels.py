@@ -137,32 +137,24 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return (AMPERE, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
-def cpu_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> OutLse:
+def cpu_flash(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, attn_mask=mask, scale=scale
     )
     return out, lse.float()
 
 
-def cuda_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> OutLse:
+def cuda_flash(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
     return out, lse[..., : q.shape[2]].float()
 
 
-def cuda_cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> OutLse:
+def cuda_cudnn(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, scale=scale)
     return out, lse.reshape(q.shape[:3]).float()
 
 
-def cuda_efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> OutLse:
+def cuda_efficient(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     bias = None if mask is None else aligned_bias(mask, q, k.shape[2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
     return out, lse[..., : q.shape[2]].float()
@@ -176,9 +168,7 @@ def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor
     return bias.copy_(mask).expand(*q.shape[:3], keys)
 
 
-def explicit(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> OutLse:
+def explicit(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
     """Attend in fp32 where no fused kernel can. Holds all scores: (B, H, Q, K)."""
     scores = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:

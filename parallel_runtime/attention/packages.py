@@ -47,9 +47,7 @@ class Candidate(NamedTuple):
 def tokens_first(function: Any, call: Call) -> Kernel:
     """Return a kernel of a function that has tokens before heads."""
 
-    def kernel(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-    ) -> OutLse:
+    def kernel(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
         qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = call(function, qkv, q.shape[-1] ** -0.5 if scale is None else scale)
         return out.transpose(1, 2), lse.float()

@@ -145,9 +145,7 @@ class OpaqueAttention:
             self._notes.append(note)
         return self._notes.index(note)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int
-    ) -> torch.Tensor:
+    def _attend(self, q, k, v, mask: torch.Tensor | None, note: int) -> torch.Tensor:
         attention, (heads, *args), kwargs, shared = self._notes[note]
         override = self.override
         assert override is not None and override.attend is not None
@@ -159,9 +157,7 @@ class OpaqueAttention:
         finally:
             override.share(before)
 
-    def _like(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, note: int
-    ) -> torch.Tensor:
+    def _like(self, q, k, v, mask: torch.Tensor | None, note: int) -> torch.Tensor:
         """An empty tensor of the output's shape, (B, L, H*D) or (B, H, L, D)."""
         _attention, (heads, *args), kwargs, _shared = self._notes[note]
         given = {**by_name(tuple(args)), **kwargs}
