@@ -76,8 +76,9 @@ def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: 
 
 # What an image-to-video node adds to a prompt: the frame as latent channels, and as CLIP sees it
 SEEN = SimpleNamespace(penultimate_hidden_states=(1, 9, 1280))
-GIVEN = {"concat_latent_image": (1, 16, ...), "concat_mask": (1, 1, ...), "clip_vision_output": SEEN}
-first_frame = random_extras(**GIVEN)
+first_frame = random_extras(
+    concat_latent_image=(1, 16, ...), concat_mask=(1, 1, ...), clip_vision_output=SEEN
+)
 
 
 def released(

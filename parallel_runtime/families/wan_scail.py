@@ -9,18 +9,13 @@ from typing import Any
 import torch
 
 from . import wan
-from .sample import VIDEO, Config, Family, Sample, Size, sample
+from .sample import VIDEO, Family, Sample, sample
 
 PLAN = replace(
     wan.PLAN,
     family="wan_scail",
     models=("comfy.ldm.wan.model:SCAILWanModel", "comfy.ldm.wan.model:SCAIL2WanModel"),
 )
-
-
-def config(size: Size, model_type: str) -> Config:
-    """Four channels beside those of the latent: which frames are given."""
-    return wan.config(size, extra_channels=4, model_type=model_type)
 
 
 def pose(latent: torch.Tensor) -> dict[str, Any]:
@@ -49,8 +44,10 @@ def masked_pose(latent: torch.Tensor) -> dict[str, Any]:
 
 
 def scail(model_type: str, config_class: str, extras: Any) -> Sample:
-    made, released = partial(config, model_type=model_type), wan.released(f"{model_type}-14b")
-    return sample(f"wan-{model_type}", config_class, made, released, latents=VIDEO, prompt_extras=extras)
+    """Four channels stand beside those of the latent: which frames are given."""
+    config = partial(wan.config, extra_channels=4, model_type=model_type)
+    released = wan.released(f"{model_type}-14b")
+    return sample(f"wan-{model_type}", config_class, config, released, latents=VIDEO, prompt_extras=extras)
 
 
 WAN_SCAIL = Family(
