@@ -9,6 +9,7 @@ import comfy.samplers
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import conditioning
 from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client import timelines
@@ -79,13 +80,16 @@ def pass_through(executor, *args, **kwargs):
     return executor(*args, **kwargs)
 
 
+def cloned(model, change, *given):
+    """A clone of a MODEL, on which this method of it was called."""
+    clone = model.clone()
+    getattr(clone, change)(*given)
+    return clone
+
+
 def together(model):
     """Add a foreign wrapper that does nothing, so that patches may not run ahead of each other."""
-    from comfy.patcher_extension import WrappersMP
-
-    clone = model.clone()
-    clone.add_wrapper(WrappersMP.PREDICT_NOISE, pass_through)
-    return clone
+    return cloned(model, "add_wrapper", WrappersMP.PREDICT_NOISE, pass_through)
 
 
 @cache
@@ -139,9 +143,7 @@ def alive_timelines():
 
 
 def wrapped(model, wrapper):
-    clone = model.clone()
-    clone.set_model_unet_function_wrapper(wrapper)
-    return clone
+    return cloned(model, "set_model_unet_function_wrapper", wrapper)
 
 
 def of_tile(conditioning, own):

@@ -27,7 +27,7 @@ from pipemesh.parallel_runtime.layout import Layout
 import nodes
 
 from .in_groups import GroupsHere, in_groups
-from .patched import custom, execute, in_windows, pass_through
+from .patched import cloned, custom, execute, in_windows, together
 from .queues import (
     PROMPTS,
     Advanced,
@@ -101,6 +101,15 @@ def assert_alike(ours, stock):
 def at_once(ours):
     """Images of the last run."""
     return ours.model.remote.pool.last_run.queued.at_once
+
+
+def assert_one_by_one(workflow, change=lambda model: model):
+    """Two prompts are stock's own, and neither was sampled ahead."""
+    ours, prompts = Ahead(), seeds_of(workflow, 11, 12)
+    assert_alike(
+        in_line(change(ours.model), ours.line, *prompts), in_line(change(stock_model(5)), Line(), *prompts)
+    )
+    assert ours.images == (0, 0) and at_once(ours) == 1
 
 
 def suspended():
@@ -204,10 +213,9 @@ def changing(**changed):
 
 
 def with_lora(workflow, model, seed, at):
-    patched = model.clone()
     key = next(key for key in model.model.state_dict() if key.endswith("img_in.weight"))
-    patched.add_patches({key: (torch.full_like(model.model.state_dict()[key], 0.01),)}, 1.0, 1.0)
-    return workflow.sampled(patched, seed, at)
+    patches = {key: (torch.full_like(model.model.state_dict()[key], 0.01),)}
+    return workflow.sampled(cloned(model, "add_patches", patches, 1.0, 1.0), seed, at)
 
 
 def with_other_sampling(workflow, model, seed, at):
@@ -217,22 +225,19 @@ def with_other_sampling(workflow, model, seed, at):
 
 
 def with_sampling_of_the_same_sigmas(workflow, model, seed, at):
-    patched, sampling = model.clone(), copy.copy(model.get_model_object("model_sampling"))
+    sampling = copy.copy(model.get_model_object("model_sampling"))
     sampling.calculate_denoised = lambda sigma, output, x: x - 0.9 * sigma.reshape(-1, 1, 1, 1) * output
-    patched.add_object_patch("model_sampling", sampling)
-    return workflow.sampled(patched, seed, at)
+    return workflow.sampled(cloned(model, "add_object_patch", "model_sampling", sampling), seed, at)
 
 
 def after_random_numbers(workflow, model, seed, at):
     """A node that draws random numbers between the noise and the sampler, as a callback may."""
-    clone = model.clone()
 
     def drawing(executor, *args, **kwargs):
         torch.randn(5)
         return executor(*args, **kwargs)
 
-    clone.add_wrapper(WrappersMP.OUTER_SAMPLE, drawing)
-    return workflow.sampled(clone, seed, at)
+    return workflow.sampled(cloned(model, "add_wrapper", WrappersMP.OUTER_SAMPLE, drawing), seed, at)
 
 
 CHANGES = {
@@ -259,24 +264,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_is_no_more_as_it_was_sampled_ahead_is_thrown_away_and_sampled_as_ever(name):
-    ours = Ahead()
-    sampled = in_line(ours.model, ours.line, *seeds_of(Otherwise(CHANGES[name]), 11, 12))
-    assert_alike(sampled, stocks(*seeds_of(Otherwise(CHANGES[name]), 11, 12)))
-    assert ours.images == (0, 1)
-    assert ours.ahead._kept == {}
-
-
-def test_after_a_result_of_no_use_the_queue_is_sampled_one_after_the_other():
-    workflow = Otherwise(changing(cfg=3.0))
-    ours = Ahead()
-    in_line(ours.model, ours.line, *seeds_of(workflow, *SEEDS))
-    assert ours.images == (0, 1)
-    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
-    assert ours.images == (1, 1), "another queue"
-
-
 class Written(Otherwise):
     """Its text is the same object in every prompt, and another from the second on."""
 
@@ -291,24 +278,28 @@ class Written(Otherwise):
         return self.sampled(model, seed, at, positive=self.text)
 
 
-def test_a_text_that_was_written_into_since_is_another():
-    ours = Ahead()
-    assert_alike(
-        in_line(ours.model, ours.line, *seeds_of(Written(), 11, 12)), stocks(*seeds_of(Written(), 11, 12))
+@pytest.mark.parametrize("name", [*CHANGES, "text that was written into"])
+def test_what_is_no_more_as_it_was_sampled_ahead_is_thrown_away_and_sampled_as_ever(name):
+    ours, (first, second) = (
+        Ahead(),
+        (Otherwise(CHANGES[name]) if name in CHANGES else Written() for _ in "12"),
     )
+    sampled = in_line(ours.model, ours.line, *seeds_of(first, 11, 12))
+    assert_alike(sampled, stocks(*seeds_of(second, 11, 12)))
+    assert ours.images == (0, 1) and ours.ahead._kept == {}
+
+
+def test_after_a_result_of_no_use_the_queue_is_sampled_one_after_the_other():
+    workflow = Otherwise(changing(cfg=3.0))
+    ours = Ahead()
+    in_line(ours.model, ours.line, *seeds_of(workflow, *SEEDS))
     assert ours.images == (0, 1)
-
-
-def wrapped(model):
-    clone = model.clone()
-    clone.add_wrapper(WrappersMP.PREDICT_NOISE, pass_through)
-    return clone
+    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
+    assert ours.images == (1, 1), "another queue"
 
 
 def with_cfg_function(model):
-    clone = model.clone()
-    clone.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * 0.9)
-    return clone
+    return cloned(model, "set_model_sampler_post_cfg_function", lambda args: args["denoised"] * 0.9)
 
 
 class TwoModels(Advanced):
@@ -316,7 +307,7 @@ class TwoModels(Advanced):
 
 
 REFUSED = {
-    "a foreign wrapper": (wrapped, Workflow()),
+    "a foreign wrapper": (together, Workflow()),
     "a function after cfg": (with_cfg_function, Workflow()),
     "context windows": (lambda model: in_windows(model, context_length=6, context_overlap=2), Workflow()),
     "EasyCache": (
@@ -333,11 +324,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_keep_a_state_is_sampled_one_after_the_other(name):
     change, workflow = REFUSED[name]
-    ours, prompts = Ahead(), seeds_of(workflow, 11, 12)
-    assert_alike(
-        in_line(change(ours.model), ours.line, *prompts), in_line(change(stock_model(5)), Line(), *prompts)
-    )
-    assert ours.images == (0, 0) and at_once(ours) == 1
+    assert_one_by_one(workflow, change)
 
 
 def around(function):
@@ -356,9 +343,7 @@ def around(function):
 )
 def test_code_that_a_pack_has_put_into_a_step_is_run_for_one_prompt_after_the_other(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, around(getattr(owner, name)))
-    ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
-    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
-    assert ours.images == (0, 0) and at_once(ours) == 1
+    assert_one_by_one(Workflow())
 
 
 def test_one_seed_that_waits_twice_is_sampled_ahead_once():
@@ -371,9 +356,7 @@ def test_one_seed_that_waits_twice_is_sampled_ahead_once():
 def test_noise_that_stock_makes_otherwise_is_left_and_so_are_the_random_numbers_after_it():
     workflow = Workflow()
     workflow.latent["batch_index"] = [3]
-    ours, prompts = Ahead(), seeds_of(workflow, 11, 12)
-    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
-    assert ours.images == (0, 0)
+    assert_one_by_one(workflow)
 
 
 class Control(comfy.controlnet.ControlBase):
@@ -412,9 +395,7 @@ class WithText(Workflow):
     ids=["a ControlNet", "an area", "a mask of the text", "hooks of weights"],
 )
 def test_text_with_more_than_its_tokens_is_sampled_one_after_the_other(make):
-    ours, prompts = Ahead(), seeds_of(WithText(make), 11, 12)
-    assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
-    assert ours.images == (0, 0) and at_once(ours) == 1
+    assert_one_by_one(WithText(make))
 
 
 def test_models_that_make_conditioning_of_the_seed_are_known():

@@ -174,13 +174,17 @@ def test_a_queue_of_seeds_is_sampled_two_at_once_and_everything_of_it_is_comfyui
     assert [prompt for prompt in starts if prompt in ids] == ids
 
 
-def test_prompts_of_a_queue_that_share_nothing_are_sampled_as_ever(server):
+@pytest.mark.parametrize("why", ["they share nothing", "first image soonest"])
+def test_prompts_of_a_queue_are_sampled_one_after_the_other_where(server, why):
     before = server.get("/pipemesh/status")["queue"]
     graphs = []
     for seed in (200, 201):
-        nodes = graph(f"apart_{seed}", seed=seed)
+        nodes = graph(f"{why}_{seed}".replace(" ", "_"), seed=seed)
         nodes["pool"]["inputs"] |= IN_GROUPS
-        nodes["positive"]["inputs"]["seed"] = seed
+        if why == "they share nothing":
+            nodes["positive"]["inputs"]["seed"] = seed
+        else:
+            nodes["pool"]["inputs"]["queue"] = why
         graphs.append(nodes)
     queued_together(server, graphs)
     assert server.get("/pipemesh/status")["queue"] == before
@@ -201,17 +205,6 @@ def test_what_waits_is_freed_with_the_models_and_node_cache(server):
         load_file(server.output / f"{name}.safetensors")["latent"] for name in ("free_221", "free_stock")
     )
     assert relative_error(mine, theirs) <= BOUND
-
-
-def test_first_image_soonest_samples_a_queue_one_after_the_other(server):
-    before = server.get("/pipemesh/status")["queue"]
-    graphs = []
-    for seed in (210, 211):
-        nodes = graph(f"first_{seed}", seed=seed)
-        nodes["pool"]["inputs"] |= IN_GROUPS | {"queue": "first image soonest"}
-        graphs.append(nodes)
-    queued_together(server, graphs)
-    assert server.get("/pipemesh/status")["queue"] == before
 
 
 def test_in_auto_mode_a_queue_is_sampled_at_once_where_that_is_chosen_until_the_setting_says_no(server):

@@ -19,6 +19,7 @@ from .patched import (  # noqa: F401
     advanced,
     alive_timelines,
     built,
+    cloned,
     models_let_go,
     one_cond_at_a_time,
     patched,
@@ -196,15 +197,6 @@ def test_positive_and_negative_are_in_flight_together(queue, wrap, negative):
     patched().modes.clear()
 
 
-def with_wrapper(kind):
-    def patch(model):
-        clone = model.clone()
-        clone.add_wrapper(kind, never_entered_twice())
-        return clone
-
-    return patch
-
-
 def never_entered_twice():
     inside = []
 
@@ -219,24 +211,8 @@ def never_entered_twice():
     return wrapper
 
 
-def with_function_wrapper(model):
-    clone = model.clone()
-    clone.set_model_unet_function_wrapper(
-        lambda apply, kwargs: apply(kwargs["input"], kwargs["timestep"], **kwargs["c"])
-    )
-    return clone
-
-
-def with_callback(model):
-    clone = model.clone()
-    clone.add_callback(CallbacksMP.ON_PREPARE_STATE, lambda *_: None)
-    return clone
-
-
-def with_object(model):
-    clone = model.clone()
-    clone.add_object_patch("apply_model", model.model.apply_model)
-    return clone
+def function(apply, given):
+    return apply(given["input"], given["timestep"], **given["c"])
 
 
 @pytest.mark.usefixtures("one_cond_at_a_time")
@@ -264,20 +240,20 @@ def test_conds_with_weights_of_their_own_or_that_fill_gaps_go_one_by_one(name):
 
 
 @pytest.mark.parametrize(
-    "patch",
+    ("change", "given"),
     [
-        with_wrapper(WrappersMP.CALC_COND_BATCH),
-        with_wrapper(WrappersMP.APPLY_MODEL),
-        with_wrapper(WrappersMP.DIFFUSION_MODEL),
-        with_function_wrapper,
-        with_callback,
-        with_object,
+        ("add_wrapper", lambda _: (WrappersMP.CALC_COND_BATCH, never_entered_twice())),
+        ("add_wrapper", lambda _: (WrappersMP.APPLY_MODEL, never_entered_twice())),
+        ("add_wrapper", lambda _: (WrappersMP.DIFFUSION_MODEL, never_entered_twice())),
+        ("set_model_unet_function_wrapper", lambda _: (function,)),
+        ("add_callback", lambda _: (CallbacksMP.ON_PREPARE_STATE, lambda *_: None)),
+        ("add_object_patch", lambda model: ("apply_model", model.model.apply_model)),
     ],
     ids=["conds", "apply", "transformer", "function", "callback", "object"],
 )
-def test_what_may_keep_something_from_cond_to_cond_sees_them_as_stock_does(queue, patch):
+def test_what_may_keep_something_from_cond_to_cond_sees_them_as_stock_does(queue, change, given):
     ours, engine = queue
-    run(patch(ours.model), **TWO_PROMPTS)
+    run(cloned(ours.model, change, *given(ours.model)), **TWO_PROMPTS)
     assert engine.most == 3, "positive and negative in one batch"
 
 
