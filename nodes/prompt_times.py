@@ -43,10 +43,10 @@ class RunParts:
 @dataclass(frozen=True, kw_only=True)
 class PromptFigures:
     """Seconds of the prompt that a run was of. ``before_s``: until it sampled; it and ``total_s``
-    are None until ComfyUI has ended the prompt. ``left_s``: what would be left of it, before its
-    end of what was timed, if all that ranks compute took no time. ``speedup``: how many times as
-    fast as on one device it was, and ``at_most`` can be (Amdahl's law); None where that is not
-    known.
+    are None until ComfyUI has ended the prompt. ``left_s``: what would be left if all that ranks
+    compute took no time; until ComfyUI has ended the prompt, of what was timed so far. ``speedup``:
+    how many times as fast as on one device it was, and ``at_most`` can be (Amdahl's law); None
+    where that is not known.
     """
 
     before_s: float | None

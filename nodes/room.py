@@ -14,10 +14,10 @@ from ..parallel_runtime.wire.messages import Memory
 
 
 def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[str, int]:
-    """Return the bytes on each device that are free, or held by models that would make room; where
-    a rank is, also what the planner sets aside for a rank, which that one has. ``live``: pools that
-    are up, with each rank's memory. Of a GPU that no rank is on, and that
-    ComfyUI does not compute on, nothing is known: asking would take memory there.
+    """Return the bytes of each device that ranks may take: what is free, what models there would
+    make room with, and for each rank that is up what the planner sets aside for one. ``live``:
+    pools that are up, with each rank's memory. A GPU without a rank, on which ComfyUI does not
+    compute either, is left out: asking would take memory there.
     """
     free: dict[str, int] = {}
     held: dict[str, int] = {}

@@ -46,9 +46,8 @@ class VAETimes:
         self._least[kind, ranks] = min(least, seconds / numbers), times + 1
 
     def is_worth(self, kind: Kind, ranks: int, numbers: int, share: float) -> bool:
-        """Return whether so many ranks, of which one computes ``share`` of the picture and none
-        more, may save enough, as far as is known. Before one device was timed ``TRIES`` times they
-        may not.
+        """Return whether so many ranks may save enough, by what was timed; False before one device
+        was timed ``TRIES`` times. ``share``: of the picture, on the rank that computes most.
         """
         alone, timed = self._least.get((kind, 1), (0.0, 0))
         saved_s = alone * numbers * (1 - share)
@@ -64,8 +63,8 @@ class VAETimes:
 class Lending:
     """How a pool does the work of VAEs, or of upscale models. ``told``: what a notice begins with.
     ``lend`` makes what stands for one there, and calls ComfyUI's own function ``through`` that.
-    Raises Refused where it cannot. ``share``: which share of what is given the fullest of so many
-    ranks computes.
+    Raises Refused where it cannot. ``share``: of what is given, on the rank that computes most, of
+    so many ranks.
     """
 
     told: str

@@ -68,9 +68,9 @@ class HostChanged(PipeMeshError):
 
 
 class Seam:
-    """Puts methods into a class of ComfyUI's, and takes them out together. A method of ours that
-    another pack has wrapped since stays in place when it is taken out: it has to call ComfyUI's
-    then, by ``is_in``. ``owner``: None where this ComfyUI has no such class.
+    """Puts methods into a class of ComfyUI's, and takes them out together. Another pack may have
+    wrapped one of ours since: that one stays, and calls ComfyUI's own once ``is_in`` is false.
+    ``owner``: None where this ComfyUI has no such class.
     """
 
     def __init__(self, owner: type | None, around: Mapping[str, Around]):
