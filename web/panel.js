@@ -1,6 +1,7 @@
 // The panel of PipeMesh in the sidebar: devices, pools, models, runs and notices, as GET /pipemesh/status has them, live.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { make } from "./make.js";
 import { served } from "./served.js";
 import { texts } from "./texts.js";
 
@@ -40,18 +41,17 @@ ${Object.entries(AXES).map(([axis, colour]) => `.pipemesh .axis-${axis}, .pipeme
 .pipemesh summary { cursor: pointer; }
 .pipemesh img { max-width: 100%; border-radius: 4px; }`;
 
-function make(tag, given = {}, ...children) {
-  const { className, text, ...attributes } = given;
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text !== undefined) element.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element[name] = value;
-    else if (value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
-  }
-  element.append(...children.filter(Boolean));
-  return element;
-}
+const quiet = (text) => make("p", { className: "quiet", text });
+
+// A line with something at its left end and a text at its right one.
+const row = (left, right, className = "row") =>
+  make("div", { className }, make("span", {}, ...[left].flat()), make("span", { className: "quiet", text: right }));
+
+// Details that stay open, and keep the focus, when everything is drawn anew.
+const details = (key, text, ...children) =>
+  make("details", { "data-key": key }, make("summary", { text, "data-key": `${key}-summary` }), ...children);
+
+const list = (texts) => make("ul", {}, ...texts.map((text) => make("li", { text })));
 
 const duration = (seconds) => (seconds < 90 ? `${Math.ceil(seconds)} s` : `${Math.ceil(seconds / 60)} min`);
 const size = (bytes) => `${(bytes / GIB).toFixed(bytes < GIB ? 2 : 1)} GiB`;
@@ -72,16 +72,18 @@ class Panel {
       if (document.hidden) return; // nobody sees it; what was missed is asked for when the page is shown again
       this.soon ??= setTimeout(() => ((this.soon = undefined), this.refresh()), SOON_MS);
     };
-    this.progress = ({ detail }) => {
+    const progress = ({ detail }) => {
       this.waiting = detail;
       this.look();
     };
-    this.forget = () => (this.waiting = null);
-    for (const name of EVENTS) api.addEventListener(name, this.look);
-    api.addEventListener("pipemesh.progress", this.progress);
-    api.addEventListener("progress", this.forget); // the sampler's own steps have begun
-    api.addEventListener("executing", this.forget);
-    document.addEventListener("visibilitychange", this.look);
+    const forget = () => (this.waiting = null);
+    this.closing = new AbortController();
+    const until = { signal: this.closing.signal };
+    for (const name of EVENTS) api.addEventListener(name, this.look, until);
+    api.addEventListener("pipemesh.progress", progress, until);
+    api.addEventListener("progress", forget, until); // the sampler's own steps have begun
+    api.addEventListener("executing", forget, until);
+    document.addEventListener("visibilitychange", this.look, until);
     this.timer = setInterval(this.look, EVERY_MS);
     this.refresh();
   }
@@ -89,11 +91,7 @@ class Panel {
   close() {
     clearInterval(this.timer);
     clearTimeout(this.soon);
-    for (const name of EVENTS) api.removeEventListener(name, this.look);
-    api.removeEventListener("pipemesh.progress", this.progress);
-    api.removeEventListener("progress", this.forget);
-    api.removeEventListener("executing", this.forget);
-    document.removeEventListener("visibilitychange", this.look);
+    this.closing.abort();
   }
 
   async refresh() {
@@ -168,15 +166,16 @@ class Panel {
     const auto = unavailable ? this.said(unavailable) : t(on ? "auto_on" : "auto_off");
     const run = status.current_run;
     const { done, total } = this.waiting ?? run?.steps ?? {};
-    const text = this.waiting ? this.waiting.text : run ? this.sampling(run) : t("idle");
+    const begun = ({ title, steps }) => (steps.total ? t("samples", title, steps.done, steps.total) : t("first_step", title));
+    const text = this.waiting ? this.waiting.text : run ? begun(run) : t("idle");
     const left = (!this.waiting && run?.steps.left_s) || null;
     return [
       make("h2", { text: t("now") }),
       make("p", { role: "status", text }),
       total ? bar(t("progress"), [[done / total, ""]]) : "",
-      left === null ? "" : make("p", { className: "quiet", text: t("left", duration(left)) }),
-      make("p", { className: "quiet", text: auto }),
-      make("p", { className: "quiet", text: this.host(status.host) }),
+      left === null ? "" : quiet(t("left", duration(left))),
+      quiet(auto),
+      quiet(this.host(status.host)),
     ];
   }
 
@@ -190,11 +189,6 @@ class Panel {
     ].filter(([, names]) => names.length);
     const said = found.map(([name, names]) => t(name, names.join(", ")));
     return [t(tested.includes(version) ? "host_tested" : "host_untested", version), ...said].join(" ");
-  }
-
-  sampling(run) {
-    const { t } = this;
-    return run.steps.total ? t("samples", run.title, run.steps.done, run.steps.total) : t("first_step", run.title);
   }
 
   // Why a run has no image: what the pool says, and how far it came.
@@ -223,7 +217,7 @@ class Panel {
       lines.push(make("p", { text: t(speed.measured ? "timed" : "predicted", seconds(speed.step_s), seconds(speed.one_gpu_s)) }));
     } else if (speed) {
       lines.push(make("p", { className: "big", text: t("per_step", seconds(speed.step_s)) }));
-      lines.push(make("p", { className: "quiet", text: t("not_timed") }));
+      lines.push(quiet(t("not_timed")));
     }
     lines.push(make("p", { text: run.title }));
     const { queue } = run.steps;
@@ -231,17 +225,13 @@ class Panel {
     if (queue?.first_s) lines.push(make("p", { text: t("queue_first", ...[queue.step_s, queue.first_s, queue.step_s / queue.at_once].map((one) => one.toFixed(2))) }));
     lines.push(...this.prompt(run.steps.prompt));
     lines.push(...this.plan(run.plan));
-    for (const one of [...(pool?.why ?? []), ...(pool?.shares ?? [])]) lines.push(make("p", { className: "quiet", text: this.said(one) }));
+    for (const one of [...(pool?.why ?? []), ...(pool?.shares ?? [])]) lines.push(quiet(this.said(one)));
     lines.push(...this.communication(figures, pool?.backend));
-    if (run.slowed.length) {
-      lines.push(make("p", { text: t("slowed") }));
-      lines.push(make("ul", {}, ...run.slowed.map((cause) => make("li", { text: this.said(cause) }))));
-    }
+    if (run.slowed.length) lines.push(make("p", { text: t("slowed") }), list(run.slowed.map((cause) => this.said(cause))));
     if (figures?.busy?.length) {
       const src = api.apiURL(`/../pipemesh/timeline.png?${run.began}`);
       if (this.picture?.getAttribute("src") !== src) this.picture = make("img", { src, alt: t("timeline") });
-      const summary = make("summary", { text: t("timeline"), "data-key": "timeline-summary" });
-      lines.push(make("details", { "data-key": "timeline" }, summary, this.picture));
+      lines.push(details("timeline", t("timeline"), this.picture));
     }
     return [make("h2", { text: t("last_run") }), make("div", { className: run.steps.fault ? "card fault" : "card" }, ...lines)];
   }
@@ -251,18 +241,13 @@ class Panel {
     const { t } = this;
     const axes = Object.entries(figures?.exchange_by_axis ?? {}).sort(([, one], [, other]) => other - one);
     const known = figures?.exchange_share ?? null;
-    if (known === null && !axes.length) return backend === "nccl" ? [make("p", { className: "quiet", text: t("not_measured") })] : [];
+    if (known === null && !axes.length) return backend === "nccl" ? [quiet(t("not_measured"))] : [];
     const share = known ?? axes.reduce((sum, [, one]) => sum + one, 0);
     const said = t(known === null ? "waited" : "communication", Math.round(100 * share));
-    const row = ([axis, one]) =>
-      make(
-        "div",
-        { className: "row quiet" },
-        make("span", {}, make("span", { className: `key axis-${axis}` }), t(`axis_${axis}`)),
-        make("span", { text: `${(100 * one).toFixed(1)} %` })
-      );
+    const waited = ([axis, one]) =>
+      row([make("span", { className: `key axis-${axis}` }), t(`axis_${axis}`)], `${(100 * one).toFixed(1)} %`, "row quiet");
     const parts = axes.length ? axes.map(([axis, one]) => [one, `axis-${axis}`]) : [[share, "other"]];
-    return [make("p", { text: said }), bar(said, parts), ...axes.map(row)];
+    return [make("p", { text: said }), bar(said, parts), ...axes.map(waited)];
   }
 
   // What its prompt waited for, and what would be left if the workers took no time.
@@ -279,18 +264,16 @@ class Panel {
       ["total", total_s],
       ["left", left_s],
     ].filter(([, value]) => value !== null);
-    const row = ([name, value]) =>
-      make("div", { className: "row quiet" }, make("span", { text: t(`prompt_${name}`) }), make("span", { text: `${value.toFixed(2)} s` }));
-    const summary = make("summary", { text: t("prompt"), "data-key": "prompt-summary" });
-    const bound = speedup === null ? "" : make("p", { className: "quiet", text: t("prompt_bound", speedup.toFixed(2), at_most.toFixed(2)) });
-    return [make("details", { "data-key": "prompt" }, summary, ...parts.map(row), bound)];
+    const rows = parts.map(([name, value]) => row(t(`prompt_${name}`), `${value.toFixed(2)} s`, "row quiet"));
+    const bound = speedup === null ? "" : quiet(t("prompt_bound", speedup.toFixed(2), at_most.toFixed(2)));
+    return [details("prompt", t("prompt"), ...rows, bound)];
   }
 
   // Why the run had its layout, what was predicted and achieved, and why others lose; nothing where it was said by hand.
   plan(plan) {
     const { t } = this;
     if (!plan) return [];
-    if (plan.predicted_ms === null) return [make("p", { className: "quiet", text: t("plan_taken", plan.layout, plan.why) })];
+    if (plan.predicted_ms === null) return [quiet(t("plan_taken", plan.layout, plan.why))];
     const ms = (number) => number.toFixed(number < 10 ? 2 : 1);
     const lines = [
       make("p", { text: t("plan_chosen", plan.layout, plan.known ? t(`known_${plan.known}`, plan.box) : plan.why) }),
@@ -299,38 +282,28 @@ class Panel {
     if (plan.achieved_ms !== null) lines.push(make("p", { text: t("plan_achieved", ms(plan.achieved_ms)) }));
     if (!plan.losers.length) return lines;
     const slowest = Math.max(plan.predicted_ms, ...plan.losers.map((one) => one.predicted_ms ?? 0));
-    const row = (layout, predicted, why, kind) => [
-      make(
-        "div",
-        { className: "row" },
-        make("span", { text: layout }),
-        make("span", { className: "quiet", text: predicted === null ? "" : `${ms(predicted)} ms` })
-      ),
+    const one = (layout, predicted, why, kind) => [
+      row(layout, predicted === null ? "" : `${ms(predicted)} ms`),
       predicted === null ? "" : bar(`${layout} ${ms(predicted)} ms`, [[predicted / slowest, kind]]),
-      make("p", { className: "quiet", text: why }),
+      quiet(why),
     ];
-    const others = plan.losers.flatMap((one) => row(one.layout, one.predicted_ms, this.said(one.why), "other"));
-    const summary = make("summary", { text: t("plan_losers", plan.losers.length), "data-key": "plan-summary" });
-    const all = [...row(plan.layout, plan.predicted_ms, t("plan_best"), ""), ...others].filter(Boolean);
-    return [...lines, make("details", { "data-key": "plan" }, summary, ...all)];
+    const others = plan.losers.flatMap(({ layout, predicted_ms, why }) => one(layout, predicted_ms, this.said(why), "other"));
+    const best = one(plan.layout, plan.predicted_ms, t("plan_best"), "");
+    return [...lines, details("plan", t("plan_losers", plan.losers.length), ...best, ...others)];
   }
 
   device(device) {
     const { t } = this;
     const used = device.free === null ? null : (device.total - device.free) / device.total;
     const amount = used === null ? size(device.total) : t("used", size(device.total - device.free), size(device.total));
-    return make(
-      "div",
-      {},
-      make("div", { className: "row" }, make("span", { text: `${device.name} · ${device.title}` }), make("span", { className: "quiet", text: amount })),
-      used === null ? "" : bar(`${device.name} ${amount}`, [[used, ""]])
-    );
+    const shown = used === null ? "" : bar(`${device.name} ${amount}`, [[used, ""]]);
+    return make("div", {}, row(`${device.name} · ${device.title}`, amount), shown);
   }
 
   // Layouts that take no device now are not shown: to start one would end the pool that is up.
   pools({ pools, busy }) {
     const up = pools.filter((pool) => pool.state !== "closed");
-    return up.length ? up.map((pool) => this.pool(pool, busy)) : [make("p", { className: "quiet", text: this.t("no_pool") })];
+    return up.length ? up.map((pool) => this.pool(pool, busy)) : [quiet(this.t("no_pool"))];
   }
 
   // busy: something samples or starts, and the server would refuse every act.
@@ -356,8 +329,8 @@ class Panel {
       failed ? make("p", { role: "alert", text: sentence }) : "",
       failed && details.length ? make("pre", { text: details.join("\n"), tabindex: "0" }) : "",
       ...pool.ranks.map((rank) => this.rank(rank, live)),
-      pool.models.length ? make("p", { className: "quiet", text: t("models") }) : "",
-      pool.models.length ? make("ul", {}, ...pool.models.map((one) => make("li", { text: t(`model_${one.state}`, one.title) }))) : "",
+      pool.models.length ? quiet(t("models")) : "",
+      pool.models.length ? list(pool.models.map((one) => t(`model_${one.state}`, one.title))) : "",
       make(
         "div",
         { className: "acts" },
@@ -379,41 +352,29 @@ class Panel {
     return make(
       "div",
       {},
-      make("div", { className: "row" }, make("span", { text: name }), make("span", { className: "quiet", text: live ? t(`phase_${rank.phase}`) : "" })),
+      row(name, live ? t(`phase_${rank.phase}`) : ""),
       bar(`${name} ${amount}`, [
         [memory.model / memory.total, ""],
         [Math.max(0, used - memory.model) / memory.total, "other"],
       ]),
-      make("p", { className: "quiet", text: `${amount}, ${t("of_models", size(memory.model))}` })
+      quiet(`${amount}, ${t("of_models", size(memory.model))}`)
     );
   }
 
   runs(runs) {
     const { t } = this;
-    if (!runs.length) return make("p", { className: "quiet", text: t("no_run") });
-    return make(
-      "ul",
-      {},
-      ...runs.slice(0, 5).map((run) => {
-        const took = run.ended ? `, ${(run.ended - run.began).toFixed(1)} s` : "";
-        return make("li", { text: `${new Date(1000 * run.began).toLocaleTimeString()} · ${run.title}${took}` });
-      })
-    );
+    if (!runs.length) return quiet(t("no_run"));
+    const took = (run) => (run.ended ? `, ${(run.ended - run.began).toFixed(1)} s` : "");
+    return list(runs.slice(0, 5).map((run) => `${new Date(1000 * run.began).toLocaleTimeString()} · ${run.title}${took(run)}`));
   }
 
   notices(notices) {
     const { t } = this;
-    if (!notices.length) return [make("p", { className: "quiet", text: t("no_notice") })];
-    return notices.slice(0, 8).map((notice, index) => {
+    if (!notices.length) return [quiet(t("no_notice"))];
+    return notices.slice(0, 8).map((notice) => {
       const text = `${notice.node ? `${t("node", notice.node)} ` : ""}${notice.text}${notice.count > 1 ? ` (${notice.count}×)` : ""}`;
       if (!notice.detail) return make("p", { text });
-      const key = `notice-${notice.at}`;
-      return make(
-        "details",
-        { "data-key": key },
-        make("summary", { text, "data-key": `${key}-summary-${index}` }),
-        make("pre", { text: notice.detail, tabindex: "0" })
-      );
+      return details(`notice-${notice.at}`, text, make("pre", { text: notice.detail, tabindex: "0" }));
     });
   }
 }

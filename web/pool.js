@@ -2,6 +2,7 @@
 // those that are there.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { make } from "./make.js";
 import { texts } from "./texts.js";
 
 const NODE = "PipeMeshPool";
@@ -93,21 +94,17 @@ function tell(nodes) {
     if (node.class_type !== NODE || !Array.isArray(node.errors)) continue;
     const said = eachOnce(node.errors);
     node.errors = said.map((one) => one.error);
-    for (const { sentence } of said)
-      if (sentence) showMistake(sentence);
+    for (const { sentence } of said) if (sentence) showMistake(sentence);
   }
 }
 
 // At the upper left: at the upper right, where ComfyUI's messages are, it would cover the way to their details.
 function showMistake(sentence) {
   document.querySelector(".pipemesh-mistake")?.remove();
-  const shown = Object.assign(document.createElement("div"), { className: "pipemesh-mistake" });
-  shown.setAttribute("role", "alert");
-  const title = Object.assign(document.createElement("strong"), { textContent: "PipeMesh Pool" });
-  const text = Object.assign(document.createElement("p"), { textContent: sentence });
-  const close = Object.assign(document.createElement("button"), { textContent: "×", onclick: () => shown.remove() });
+  const close = make("button", { text: "×", onclick: () => shown.remove() });
   texts().then((t) => close.setAttribute("aria-label", t("close")));
-  shown.append(close, title, text);
+  const said = [close, make("strong", { text: "PipeMesh Pool" }), make("p", { text: sentence })];
+  const shown = make("div", { className: "pipemesh-mistake", role: "alert" }, ...said);
   document.body.append(shown);
   setTimeout(() => shown.remove(), MISTAKE_MS);
 }
@@ -124,7 +121,7 @@ function widen(nodeType) {
 app.registerExtension({
   name: "PipeMesh.Pool",
   setup() {
-    document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
+    document.head.append(make("style", { text: STYLE }));
     const queue = api.queuePrompt;
     api.queuePrompt = async function (...args) {
       try {

@@ -2,6 +2,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ComfyWidgets } from "../../scripts/widgets.js";
+import { make } from "./make.js";
 
 const NODE = "PipeMeshReport";
 const WIDGET = "text";
@@ -77,7 +78,7 @@ async function recall() {
 app.registerExtension({
   name: "PipeMesh.Report",
   setup() {
-    document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
+    document.head.append(make("style", { text: STYLE }));
   },
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (nodeData.name !== NODE) return;
