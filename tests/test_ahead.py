@@ -429,7 +429,7 @@ def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_ar
     for number in range(6):
         workflow = Workflow()
         workflow.steps = 2 + number
-        ours.line.put((str(number), 11, workflow))
+        ours.line.put((str(number), 11 + number, workflow))
     for number in range(6):
         compared.clear()
         ours.line.run(ours.model)
