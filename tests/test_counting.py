@@ -51,6 +51,7 @@ from pipemesh.parallel_runtime.planner.counts import (
 from pipemesh.parallel_runtime.planner.dry_device import DeviceCounts, computing_dry
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE
+from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.planner.twin import described
 from pipemesh.parallel_runtime.wire.channel import Channel
@@ -180,7 +181,22 @@ def test_an_evaluation_is_counted_once_for_each_size_class_and_configuration(mod
         assert known.of(model, [PROMPT], shape).flops == FLUX.flops
     assert len(begun) == 2 == len({*begun})
     assert described(other, PROMPT, SHAPE) != described(stock_model(5).model, PROMPT, SHAPE)
-    assert as_stored(FLUX, FLUX.weight_bytes // 2).weight_bytes == FLUX.weight_bytes // 2
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_weights_that_are_stored_in_half_the_bytes_take_half_the_room_shared_out_too(by_layer):
+    blocks, around = FLUX.shareable.blocks, FLUX.shareable.around
+    of = FLUX.shareable._replace(
+        layers=[*([size // 2] * 2 for size in blocks), [around]],
+        together=[*([size] for size in blocks), [around]],
+    )
+    whole = replace(FLUX, shareable=of)
+    half = as_stored(whole, whole.weight_bytes // 2)
+    assert half.weight_bytes == whole.weight_bytes // 2
+    room, halved = (
+        sharded_bytes(one, Layout(ulysses=2), (0, len(blocks)), by_layer) for one in (whole, half)
+    )
+    assert halved == pytest.approx(room / 2, rel=1e-3)
 
 
 # -- while it is counted

@@ -20,7 +20,7 @@ from ..families import plan_or_whole
 from ..weights.quantised import stored_bytes
 from ..wire.tree import NotPlain
 from .twin import described
-from .whole import Whole
+from .whole import Shareable, Whole
 
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept
@@ -137,12 +137,15 @@ def nobody(asked: bytes) -> Future[Whole]:
 def as_stored(whole: Whole, stored: int) -> Whole:
     """Return a twin's count with weights that take ``stored`` bytes."""
     share, of = stored / max(1, whole.weight_bytes), whole.shareable
-    sizes = {name: round(share * size) for name, size in of._asdict().items() if isinstance(size, int)}
+
+    def scaled(sizes: Any) -> Any:
+        return round(share * sizes) if isinstance(sizes, int) else [scaled(one) for one in sizes]
+
     return replace(
         whole,
-        weight_bytes=round(share * whole.weight_bytes),
-        block_weight_bytes=[round(share * nbytes) for nbytes in whole.block_weight_bytes],
-        shareable=of._replace(blocks=[round(share * one) for one in of.blocks], layers=(), **sizes),
+        weight_bytes=scaled(whole.weight_bytes),
+        block_weight_bytes=scaled(whole.block_weight_bytes),
+        shareable=Shareable(*map(scaled, of)),
     )
 
 
