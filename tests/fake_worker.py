@@ -33,6 +33,7 @@ PHASES = (
     "writing",
     "releasing",
     "compiling",
+    "recording",
 )
 PHASE = {
     "Start": "importing",

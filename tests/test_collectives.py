@@ -45,6 +45,9 @@ class Rank:
     def tick(self):
         pass
 
+    def note(self, phase):
+        pass
+
     def next_part(self):
         return self.requests[self.at + 1] if self.ahead and self.at + 1 < len(self.requests) else None
 

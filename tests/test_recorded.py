@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import Counter, defaultdict
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -15,14 +15,10 @@ import torch
 from greenlet import getcurrent
 from pipemesh.lab.commands.parity import BOUND, PLAIN, relative_error, sampled, stock_model
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
-from pipemesh.parallel_runtime.client.branch import Branch
-from pipemesh.parallel_runtime.client.evaluations import Work
-from pipemesh.parallel_runtime.client.replayed import Replayed
 from pipemesh.parallel_runtime.client.session import Like, Resident, Session
 from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.crossing.in_block import PatchesHere
-from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.families.every import SAMPLES
 from pipemesh.parallel_runtime.families.plan import COMPILE
@@ -37,13 +33,10 @@ from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
 from .in_ranks import Crossed
 from .late_device import late_device
-from .late_pool import pooled
 from .late_queues import DEVICE
 from .late_ranks import LateWorld, own_gpu
 from .test_collectives import Rank
 from .test_late_methods import on_gpu
-from .test_late_pool import Sampler, arguments_of, assert_same, at_once
-from .test_late_pool import asked as asked_of
 from .test_prefix import PLAN as PROMPTED
 from .test_prefix import Prompted, arguments
 
@@ -54,8 +47,17 @@ GIVEN = {
 
 
 class Guarded(Rank):
+    phase = "computing"
+
     def tick(self):
         getcurrent().gpu.require_no_recording("progress")
+
+    def note(self, phase):
+        self.phase = phase
+
+
+def require_phase(rank, *_):
+    assert (rank.phase == "recording") == (getcurrent().gpu.recording is not None)
 
 
 def given(family, number, **shapes):
@@ -139,10 +141,12 @@ def evaluated(
     def work(mesh, run):
         mesh.sequence.records = records
         run.wants_stop = lambda: bool(getcurrent().gpu.require_no_recording("a flag"))
-        own, methods = deepcopy(models), []
+        own, methods, rank = deepcopy(models), [], Guarded([])
         for model in own:
             tokens = plan or plan_for(type(model))
-            methods.append(make_method(model, tokens, mesh, Guarded([]), (), Kernels((EXPLICIT,))))
+            methods.append(make_method(model, tokens, mesh, rank, (), Kernels((EXPLICIT,))))
+            for module in model.modules():
+                module.register_forward_pre_hook(partial(require_phase, rank))
             model.to(own_gpu())
             methods[-1].attach()
         for at, one in enumerate(asked):
@@ -152,6 +156,7 @@ def evaluated(
                 method.end_run((), room)
             expected = ui.expected(at, one)
             method.begin(one.part, expected)
+            rank.phase = "computing"
             try:
                 output = method.forward(getattr(model, forward_name(model)), on_gpu(one.arguments), at + 1)
                 outputs[mesh.rank, at] = output.to("cpu", non_blocking=True)
@@ -225,8 +230,9 @@ def of_two_runs(*numbers):
     return [Asked(given(PLAIN, number), run=int(at > 2)) for at, number in enumerate(numbers)]
 
 
-@pytest.mark.parametrize(("room", "later"), [(1 << 30, [3, 4]), (1 << 10, [2, 2])], ids=["room", "none"])
+@pytest.mark.parametrize(("room", "later"), [(1 << 30, [3, 4]), (1 << 10, [2, 3])], ids=["room", "none"])
 def test_another_run_replays_what_was_recorded_where_there_is_room_for_it(room, later):
+    """Elsewhere it records anew."""
     asked = of_two_runs(0, 1, 2, 3, 4)
     outputs, replays = evaluated(Layout(ulysses=2), asked, [stock(PLAIN)], room=room)
     assert replays == [[0, 1, 2, *later]] * 2
@@ -244,32 +250,71 @@ def test_graphs_that_last_stay_while_they_take_no_more_than_there_is_room_for():
         graphs._recordings["a"] = recording
         graphs.end_run(room)
         assert ("a" in graphs) == stays and graphs.number_of("a") == 7 * stays
+        assert graphs.lacks("a") == (recording.lasts and not stays)
+    graphs = RecordedForward()
+    graphs._recordings["a"] = lasting._replace(lasts=False)
+    graphs.end_run(-1)
+    assert graphs.lacks("a"), "nothing was to stay, whatever it reads"
 
 
-def test_a_graph_that_was_recorded_anew_is_compared_anew():
-    session = UI(2).session
-    session.models |= {"m": Resident()}
-    like, run = Like(Part(0, 0), 1, (0, 1)), SimpleNamespace(model="m")
+class Used:
+    """Graphs of a model, each recorded as soon as it is worth it."""
 
-    def compared(*numbers):
-        """Whether graphs of these numbers count as compared, when ranks have told of them."""
-        answers = [SimpleNamespace(confirmed=1, recorded=number) for number in numbers]
-        session.confirm(SimpleNamespace(run=run, like=like), answers)
-        return like in session.models["m"].recorded and session.models["m"].recorded[like].are_right
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(recorded, "WORTH", 3)
+        self.graphs, self.given = RecordedForward(), {"x": torch.ones(2, device=DEVICE)}
 
-    def hold_to(numbers):
-        ticket = SimpleNamespace(run=run, like=like, unproven=numbers)
-        Replayed([ticket], [(torch.ones(2), None)]).hold_to(
-            [(torch.ones(2), None)], SimpleNamespace(latest=session)
-        )
+    def waited(self, key):
+        """How many evaluations come before one is recorded."""
+        count = 1
+        while not self.graphs.pays(key):
+            count += 1
+        self.graphs.record(key, self.given, lambda given: given["x"] * 2, Counter(), [], 1)
+        return count
 
-    assert not compared(3, 4)
-    hold_to((1, 2))  # what was replayed then is gone
-    assert not compared(3, 4)
-    hold_to((3, 4))
-    assert compared(4, 3) and not compared(4, 5)
-    hold_to((4, 5))
-    assert compared(4, 5) and not compared(0, 5) and not compared(4, 5)
+    def replay(self, key, times):
+        for _ in range(times):
+            self.graphs.replay(key, self.given, Counter())
+
+
+def test_where_graphs_go_before_they_have_paid_others_are_recorded_twice_as_late(monkeypatch):
+    with late_device():
+        used, waits = Used(monkeypatch), []
+        for replays, end in (
+            (0, used.graphs.void),
+            (2, used.graphs.void),
+            (3, used.graphs.void),
+            (0, partial(used.graphs.end_run, 1)),
+            (3, partial(used.graphs.end_run, 1)),
+        ):
+            waits.append(used.waited("a"))
+            used.replay("a", replays)
+            end()
+            assert used.graphs.lacks("a")
+        assert [*waits, used.waited("a")] == [3, 6, 12, 3, 6, 3]
+
+
+def test_another_size_is_recorded_twice_as_late_while_the_ones_before_have_not_paid(monkeypatch):
+    """Those that go together have paid together."""
+    with late_device():
+        used = Used(monkeypatch)
+        assert [used.waited("a"), used.waited("b")] == [3, 6]
+        used.replay("a", 5)
+        assert used.waited("c") == 6
+        used.replay("a", 4)
+        assert used.waited("d") == 3
+        used.replay("d", 3)
+        used.graphs.void()
+        assert used.waited("e") == 3
+
+
+def test_what_torch_keeps_for_a_graph_is_what_it_reserved_less_the_output(monkeypatch):
+    with late_device():
+        given, reserved = {"x": torch.ones(2, device=DEVICE)}, iter([100, 150])
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: next(reserved))
+        graphs = RecordedForward()
+        graphs.record("a", given, lambda given: given["x"] * 2, Counter(), [], 1)
+        assert graphs.kept_bytes == 50 - 8 and graphs._recordings["a"].nbytes == 50 + 8
 
 
 def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
@@ -298,10 +343,14 @@ def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
         assert is_right(outputs[0, at], truth, one.arguments), at
 
 
-@pytest.mark.parametrize(("seed", "is_bound"), [(0, False), (1, True)], ids=["by the GPU", "by the CPU"])
+@pytest.mark.parametrize(
+    ("seed", "is_bound", "worth"), [(0, False, 1), (1, True, 3)], ids=["by the GPU", "by the CPU"]
+)
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2), Layout()], ids=Layout.equation)
-def test_by_itself_a_rank_records_where_the_gpu_has_often_waited_for_it(layout, seed, is_bound, monkeypatch):
-    monkeypatch.setattr(recorded, "WORTH", 3)
+def test_by_itself_a_rank_records_where_the_gpu_has_often_waited_for_it(
+    layout, seed, is_bound, worth, monkeypatch
+):
+    monkeypatch.setattr(recorded, "WORTH", worth)
     asked = [Asked(given(PLAIN, number)) for number in range(7)]
 
     def prepare(mesh, run, models, at):
@@ -378,114 +427,19 @@ def test_a_rank_that_computes_or_fails_where_others_replay_leaves_none_waiting()
         assert is_right(outputs[0, at], stock(PLAIN), asked[at].arguments), at
 
 
-class StopsTheSecond(Sampler):
-    def sampled(self, remote):
-        self.stops = 3 if self.runs[0] is not None and self.runs[1] is None else -1
-        return super().sampled(remote)
+def test_a_log_that_keeps_what_it_is_told_keeps_nothing_of_what_could_not_be_recorded(caplog):
+    made = []
 
+    def compute(given):
+        tensor = given["x"] * 2
+        made.append(weakref.ref(tensor))
+        raise RuntimeError("no graph for this")
 
-def test_stop_ends_a_run_that_is_replayed_and_the_next_is_right():
-    sampler = StopsTheSecond(Layout(ulysses=2), runs=3)
-    gpus = pooled(sampler.layout, sampler, records="always")
-    assert sampler.runs[1] is RunCancelled and all(gpu.replays for gpu in gpus)
-    for outputs in (sampler.runs[0], sampler.runs[2]):
-        assert_same(outputs, at_once(sampler.layout))
-
-
-@pytest.mark.parametrize("seed", [0, 3])
-def test_a_pool_that_replays_computes_what_one_does_that_does_not(seed):
-    layout = Layout(ulysses=2)
-    sampler = Sampler(layout)
-    gpus = pooled(layout, sampler, seed, records="always")
-    for outputs in sampler.runs:
-        assert_same(outputs, at_once(layout))
-    assert all(gpu.replays for gpu in gpus)
-
-
-class WholeEvaluations(Sampler):
-    """Each is dispatched, as one that ranks share is."""
-
-    def sampled(self, remote):
-        run, outputs = remote.runs.begin("m"), []
-        for step, branch, _ in asked_of(self.layout):
-            arguments = {**on_gpu(arguments_of(step, branch)), "transformer_options": {}}
-            work = Work(arguments, Branch((str(branch),)))
-            outputs += remote.evaluations.dispatch(run, [work], lambda: False)
-        return [one.to("cpu", copy=True) for one in outputs]
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.5, float("nan")], ids=["right", "other", "NaN"])
-def test_a_graph_that_computes_something_else_is_told_of_and_changes_no_image(monkeypatch, caplog, factor):
-    """Of each graph the first replay is compared."""
-    real = RecordedForward.replay
-    monkeypatch.setattr(RecordedForward, "replay", lambda self, *args: real(self, *args) * factor)
-    sampler = WholeEvaluations(Layout(ulysses=2))
-    gpus = pooled(sampler.layout, sampler, records="always")
-    for outputs in sampler.runs:
-        assert_same(outputs, at_once(sampler.layout))
-    replays, warned = (
-        {gpu.replays for gpu in gpus},
-        [line for line in caplog.messages if "A CUDA graph came" in line],
-    )
-    assert (replays == {1}) == (len(warned) == 1) == (factor != 1)
-
-
-def test_what_has_no_memory_beside_graphs_is_computed_without_them_and_later_runs_too(monkeypatch, caplog):
-    """One rank has no memory for an evaluation while it holds a graph."""
-    held, real = [], RecordedForward._recorded
-
-    def kept(self, *args):
-        recording = real(self, *args)
-        held.append((getcurrent().gpu, weakref.ref(recording.graph)))
-        return recording
-
-    def lack(*_):
-        own = getcurrent().gpu
-        gc.collect()  # what a late GPU has recorded refers to itself
-        if own.recording is None and any(gpu is own and graph() is not None for gpu, graph in held):
-            raise torch.OutOfMemoryError("no memory is left")
-
-    monkeypatch.setattr(RecordedForward, "_recorded", kept)
-    sampler = WholeEvaluations(Layout(ulysses=2))
-    pooled(
-        sampler.layout,
-        sampler,
-        prepare=lambda rank, model: rank or model.register_forward_pre_hook(lack),
-        records="always",
-    )
-    for outputs in sampler.runs:
-        assert_same(outputs, at_once(sampler.layout))
-    assert len(held) == 2  # one of each rank
-    (line,) = [line for line in caplog.messages if "until ComfyUI is started again" in line]
-    assert "Beside CUDA graphs no memory is left" in line
-
-
-def test_where_the_pool_is_lost_in_the_first_replay_the_next_one_has_no_graphs(caplog):
-    said = []
-
-    class Lost(WholeEvaluations):
-        def sampled(self, remote):
-            session = remote.sessions.open(lambda: False)
-            collect = session.pool.collect
-
-            def lose(number, interrupted):
-                if any(ticket.unproven for ticket in session.tickets):
-                    raise PoolFailed("Rank 1 was lost")
-                return collect(number, interrupted)
-
-            session.pool.collect = lose
-            with pytest.raises(PoolFailed):
-                super().sampled(remote)
-            session.pool.collect = collect
-            said.append(remote.sessions.graphs)
-            return super().sampled(remote)
-
-    sampler = Lost(Layout(ulysses=2), runs=1)
-    pooled(sampler.layout, sampler, records="always")
-    assert said == [False]
-    assert_same(sampler.runs[0], at_once(sampler.layout))
-    (line,) = [line for line in caplog.messages if "until ComfyUI is started again" in line]
-    assert "The pool was lost in the first replay" in line
+    with late_device():
+        given = {"x": torch.ones(2, device=DEVICE)}
+        RecordedForward().record("a", given, compute, Counter(), [], 1)
+    gc.collect()
+    assert "no graph for this" in caplog.text and made[0]() is None
 
 
 def test_a_model_gives_up_its_graphs_where_none_is_to_be_held():
@@ -503,14 +457,9 @@ def test_a_model_gives_up_its_graphs_where_none_is_to_be_held():
     assert all(is_right(outputs[0, at], stock(PLAIN), one.arguments) for at, one in enumerate(asked))
 
 
-def test_a_pool_records_nothing_where_that_is_off():
-    gpus = pooled(Layout(ulysses=2), Sampler(Layout(ulysses=2), runs=1))
-    assert not any(gpu.recordings for gpu in gpus)
-
-
 def test_a_rank_tells_its_method_of_other_weights_and_of_nodes_code(monkeypatch):
     mesh = connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False)
-    rank, told = SimpleNamespace(tick=lambda: None, count=lambda *_: None), []
+    rank, told = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None), []
     resident = ResidentModel(
         stock_model(2), torch.device("cpu"), mesh, rank, Load(request=1, model="m", source=b"")
     )
@@ -550,7 +499,7 @@ def test_what_was_there_is_kept_and_what_outlives_a_recording_is_seen():
         assert region.left(output) == 1
         kept.clear()
         assert region.left(output) == 0
-        graphs = RecordedForward("always")
+        graphs = RecordedForward()
         graphs.record("a", {"x": output}, lambda given: given["x"] * there, Counter(), [], 1)
         assert any(one is there for one in graphs._recordings["a"].read)
 
@@ -559,12 +508,10 @@ def test_an_evaluation_with_code_or_on_the_cpu_has_no_graph_and_one_with_other_n
     with late_device():
         there = torch.ones(2, device=DEVICE)
         options = {"transformer_options": {"a": [1, "b"]}}
-        assert RecordedForward("always").key_of({"x": there, **options}) is not None
+        assert RecordedForward().key_of({"x": there, **options}) is not None
         for unlike in ({"x": torch.ones(2)}, {"patch": print}, {"transformer_options": {COMPILE: {}}}):
-            assert RecordedForward("always").key_of({"y": there, **unlike}) is None
-        numbers = [
-            RecordedForward("always").key_of({"x": there, "n": number}) for number in (1, 1.0, True, 2)
-        ]
+            assert RecordedForward().key_of({"y": there, **unlike}) is None
+        numbers = [RecordedForward().key_of({"x": there, "n": number}) for number in (1, 1.0, True, 2)]
         assert len(set(numbers)) == 4
     assert len(caplog.messages) == 3
 
@@ -582,7 +529,7 @@ def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family, monk
 
     monkeypatch.setattr(transformer, name, note)
     sampled(patcher, SAMPLES[family], "odd", 4.0, False, "euler", 0, 3)
-    graphs = RecordedForward("always")
+    graphs = RecordedForward()
     with late_device():
         keys = [graphs.key_of(on_gpu(one)) for one in asked]
     assert len(asked) == 6 and len(set(keys)) == 2 and None not in keys

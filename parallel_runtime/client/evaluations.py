@@ -32,8 +32,6 @@ from .residency import Residency
 from .run import Run, measured
 from .session import Like, Session, Sessions, Ticket, WrittenArguments
 
-NO_ROOM = "Beside CUDA graphs no memory is left for an evaluation"
-LOST = "The pool was lost in the first replay of a CUDA graph"
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
 IN_PLACE = (CONTROL, "samples")  # ranks take the rows that they need from where it lies
 # With every evaluation; the last is of a second latent
@@ -82,35 +80,25 @@ class Evaluations:
         self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
     ) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again where ranks ran
-        out of memory (without other models, if that ``makes_room``, or without CUDA graphs), an
+        out of memory (without CUDA graphs, then without other models, if that ``makes_room``), an
         output or conditioning was not what it was taken for, or a graph was replayed for the first
-        time: what ranks compute is held to it. Nothing cancelled may be outstanding, which ranks
-        may still read. Returns own tensors.
+        time. Nothing cancelled may be outstanding, which ranks may still read. Returns own tensors.
         """
         began = time.perf_counter()
-        tickets: list[Ticket] = []
         answered: list[tuple[Any, Answers]] = []
-        replayed: Replayed | None = None
+        replayed, counts = Replayed(self._sessions, run.model), False
         with one_thread():
-            while not answered:
+            while not counts:
+                tickets: list[Ticket] = []
                 try:
-                    tickets = [
-                        self.submit(
-                            run,
-                            work,
-                            Part(run.id, run.number_of(work.branch), attempt=self._failed.get(run, 0)),
-                            assume=True,
-                            began=began,
-                            may_replay=replayed is None,
+                    for work in works:
+                        part = Part(run.id, run.number_of(work.branch), attempt=self._failed.get(run, 0))
+                        tickets.append(
+                            self.submit(run, work, part, assume=True, began=began, graph=replayed.graph)
                         )
-                        for work in works
-                    ]
                     if all([ticket.written.is_right() for ticket in tickets]):
                         answered = [self._await_output(ticket, interrupted) for ticket in tickets]
-                        if any([ticket.unproven for ticket in tickets]):
-                            replayed, answered = Replayed(tickets, answered), []  # now it is computed
-                        elif replayed is not None:
-                            replayed.hold_to(answered, self._sessions)
+                        counts = replayed.counts(tickets, answered)
                     else:
                         self._retract(tickets, interrupted)
                 except OutputTooLarge as error:
@@ -118,13 +106,17 @@ class Evaluations:
                     self._growth[run.model, works[0].arguments.get("work")] = error.growth
                 except OutOfMemory:
                     self.abandon()
-                    has_room = makes_room and self._residency.make_room(run.model, of_runs=True)
-                    if not (has_room or self._sessions.leave_graphs(NO_ROOM)):
+                    has_room = replayed.make_room() or (
+                        makes_room and self._residency.make_room(run.model, of_runs=True)
+                    )
+                    if not has_room:
                         raise
-                except BaseException as error:
+                except ModelError:
+                    replayed.fail(tickets)
                     self.abandon()
-                    if isinstance(error, PoolFailed) and any(ticket.unproven for ticket in tickets):
-                        self._sessions.leave_graphs(LOST)
+                    raise
+                except BaseException:
+                    self.abandon()
                     raise
         if works[0].width != ALONE:
             run.evaluations.append(
@@ -140,14 +132,15 @@ class Evaluations:
         *,
         assume: bool = False,
         began: float | None = None,
-        may_replay: bool = True,
+        graph: str = "replay",
     ) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
         submission, or ``abandon``. Call it where torch computes on ``one_thread``.
 
         Patches of the same arguments that are in flight together share what was written of them.
         ``assume``: names the conditioning that this branch sent last; ``written.is_right`` is to be
-        asked then. ``began``: of the first attempt. ``may_replay``: a graph. Raises PoolFailed.
+        asked then. ``began``: of the first attempt. ``graph``: as ``Replayed`` has it. Raises
+        PoolFailed.
         """
         arguments = work.arguments
         session = self._sessions.latest
@@ -178,10 +171,12 @@ class Evaluations:
         keeps = KEPT in arguments.get("transformer_options", {}) and part in self._looked_at.get(run, ())
         kind = hash((written.kind, part.patch, keeps))
         confirmed = session.known_steps(run.model, kind, ranks)
-        may_replay = may_replay and self._sessions.graphs and confirmed > 0
+        graph = graph if self._sessions.graphs else "none"
         like = Like(part._replace(run=0), kind, ranks)
+        may_replay = graph == "replay" and confirmed > 0
         graphs = session.models[run.model].recorded.get(like) if may_replay else None
         unproven = graphs.numbers if graphs is not None and not graphs.are_right else ()
+        session.tries_graphs |= bool(unproven)
         number, device = session.pool.next_request(), latents[0].device
         ticket = Ticket(number, run, part, written, frame, out.nbytes, device, began, like, unproven)
         session.tickets.append(ticket)
@@ -196,7 +191,7 @@ class Evaluations:
             width=work.width,
             kind=kind,
             confirmed=confirmed,
-            graph="replay" if graphs is not None else "record" if self._sessions.graphs else "none",
+            graph="record" if graph == "replay" and graphs is None else graph,
         )
         try:
             session.pool.submit(request, ranks)

@@ -182,6 +182,7 @@ class Residency:
         shares = bool(patches) and self._shares_weights and resident.weights.kept != "offloaded"
         self.retry_with_room(model, lambda: send_weights(session, model, patched, shares, interrupted))
         resident.state, resident.patches_id = ResidentState.READY, patches_id
+        resident.forget_graphs()
         session.patchings += 1
 
     def _open(self, interrupted: Callable[[], bool]) -> Session:

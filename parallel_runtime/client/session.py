@@ -103,7 +103,8 @@ class Resident:
     empty: as many each. ``weights``: what was asked for of them, and what came of it. ``sets``: the
     bytes of each set of patched weights that ranks keep, least recently used first. ``confirmed``:
     which steps of a kind of evaluation all these ranks have told that they know; they have had
-    memory for the messages since. ``recorded``: their CUDA graphs.
+    memory for the messages since. ``recorded``: the CUDA graphs that all of them have;
+    ``has_graphs``: one of them may hold some.
     """
 
     stages: tuple[int, ...] = ()
@@ -114,6 +115,11 @@ class Resident:
     sets: dict[str, int] = field(default_factory=dict)
     confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     recorded: dict[Like, Graphs] = field(default_factory=dict)
+    has_graphs: bool = False
+
+    def forget_graphs(self) -> None:
+        self.recorded.clear()
+        self.has_graphs = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +171,7 @@ class Session:
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
-        self.has_graphs = False  # a rank has recorded one
+        self.tries_graphs = False  # a first replay is under way
 
     def known_steps(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
         """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
@@ -178,7 +184,7 @@ class Session:
             model, like = self.models[ticket.run.model], ticket.like
             model.confirmed[like.kind, like.ranks] = known.pop() if len(known) == 1 else 0
             numbers = tuple(sorted(answer.recorded for answer in answers))
-            self.has_graphs |= any(numbers)
+            model.has_graphs |= any(numbers)
             if not all(numbers):
                 model.recorded.pop(like, None)
             elif like not in model.recorded or model.recorded[like].numbers != numbers:
@@ -201,7 +207,16 @@ class Session:
         """
         for resident in self.models.values():
             resident.confirmed.clear()
-            resident.recorded.clear()
+            resident.forget_graphs()
+
+    def why_lost(self) -> str:
+        """Says what of CUDA graphs the ranks were at when their pool was lost; empty where
+        nothing.
+        """
+        board = self.pool.arena.board
+        if "recording" in [board.phase(rank) for rank in self.pool.facts.everyone]:
+            return "The pool was lost while a rank recorded a CUDA graph"
+        return "The pool was lost in the first replay of a CUDA graph" if self.tries_graphs else ""
 
     def ask(
         self,
@@ -223,16 +238,14 @@ class Sessions:
         self.latest: Session | None = None  # its pool may be gone
         self.graphs = True  # ranks may record CUDA graphs and replay them, in this pool or another
 
-    def leave_graphs(self, why: str) -> bool:
-        """Has ranks compute all there is from now on. Returns whether they had graphs until now."""
-        had = self.graphs and self.latest is not None and self.latest.has_graphs
-        if had:
+    def leave_graphs(self, why: str) -> None:
+        """Has ranks compute all there is from now on."""
+        if self.graphs:
             self.graphs = False
             log.warning(
                 "[PipeMesh] %s: pools of this layout replay no CUDA graph until ComfyUI is started again.",
                 why,
             )
-        return had
 
     @property
     def live(self) -> Session | None:
@@ -243,13 +256,16 @@ class Sessions:
         )
 
     def open(self, interrupted: Callable[[], bool]) -> Session:
-        """Returns the session of a live pool with nothing outstanding; starts the pool if need be.
-        Raises PoolFailed, RunCancelled.
+        """Returns the session of a live pool with nothing outstanding; starts the pool if need be,
+        without CUDA graphs where the one before was lost over one. Raises PoolFailed, RunCancelled.
         """
         self.settle(interrupted)
         pool = self._handle.ensure(interrupted)
         if self.latest is None or self.latest.pool is not pool:
+            if self.latest is not None and (why := self.latest.why_lost()):
+                self.leave_graphs(why)
             self.latest = Session(pool, self.layout)
+        self.latest.tries_graphs = False
         return self.latest
 
     def speeds_of_stages(self, ranks: Iterable[int] = ()) -> tuple[float, ...]:

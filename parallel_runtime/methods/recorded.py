@@ -48,8 +48,8 @@ class Unlike(ValueError):
 
 class Recording(NamedTuple):
     """``read``: what lay in memory before, and must stay there. ``sent_bytes``: by axis.
-    ``number``: of the evaluation behind which it was recorded. ``nbytes``: of the GPU. ``lasts``:
-    another run may replay it, as it reads nothing that a run keeps.
+    ``number``: of the evaluation behind which it was recorded. ``kept_bytes``: of the GPU, which
+    torch keeps for it. ``lasts``: another run may replay it, as it reads nothing that a run keeps.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -58,8 +58,12 @@ class Recording(NamedTuple):
     read: list[torch.Tensor]
     sent_bytes: Mapping[str, int]
     number: int
-    nbytes: int
+    kept_bytes: int
     lasts: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept_bytes + sum(one.nbytes for one in (*self.inputs, *tensors_in(self.output)))
 
 
 class Region(TorchDispatchMode):
@@ -116,15 +120,19 @@ class Region(TorchDispatchMode):
 
 
 class RecordedForward:
-    """The graphs of one model's evaluations, by what each is like. Of what cannot be recorded, the
-    log says once why, as a warning where they are wanted ``always``.
+    """The graphs of one model's evaluations, by what each is like. The log says once why something
+    is not recorded. ``note`` is told when a recording begins, and of no end before the next
+    request: what it breaks of the GPU may show later.
     """
 
-    def __init__(self, when: str = "late") -> None:
-        self._level = logging.WARNING if when == "always" else logging.INFO
+    def __init__(self, note: Callable[[str], None] = lambda phase: None) -> None:
+        self._note = note
         self._recordings: dict[Hashable, Recording] = {}
         self._refused: set[Hashable] = set()
         self._held_up: Counter[Hashable] = Counter()
+        self._replays: Counter[Hashable] = Counter()
+        self._worth = WORTH
+        self._has_told = False
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recordings
@@ -134,13 +142,39 @@ class RecordedForward:
         return self._recordings[key].number if key in self else 0
 
     @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self._recordings.values())
+    def kept_bytes(self) -> int:
+        return sum(one.kept_bytes for one in self._recordings.values())
+
+    def lacks(self, key: Hashable) -> bool:
+        """Return whether there is no such graph, and one may be recorded."""
+        return key not in self._recordings and key not in self._refused
 
     def pays(self, key: Hashable) -> bool:
-        """Note an evaluation that the CPU held up. Return whether there were enough of them."""
+        """Note an evaluation that the CPU held up. Return whether there were enough of them: twice
+        as many while graphs that the model has have not paid. A size that changes after every 20
+        evaluations would cost a recording each time.
+        """
         self._held_up[key] += 1
-        return self._held_up[key] >= WORTH
+        return self._held_up[key] >= self._worth * (1 if self._have_paid(self._recordings) else 2)
+
+    def void(self) -> None:
+        """Give up all graphs: what they read has changed, or the memory is needed."""
+        self._part_with(self._recordings)
+        self._recordings, self._refused, self._held_up = {}, set(), Counter()
+
+    def _have_paid(self, keys: Collection[Hashable]) -> bool:
+        """Return whether these graphs were replayed so often that recording them was worth it."""
+        return sum(self._replays[key] for key in keys) >= WORTH * len(keys)
+
+    def _part_with(self, keys: Collection[Hashable]) -> None:
+        """Ask for twice as many evaluations before others are recorded if these graphs have not
+        paid, as with a LoRA that changes after every 20.
+        """
+        if keys:
+            self._worth = WORTH if self._have_paid(keys) else 2 * self._worth
+        for key in keys:
+            self._replays.pop(key, None)
+            self._held_up.pop(key, None)
 
     def key_of(self, arguments: dict[str, Any], *others: Hashable) -> Hashable:
         """Return what evaluations have in common that one graph computes: all but what tensors
@@ -154,8 +188,9 @@ class RecordedForward:
             return self.refuse(str(error))
 
     def refuse(self, why: str, key: Hashable = None) -> None:
-        if not self._refused:
-            log.log(self._level, "[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
+        if not self._has_told:
+            log.warning("[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
+        self._has_told = True
         self._refused.add(key)
 
     def replay(self, key: Hashable, arguments: dict[str, Any], sent_bytes: Counter[str]) -> Any:
@@ -167,6 +202,7 @@ class RecordedForward:
         for own, given in zip(recording.inputs, tensors_in(arguments), strict=True):
             own.copy_(given)
         recording.graph.replay()
+        self._replays[key] += 1
         for given, own in zip(tensors_in(recording.output), tensors_in(output), strict=True):
             own.copy_(given)
         sent_bytes.update(recording.sent_bytes)
@@ -185,8 +221,7 @@ class RecordedForward:
         kernels, taken memory and connected ranks, and is the ``number``-th. Recording computes and
         sends nothing. ``lasting``: what another run reads in the same place.
         """
-        if key in self or key in self._refused:
-            return
+        self._note("recording")
         try:
             if len(self._recordings) == MOST:
                 raise Unlike(f"the model has {MOST} of them")
@@ -210,7 +245,7 @@ class RecordedForward:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), region:
                 before = torch.cuda.memory_reserved()
                 output = compute(arguments)
-                nbytes = torch.cuda.memory_reserved() - before
+                kept = torch.cuda.memory_reserved() - before
         finally:
             sent_bytes.clear()
             sent_bytes.update(sent)
@@ -218,19 +253,21 @@ class RecordedForward:
             raise Unlike(f"the model keeps {left} tensors of an evaluation")
         read = [*region.read.values()]
         lasts = all(lies_in(one, (*inputs, *lasting)) for one in read)
-        nbytes += sum(one.nbytes for one in inputs)
-        return Recording(graph, inputs, output, read, sent, number, nbytes, lasts)
+        # Of what was reserved, the output stays allocated
+        kept = max(0, kept - sum(one.nbytes for one in tensors_in(output)))
+        return Recording(graph, inputs, output, read, sent, number, kept, lasts)
 
     def end_run(self, room: int) -> None:
-        """Keep the graphs that other runs may replay, in at most ``room`` bytes. What is not kept
-        is not recorded again, unless nothing may be (-1).
+        """Keep the graphs that other runs may replay, in at most ``room`` bytes (-1: none). What
+        only this run could replay is not recorded again.
         """
         recorded, self._recordings = self._recordings, {}
         lasting = {key: one for key, one in recorded.items() if one.lasts}
         if sum(one.nbytes for one in lasting.values()) <= room:
             self._recordings = lasting
-        if room >= 0:
-            self._refused |= recorded.keys() - self._recordings.keys()
+        for key in recorded.keys() - lasting.keys() if room >= 0 else ():
+            self.refuse("the model keeps tensors for a run that a graph reads", key)
+        self._part_with(recorded.keys() - self._recordings.keys())
 
 
 def described(leaf: Any) -> Hashable:

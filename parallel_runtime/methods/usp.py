@@ -42,7 +42,8 @@ class SequenceParallel:
     buffers for messages are kept, and what is known of their steps.
 
     ``on_progress`` is called at every block and before every message, so that a rank that waits for
-    another has come further than that one.
+    another has come further than that one. ``note`` is told when a phase of its own begins,
+    the recording of a CUDA graph.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SequenceParallel:
         comm: SequenceComm,
         on_progress: Callable[[], None] = lambda: None,
         kernels: Kernels = TORCHS,
+        note: Callable[[str], None] = lambda phase: None,
     ):
         def tick() -> None:
             if not comm.stop.is_whole:
@@ -65,7 +67,7 @@ class SequenceParallel:
         self._attentions = len(list(blocks_of(model, plan)))
         self._known = KnownSteps()
         self._keeps_tokens = not (plan.prefix is None and plan.kept is None)
-        self._recorded = RecordedForward(self._comm.records)
+        self._recorded = RecordedForward(note)
         self._expected = ALONE
         self._key: Hashable = None  # of the evaluation at hand; None: no graph stands for it
 
@@ -82,7 +84,7 @@ class SequenceParallel:
 
     def detach(self) -> None:
         self._hooks.detach()
-        self._recorded = RecordedForward(self._comm.records)
+        self._recorded.void()
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
         before = self._part
@@ -90,7 +92,7 @@ class SequenceParallel:
             self._hooks.end_run()
         failed = before.attempt if before is not None and before.run == part.run else 0
         if expected.changed or expected.graph == "none" or part.attempt != failed:
-            self._recorded = RecordedForward(self._comm.records)
+            self._recorded.void()
         self._part, self._expected, self._key = part, expected, None
         self._comm.begin(self._attentions)
         self._comm.stop.is_whole = expected.graph == "replay"
@@ -116,9 +118,12 @@ class SequenceParallel:
         # By the CPU, which starts kernels
         is_bound = not (asks or self._comm.stop.is_whole or self._comm.stop.has_waited)
         always = self._comm.records == "always"
-        if self._key is not None and (always or (is_bound and self._recorded.pays(self._key))):
+        key = self._key
+        if key is None or not self._recorded.lacks(key):
+            return output
+        if always or (is_bound and self._recorded.pays(key)):
             lasting = (*self._comm.buffers, *self._model.buffers())
-            self._recorded.record(self._key, arguments, partial(self._again, forward), sent, lasting, number)
+            self._recorded.record(key, arguments, partial(self._again, forward), sent, lasting, number)
         return output
 
     def _key_of(self, arguments: dict[str, Any]) -> Hashable:
@@ -159,7 +164,7 @@ class SequenceParallel:
         in_step = self._comm.in_step
         done = "all" if in_step.is_even else "some"
         recorded = 0 if self._key is None else self._recorded.number_of(self._key)
-        held = 0 if self._comm.records == "never" else self._recorded.nbytes
+        held = 0 if self._comm.records == "never" else self._recorded.kept_bytes
         return Facts(done, in_step.confirmed, recorded=recorded, graph_bytes=held)
 
 

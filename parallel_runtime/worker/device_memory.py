@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -20,15 +21,15 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 
 class DeviceMemory:
     """The memory of one rank's device. ``model_bytes``: of the resident models' weights;
-    ``conditioning_bytes``: of a run's conditioning; ``graph_bytes``: of each model's CUDA graphs,
-    which torch keeps for them alone. The handler sets all three.
+    ``conditioning_bytes``: of a run's conditioning; ``graph_bytes``: of all CUDA graphs, which
+    torch keeps for them alone. The handler sets all three.
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
         """``sharers``: the ranks on the device that ask for room at the same time, this one too."""
         self.model_bytes = 0
         self.conditioning_bytes = 0
-        self.graph_bytes: dict[str, int] = {}
+        self.graph_bytes: Callable[[], int] = lambda: 0
         self._sharers = sharers
         self._device = device
         self._rank = rank
@@ -54,7 +55,7 @@ class DeviceMemory:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            cached = max(0, cached - sum(self.graph_bytes.values()))
+            cached = max(0, cached - self.graph_bytes())
             return Memory(free + cached, total, self.model_bytes, self.conditioning_bytes)
         return Memory(*system_memory(), self.model_bytes, self.conditioning_bytes)
 

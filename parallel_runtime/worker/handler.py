@@ -83,6 +83,7 @@ class RequestHandler:
         # Whether this rank has the output, by how many groups compute it together
         self._writes = {width: mesh.layout.joined(width).writes(mesh.rank) for width in mesh.layout.widths}
         self._writes[ALONE] = True
+        memory.graph_bytes = lambda: sum(one.method.facts.graph_bytes for one in self.models.values())
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
         """Carries out ``request`` and returns the answer. ``segments``: those that the request
@@ -200,7 +201,6 @@ class RequestHandler:
         if (model := self.models.pop(name, None)) is not None:
             model.detach()
         del model
-        self._memory.graph_bytes.pop(name, None)
         self._count_models()
         self._forget_conditioning()
         self._memory.give_back()
@@ -219,7 +219,6 @@ class RequestHandler:
         stays, model = False, self.models.get(request.model)
         if model is not None:
             stays = model.end_run(request.steps, self._memory.little() if request.steps else -1)
-            self._memory.graph_bytes[request.model] = model.method.facts.graph_bytes
         self._forget_conditioning()
         self._memory.end_run(
             keeps_freed=self._mesh.layout.stages == 1, needed=self._mesh.rank in request.cleared
@@ -266,7 +265,6 @@ class RequestHandler:
         rank.tick()  # the answer waits until the GPU has computed it
         writing = self._io.write(output, request.out) if self._writes[request.width] else NOTHING
         traffic, facts = self._mesh.sequence.traffic, model.method.facts
-        self._memory.graph_bytes[request.model] = facts.graph_bytes
         waited_s = {axis: spent_s for axis, spent_s in traffic.waited_s.items() if spent_s}
         sent_bytes = traffic.sent_bytes.total()
 

@@ -204,7 +204,7 @@ def test_a_gpu_that_is_nearly_full_computes_another_shape_than_it_has_a_graph_of
     model = parallel(stock, Layout(), "nccl")
     run(model, latent=one, steps=3)
     sessions = pools(Layout(), "nccl").remote.sessions
-    assert sessions.latest.has_graphs == on_gpu
+    assert any(one.has_graphs for one in sessions.latest.models.values()) == on_gpu
     mm.soft_empty_cache(force=True)
     with nearly_full(device) if on_gpu else nullcontext():
         image = run(model, latent=other, steps=1)
