@@ -15,7 +15,7 @@ from . import lanes
 
 
 def run_tests(folder: str, rest: Sequence[str]) -> int:
-    """Runs the tests in a folder of the checkout, all of them as two processes side by side."""
+    """Runs the tests in a folder of the checkout, all of them as three processes side by side."""
     python, env = prepared_for_tests()
     pytest = pytest_of(python, folder, rest)
     if not lanes.is_of_all(rest):
@@ -33,8 +33,8 @@ def run_checks(rest: Sequence[str]) -> int:
             "ruff": [python, "-m", "ruff", "check", "."],
             "format": [python, "-m", "ruff", "format", "--check", "."],
             "types": [python, "-m", "basedpyright", "--pythonpath", python],
+            "laboratory": laboratory,  # before the last of those that share out what is left
             **lanes.in_turns("tests", product, Path(taken, "tests")),
-            "laboratory": laboratory,
         }
         return lanes.run(checks, env, ROOT)
 

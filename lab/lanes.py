@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 AT_ONCE = 3  # on two cores: tests wait for processes that start, hang or are lost
-SHARES = 2  # of one folder's tests
+SHARES = 3  # of one folder's tests
 # Options of a run of all tests
 ALL = re.compile(r"-[qvxsl]+|-r\w+|--(durations|durations-min|tb|color|maxfail)=\S+")
 PROGRESS = re.compile(r"\[ *\d+%\]$")

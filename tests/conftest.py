@@ -26,6 +26,7 @@ from package import register_package  # noqa: E402
 
 sys.path.pop(0)
 register_package(ROOT)
+gc.disable()  # until all is collected: next to nothing that is imported is garbage
 if COMFYUI and COMFYUI not in sys.path:
     sys.path.insert(0, COMFYUI)
 
@@ -85,6 +86,7 @@ def left_out_of_covers(items):
 
 
 def pytest_collection_finish():
+    gc.enable()
     gc.collect()
     gc.freeze()  # torch's and ComfyUI's own objects: a collection in a test would look at each of them again
 
