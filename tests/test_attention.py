@@ -119,6 +119,18 @@ def test_a_scale_of_the_hosts_choice_is_honoured():
     assert torch.allclose(out, truth(q * 0.5 * 4, k, v, None), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_without_a_fused_kernel_is_the_truth_in_the_dtype_of_the_query(dtype, masked):
+    q, k, v = make(3, 2, 3, 33, 20, 64, dtype)
+    mask = make_mask(4, (33, 20), "inf") if masked else None
+    if masked:
+        mask[:, 0] = 0.0
+    out, lse = kernels.explicit(q, k, v, mask, None)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert (out.float() - truth(q, k, v, mask)).abs().max() <= BOUND[dtype]
+
+
 def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
     q, k, v = make(5, 1, 1, 2, 4, 16)
     blind = torch.tensor([[-math.inf] * 4, [0.0] * 4])

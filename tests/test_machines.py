@@ -245,7 +245,7 @@ EVERY = {  # devices -> the layouts there; a machine may have no rank, also Comf
 }
 UNEQUAL = Asked(4.0, (13, 7), 3)  # of both prompts, and with several images
 CASES = [(devices, layout) for devices, layouts in EVERY.items() for layout in layouts]
-FEW = [("cpu,far/cpu,third/cpu,third/cpu", Layout(pipefusion=2, cfg=2))]
+FEW = [("cpu,far/cpu,third/cpu,third/cpu", Layout(pipefusion=2, cfg=2)), ("far/cpu,third/cpu", Layout(cfg=2))]
 
 
 @pytest.fixture(scope="module")

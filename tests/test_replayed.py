@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.replayed import Replayed
 from pipemesh.parallel_runtime.client.residency import Residency
 from pipemesh.parallel_runtime.client.session import Like, Resident, Session, Sessions
-from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
+from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.recorded import RecordedForward
 from pipemesh.parallel_runtime.patches import Part
@@ -163,14 +163,19 @@ def test_a_model_without_memory_gives_up_its_own_graphs_alone(others):
     sessions.latest = session_of("0", "1")
     models = sessions.latest.models
     models["1" if others else "0"].has_graphs = True
-    replayed = Replayed(sessions, "0")
+    replayed, sessions.latest.tries_graphs = Replayed(sessions, "0"), True
     assert replayed.make_room() == (not others)
+    assert not sessions.latest.tries_graphs, "all ranks have answered"
     assert replayed.graph == ("record" if others else "none")
     assert models["1"].has_graphs == others
     assert not replayed.make_room() and replayed.graph == "record"
 
 
-def test_where_a_first_replay_fails_the_next_run_replays_none(caplog):
+@pytest.mark.parametrize("error", [ModelError, PoolFailed, RunCancelled])
+def test_where_a_first_replay_fails_the_next_run_replays_none(caplog, error):
+    """Of a pool that was lost, and of one that a user stopped, the next pool tells."""
+    tries = []
+
     class Fails(WholeEvaluations):
         def sampled(self, remote):
             session = remote.sessions.open(lambda: False)
@@ -178,21 +183,27 @@ def test_where_a_first_replay_fails_the_next_run_replays_none(caplog):
 
             def fail(number, interrupted):
                 if any(ticket.unproven for ticket in session.tickets):
-                    raise ModelError("Rank 1 failed")
+                    raise error("Rank 1 failed")
                 return collect(number, interrupted)
 
             session.pool.collect = fail
-            with pytest.raises(ModelError):
+            with pytest.raises(error):
                 super().sampled(remote)
+            tries.append(session.tries_graphs)
             session.pool.collect = collect
-            return super().sampled(remote)
+            outputs = super().sampled(remote)
+            tries.append(session.tries_graphs)
+            return outputs
 
     sampler = Fails(Layout(ulysses=2), runs=1)
     gpus = pooled(sampler.layout, sampler, records="always")
     assert_same(sampler.runs[0], at_once(sampler.layout))
-    (line,) = [line for line in caplog.messages if "until ComfyUI is started again" in line]
-    assert "The first replay of a CUDA graph failed" in line
-    assert {gpu.recordings for gpu in gpus} == {2}  # one of each branch, before
+    lines = [line for line in caplog.messages if "until ComfyUI is started again" in line]
+    assert ["The first replay of a CUDA graph failed" in line for line in lines] == [True] * (
+        error is ModelError
+    )
+    assert ({gpu.replays for gpu in gpus} == {1}) == (error is ModelError)
+    assert tries == [True, False]
 
 
 @pytest.mark.parametrize(

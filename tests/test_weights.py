@@ -40,11 +40,11 @@ def parameter(patcher):
 
 
 def finds_a_write(patcher):
-    """Compares, which finds nothing, and again once a row was written, which finds that."""
+    """Compares, which finds nothing, and again once the last number was written: that is found."""
     weights = compared(patcher)
     assert not weights.changed
     with torch.inference_mode(parameter(patcher).is_inference()):
-        parameter(patcher).data[0] *= 2
+        parameter(patcher).data[-1, -1] += 1
     weights.compare(patcher)
     assert weights.changed == {NAME}
 

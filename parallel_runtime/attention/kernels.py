@@ -106,7 +106,7 @@ def partial_attention(
     host: str = "",
 ) -> Partial:
     """Attend over some of the keys by the first of ``kernels`` for this, or of torch's own: return
-    out (B, H, Q, D) in q's dtype, and lse.
+    out (B, H, Q, D) in q's dtype, lse (B, H, Q) in fp32, and how many keys those are of.
 
     ``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q,
     K) or (B, 1 or H, 1 or Q, K). ``host``: as ``Ask`` has it.

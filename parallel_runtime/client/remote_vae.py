@@ -87,7 +87,7 @@ class RemoteVAE:
         return self._pool_of().layout.world_size
 
     def free_bytes(self) -> int | None:
-        """Returns the free bytes of the rank that has least; None where no pool is known."""
+        """Returns the free bytes of the rank that has least; None where no pool is live."""
         return self._at[0].free_bytes() if self._at is not None else None
 
     def share(self) -> int:

@@ -53,7 +53,9 @@ class Replayed:
         one. Returns whether a rank may hold such a graph.
         """
         session = self._sessions.latest
-        resident = session.models.get(self._model) if session is not None else None
+        assert session is not None  # that answered
+        session.tries_graphs = False
+        resident = session.models.get(self._model)
         has_graphs = resident is not None and resident.has_graphs
         if resident is not None:
             resident.forget_graphs()
@@ -83,7 +85,8 @@ class Replayed:
             )
             return
         for ticket in tickets:  # a graph that was lost meanwhile has another number
-            recorded = self._sessions.latest.models[ticket.run.model].recorded
+            resident = self._sessions.latest.models.get(ticket.run.model)
+            recorded = resident.recorded if resident is not None else {}  # it may have been released
             graphs = recorded.get(ticket.like)
             if graphs is not None and graphs.numbers == ticket.unproven:
                 recorded[ticket.like] = graphs._replace(are_right=True)

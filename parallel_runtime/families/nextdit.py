@@ -95,6 +95,7 @@ def pixel_config(size: Size) -> Config:
     return {**z_image_config(size), "image_model": "zimage_pixel", **own}
 
 
+# Sizes in a list, where ComfyUI has a tuple: a tuple is a shape to draw
 SEEN = SimpleNamespace(image_sizes=[[3, 32, 48]], last_hidden_state=(1, 6, 24))
 # Two images to refer to, each with its text and its CLIP vision tokens, and a text behind them
 references = random_extras(
@@ -117,7 +118,6 @@ LUMINA_2 = Released(
 )
 # Its modulation takes 256 numbers, and a model of fewer has not so many
 z_image = partial(sample, tiny=Tiny(head_dim=64))
-ming = partial(z_image, config_class="MingImage", config=ming_config, since="0.39.0")
 
 NEXTDIT = Family(
     plans=(PLAN, PIXELS),
@@ -135,9 +135,18 @@ NEXTDIT = Family(
             pixel_config,
             latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
         ),
-        ming("ming-image", latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 3, 5, 6)}),
-        ming(
+        z_image(
+            "ming-image",
+            "MingImage",
+            ming_config,
+            since="0.39.0",
+            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 3, 5, 6)},
+        ),
+        z_image(
             "ming-image-edit",
+            "MingImage",
+            ming_config,
+            since="0.39.0",
             latents=ONE_FRAME,
             prompt_extras=random_extras(reference_latents=[(1, 16, 1, 6, 8), (1, 16, 1, 5, 4)]),
         ),

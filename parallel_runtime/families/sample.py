@@ -272,7 +272,8 @@ class Sample:
     ``larger``: sizes by the name of their use: ``demo``, and of the benches ``bench`` (24 blocks),
     ``deep`` (as many as released models), ``large`` (a file of gigabytes) and ``equal`` (blocks
     that all take as long). ``latents``: a latent with an ``even`` and one with an ``odd`` number of
-    tokens, or several that are sampled together, such as video and audio. ``masks`` is None where
+    tokens, or several that are sampled together, such as video and audio; without, images of 16
+    channels. ``masks`` is None where
     ComfyUI takes no attention mask. ``prompt_extras``: an empty latent -> what the family's nodes
     add to a prompt; of two, what to the positive and what to the negative one. ``noise_mask``: an
     empty latent -> the mask to sample it under. ``since``: the version of ComfyUI that brought such

@@ -9,12 +9,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
 from .sample import (
     VIDEO,
     Config,
     Extent,
+    Extras,
     Family,
     Form,
     Released,
@@ -74,11 +77,15 @@ def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: 
     }
 
 
-# What an image-to-video node adds to a prompt: the frame as latent channels, and as CLIP sees it
 SEEN = SimpleNamespace(penultimate_hidden_states=(1, 9, 1280))
-first_frame = random_extras(
-    concat_latent_image=(1, 16, ...), concat_mask=(1, 1, ...), clip_vision_output=SEEN
-)
+
+
+def first_frame(latent: torch.Tensor) -> Extras:
+    """The extras that an image-to-video node adds to a prompt: the frame as latent channels, and as
+    CLIP sees it.
+    """
+    made = random_extras(concat_latent_image=tuple(latent.shape), clip_vision_output=SEEN)(latent)
+    return {**made, "concat_mask": torch.ones(1, 1, *latent.shape[2:])}
 
 
 def released(

@@ -44,7 +44,7 @@ def masked_pose(latent: torch.Tensor) -> dict[str, Any]:
 
 
 def scail(model_type: str, config_class: str, extras: Any) -> Sample:
-    """Four channels stand beside those of the latent: which frames are given."""
+    # Beside the latent's channels: which frames are given
     config = partial(wan.config, extra_channels=4, model_type=model_type)
     released = wan.released(f"{model_type}-14b")
     return sample(f"wan-{model_type}", config_class, config, released, latents=VIDEO, prompt_extras=extras)

@@ -4,8 +4,10 @@ some of the first, on the tokens of given videos and on the video's own from bef
 
 from dataclasses import replace
 
+import torch
+
 from . import wan
-from .sample import Config, Family, Size, Tiny, random_extras, sample
+from .sample import Config, Extras, Family, Size, Tiny, random_extras, sample
 
 VACE = replace(wan.PLAIN, path="vace_blocks", tokens={"c": wan.IMG, "x": wan.IMG}, interleaved=True)
 PLAN = replace(
@@ -20,12 +22,19 @@ def config(size: Size) -> Config:
     return {**wan.config(size, model_type="vace"), "vace_layers": size.blocks[1], "vace_in_dim": 32 + 64}
 
 
-# The extras of two VACE nodes: videos, what of them stays, and how much they count
-two_videos = random_extras(
+VIDEOS = random_extras(
     vace_frames=[(1, 32, ...), (1, 32, ...)],
     vace_mask=[(1, 64, ...), (1, 64, ...)],
     vace_strength=[1.0, 0.5],
 )
+
+
+def two_videos(latent: torch.Tensor) -> Extras:
+    """The extras of two VACE nodes: videos, what of them stays, and how much they count."""
+    made = VIDEOS(latent)
+    return {**made, "vace_mask": [(mask > 0).float() for mask in made["vace_mask"]]}
+
+
 LARGE = wan.released("wan2.1-vace-14b")
 # One video, as ComfyUI makes it itself
 RELEASED = replace(LARGE, size=replace(LARGE.size, blocks=(40, 8)), extras=random_extras())

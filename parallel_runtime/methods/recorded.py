@@ -121,8 +121,8 @@ class Region(TorchDispatchMode):
 
 class RecordedForward:
     """The graphs of one model's evaluations, by what each is like. The log says once why something
-    is not recorded. ``note`` is told when a recording begins, and of no end before the next
-    request: what it breaks of the GPU may show later.
+    is not recorded. ``note`` is told when a recording begins, and of no end before the
+    answer is sent: what it breaks of the GPU may show then.
     """
 
     def __init__(self, note: Callable[[str], None] = lambda phase: None) -> None:
@@ -221,10 +221,10 @@ class RecordedForward:
         kernels, taken memory and connected ranks, and is the ``number``-th. Recording computes and
         sends nothing. ``lasting``: what another run reads in the same place.
         """
-        self._note("recording")
         try:
             if len(self._recordings) == MOST:
                 raise Unlike(f"the model has {MOST} of them")
+            self._note("recording")
             inputs = tree_map_only(torch.Tensor, torch.clone, arguments)
             self._recordings[key] = self._recorded(inputs, compute, sent_bytes, lasting, number)
         except Exception as error:  # noqa: BLE001 it was computed already

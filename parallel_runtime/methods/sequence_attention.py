@@ -70,7 +70,7 @@ class Call(NamedTuple):
         )
 
     def _frame_by_frame(self, more: KeysByFrame, q, k, v) -> torch.Tensor:
-        out, alone = torch.empty_like(q), self._replace(by_frame=None)
+        out, alone = torch.empty_like(q), self._replace(by_frame=None, before=None)
         for rows, keys in more.segments(0, q.shape[2]):
             k_here, v_here = k, v
             if keys is not None:

@@ -113,7 +113,7 @@ def write(file: Path, machine: str, speeds: dict[str, Speeds]) -> None:
 
 
 def stored(file: Path) -> dict[str, Any]:
-    """Return what a file has; nothing where it is none of these."""
+    """Return the object that a file holds; an empty one where it holds none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
