@@ -51,7 +51,7 @@ const row = (left, right, className = "row") =>
 const details = (key, text, ...children) =>
   make("details", { "data-key": key }, make("summary", { text, "data-key": `${key}-summary` }), ...children);
 
-const list = (texts) => make("ul", {}, ...texts.map((text) => make("li", { text })));
+const list = (lines) => make("ul", {}, ...lines.map((text) => make("li", { text })));
 
 const duration = (seconds) => (seconds < 90 ? `${Math.ceil(seconds)} s` : `${Math.ceil(seconds / 60)} min`);
 const size = (bytes) => `${(bytes / GIB).toFixed(bytes < GIB ? 2 : 1)} GiB`;

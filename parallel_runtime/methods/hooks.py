@@ -277,13 +277,11 @@ class TokenHooks:
             put(arguments, arg, as_given(self._rows.slice(tokens[arg], 1, streams), (-1, 1, 1)[: len(grid)]))
 
     def _localize(self, arguments: dict[str, Any], items: Sequence[Along | Ranges | Boundary]) -> None:
-        rows = self._rows
-        if rows is None:
+        if self._rows is None:
             return
-        cuts: dict[type, Callable] = {Along: rows.along, Ranges: rows.ranges, Boundary: rows.boundary}
         for item in items:
             if arguments.get(item.arg) is not None:
-                arguments[item.arg] = cuts[type(item)](arguments[item.arg], item)
+                arguments[item.arg] = self._rows.cut(arguments[item.arg], item)
 
     def _entering_leave(self, module: nn.Module) -> Callable:
         bind, by_tokens = binder(forward_of(module)), (*self._plan.leave.along, *self._plan.leave.ranges)

@@ -24,8 +24,8 @@ class Facts:
     have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
     each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
     ``InStep`` has it. ``recorded``: behind which evaluation this rank recorded a CUDA graph of
-    such ones, 0 where it has none. ``graph_bytes``: of the device, which torch
-    keeps for the model's graphs alone.
+    such ones, 0 where it has none. ``graph_bytes``: of the device, which torch keeps for the
+    model's graphs alone.
     """
 
     messages_done: Progress = "all"

@@ -121,8 +121,8 @@ class Region(TorchDispatchMode):
 
 class RecordedForward:
     """The graphs of one model's evaluations, by what each is like. The log says once why something
-    is not recorded. ``note`` is told when a recording begins, and of no end before the
-    answer is sent: what it breaks of the GPU may show then.
+    is not recorded. ``note`` is told when a recording begins, and of no end before the answer is
+    sent: what it breaks of the GPU may show then.
     """
 
     def __init__(self, note: Callable[[str], None] = lambda phase: None) -> None:

@@ -229,6 +229,11 @@ class SequenceAttention(ABC):
             " needs another plan."
         )
 
+    def _group_tokens(self, joint: Joint) -> list[int]:
+        """Return the active tokens of each rank of this ulysses group."""
+        size, index = self._comm.ulysses.size, self._comm.ring.index
+        return joint.counts[index * size : (index + 1) * size]
+
     def _heads_for_tokens(self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint) -> tuple[QKV, Flag]:
         """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
         wish to stop. Or 2 x, without q.
@@ -238,8 +243,7 @@ class SequenceAttention(ABC):
         if exchange.size == 1:
             return qkv, wish
         batch, _, _, dim = qkv[0].shape
-        first = exchange.size * self._comm.ring.index
-        tokens = joint.counts[first : first + exchange.size]  # of this ulysses group's ranks
+        tokens = self._group_tokens(joint)
         out = qkv[0].new_empty(len(qkv), batch, heads.sizes[exchange.rank], sum(tokens), dim)
         self._on_progress()
         by_heads = [runs_of(t, 1, heads.sizes) for t in qkv]
@@ -251,8 +255,7 @@ class SequenceAttention(ABC):
         if exchange.size == 1:
             return joint.put_back(out_BhgD.transpose(1, 2), 1)
         batch, _, _, dim = out_BhgD.shape
-        first = exchange.size * self._comm.ring.index
-        tokens = joint.counts[first : first + exchange.size]  # of this ulysses group's ranks
+        tokens = self._group_tokens(joint)
         out = out_BhgD.new_empty(batch, tokens[exchange.rank], heads.total, dim)
         self._on_progress()
         exchange.all_to_all([runs_of(out_BhgD, 2, tokens)], runs_of(out.transpose(1, 2), 1, heads.sizes))

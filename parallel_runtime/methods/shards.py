@@ -128,6 +128,12 @@ class Rows:
         source = torch.arange(total, device=tensor.device) // run
         return tensor.index_select(item.dim, self.slice(source, 0, item.streams))
 
+    def cut(self, value: Any, item: Along | Ranges | Boundary) -> Any:
+        """Return what an argument of a block is for the local rows."""
+        if isinstance(item, Along):
+            return self.along(value, item)
+        return self.ranges(value, item) if isinstance(item, Ranges) else self.boundary(value, item)
+
     def ranges(self, ranges: list, item: Ranges) -> list[tuple]:
         """Cut token ranges of whole streams to the local rows. Raises ModelError where the plan
         does not fit the model.

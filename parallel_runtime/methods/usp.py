@@ -42,8 +42,8 @@ class SequenceParallel:
     buffers for messages are kept, and what is known of their steps.
 
     ``on_progress`` is called at every block and before every message, so that a rank that waits for
-    another has come further than that one. ``note`` is told when a phase of its own begins,
-    the recording of a CUDA graph.
+    another has come further than that one. ``note`` is told when a phase of its own begins, the
+    recording of a CUDA graph.
     """
 
     def __init__(
