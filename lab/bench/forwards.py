@@ -9,7 +9,7 @@ exchanges: the harder case.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -76,6 +76,45 @@ class Slowing(Protocol):
     def __call__(self) -> None: ...
 
 
+def unslowed() -> None:
+    pass
+
+
+class OwnRank:
+    """This process as a rank of the mesh of ``comm``: evaluates a model under sequence parallelism.
+
+    Ranks learn the messages of an evaluation in the first one and rely on them in every later one,
+    as in a run. ``on_progress``: as the method has it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        comm: SequenceComm,
+        on_progress: Callable[[], None] = unslowed,
+    ):
+        plan = plan_for(type(model))
+        assert plan is not None, f"{type(model).__name__} has no plan"
+        self._forward, self._confirmed = forward, 0
+        self._method = SequenceParallel(model, plan, comm, on_progress)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        self._method.attach()
+        try:
+            yield
+        finally:
+            self._method.detach()
+
+    def evaluate(self, arguments: dict[str, Any]) -> Any:
+        """Return the output on rank 0. Call it while ``attached``."""
+        self._method.begin(Part(1, 0), Expected(confirmed=self._confirmed))
+        output = self._method.forward(self._forward, dict(arguments), 1)
+        self._confirmed = self._method.facts.confirmed
+        return output
+
+
 class Forwards:
     """One evaluation of ``tokens`` tokens, text included, at batch 1 in fp32. ``whole`` and
     ``through`` time it, in seconds.
@@ -85,9 +124,7 @@ class Forwards:
         assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
         self.hidden, self.blocks = SIZE.hidden, sum(SIZE.blocks)
         self.model: Any = SAMPLE.form.random_model(SIZE).model.diffusion_model
-        plan = plan_for(type(self.model))
-        assert plan is not None, f"{SAMPLE.name} has no plan"
-        self._plan = plan
+        self._ranks: dict[tuple[SequenceComm, Callable[[], None]], OwnRank] = {}
         rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
         generator = torch.Generator().manual_seed(0)
         self.arguments: dict[str, Any] = {
@@ -103,22 +140,16 @@ class Forwards:
 
     @contextmanager
     def parallel(
-        self, comm: SequenceComm, on_progress: Callable[[], None] = lambda: None
+        self, comm: SequenceComm, on_progress: Callable[[], None] = unslowed
     ) -> Iterator[Callable[[], torch.Tensor]]:
-        """Attach sequence parallelism as this rank of the mesh, and yield the same evaluation under
-        it; rank 0 gets its result. ``on_progress``: as the method has it.
+        """Yield the same evaluation under sequence parallelism, as this rank of the mesh; rank 0
+        gets its result. A rank that was here before goes on as in a run.
         """
-        method = SequenceParallel(self.model, self._plan, comm, on_progress)
-        method.attach()
-
-        def evaluate() -> torch.Tensor:
-            method.begin(Part(1, 0), Expected(confirmed=method.facts.confirmed))
-            return method.forward(self.model._forward, self.arguments, 1)
-
-        try:
-            yield evaluate
-        finally:
-            method.detach()
+        key = comm, on_progress
+        if key not in self._ranks:
+            self._ranks[key] = OwnRank(self.model, self.model._forward, comm, on_progress)
+        with self._ranks[key].attached():
+            yield lambda: self._ranks[key].evaluate(self.arguments)
 
     def whole(self) -> float:
         return timed(self.evaluate)
@@ -143,7 +174,7 @@ class StandinExchange(Exchange):
     def __init__(self, rank: int, size: int, axis: str = "ulysses"):
         super().__init__(None, rank, size, axis=axis, via_cpu=False)
 
-    def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _buffer(self, use: Hashable, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return ordinary(self._buffers.get((use, dtype, device)), super()._buffer(use, count, dtype, device))
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
@@ -170,8 +201,8 @@ class StandinRing(Ring):
     def __init__(self, index: int, size: int):
         super().__init__(None, range(size), index, via_cpu=False)
 
-    def _buffer(self, slot: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return ordinary(self._buffers.get((slot, dtype, device)), super()._buffer(slot, count, dtype, device))
+    def _buffer(self, use: Hashable, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return ordinary(self._buffers.get((use, dtype, device)), super()._buffer(use, count, dtype, device))
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list:
         arriving[0] = 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.layout import Layout
 from .capacity import capacity, speedup
 from .figures import CaseFigures, Figure, Goal, Options, Round, typical
@@ -19,7 +20,6 @@ from .lockstep import Phase, Ranks, merge, run, timed
 from .pools import cpu_pool
 
 if TYPE_CHECKING:
-    from ...launcher.pool.handle import PoolHandle
     from ...parallel_runtime.client.queued import Moment
 
 EFFICIENCY = {"cfg": 0.97, "data": 0.97, "windows": 0.95}  # goals

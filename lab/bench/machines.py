@@ -115,7 +115,9 @@ def measure(
     os.environ["GLOO_SOCKET_IFNAME"] = "net0"
     ranks.all_cores = ranks.own_cores  # a machine has one
     with giving_way():
-        link = Exchange(dist.new_group([0, 1]), ranks.rank, 2, axis="ulysses", via_cpu=False)
+        group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    link = Exchange(group, ranks.rank, 2, axis="ulysses", via_cpu=False)
     phases, counted = calibration(tokens, link)
     if ranks.rank == 0:
         host, _, port = known["rendezvous"].rpartition(":")

@@ -99,17 +99,17 @@ class Forwards:
     def alone(self) -> float:
         return timed(lambda: self._forward(**self._arguments))
 
-    def through(self, comm: Any) -> float:
-        from ...parallel_runtime.methods.usp import SequenceParallel
+    def rank(self, comm: Any) -> Callable[[], float]:
+        """Return a call that times the evaluation as this rank of the mesh of ``comm``."""
+        from .forwards import OwnRank
 
-        plan = plan_for(type(self._transformer))
-        assert plan is not None
-        method = SequenceParallel(self._transformer, plan, comm)
-        method.attach()
-        try:
-            return timed(lambda: method.forward(self._forward, dict(self._arguments), 1))
-        finally:
-            method.detach()
+        rank = OwnRank(self._transformer, self._forward, comm)
+
+        def through() -> float:
+            with rank.attached():
+                return timed(lambda: rank.evaluate(self._arguments))
+
+        return through
 
     def in_stages(self, stage: OwnStage) -> float:
         """Seconds of a run in patches, in the mean of its evaluations."""
@@ -193,9 +193,7 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
             phases[f"{sample.name} {side} alone"] = Phase(forwards.alone, alone=True)
             phases[f"{sample.name} {side} both"] = Phase(forwards.alone)
             for layout, comm in zip(SEQUENCES, comms, strict=True) if side in SIDES else ():
-                phases[f"{sample.name} {side} {layout.product()}"] = Phase(
-                    lambda forwards=forwards, comm=comm: forwards.through(comm)
-                )
+                phases[f"{sample.name} {side} {layout.product()}"] = Phase(forwards.rank(comm))
             if side in SIDES:
                 phases[f"{sample.name} {side} {STAGES.product()}"] = Phase(
                     lambda forwards=forwards, stage=stage: forwards.in_stages(stage)

@@ -51,15 +51,15 @@ def sampled(seed: int, denoise: float, steps: int = STEPS) -> Graph:
     return {"sampler": sampler, "save": node("SaveImage", images=["decode", 0], filename_prefix="prompt")}
 
 
-def decoded(images: str = "decode", **tiles: int) -> Graph:
+def decoded(tiles: Mapping[str, int] | None = None, images: str = "decode") -> Graph:
     name = "VAEDecodeTiled" if tiles else "VAEDecode"
-    return {images: node(name, samples=["sampler", 0], vae=["vae", 0], **tiles)}
+    return {images: node(name, samples=["sampler", 0], vae=["vae", 0], **(tiles or {}))}
 
 
 def flux(side: int, batch: int = 1, **tiles: int) -> Graph:
     text = node("PipeMeshDemoConditioning", seed=1, tokens=TEXT, context_dim=64, vec_dim=32)
     empty = node("EmptySD3LatentImage", width=side, height=side, batch_size=batch)
-    return {**loaders("flux.safetensors", IMAGE), "text": text, "empty": empty, **decoded(**tiles)}
+    return {**loaders("flux.safetensors", IMAGE), "text": text, "empty": empty, **decoded(tiles)}
 
 
 def wan(side: int) -> Graph:
@@ -83,7 +83,7 @@ def qwen_edit(side: int) -> Graph:
 def upscaled(side: int) -> Graph:
     return {
         **flux(side),
-        **decoded("small"),
+        **decoded(images="small"),
         "upscaler": node("UpscaleModelLoader", model_name=UPSCALER),
         "decode": node("ImageUpscaleWithModel", upscale_model=["upscaler", 0], image=["small", 0]),
     }

@@ -89,8 +89,8 @@ def cells(only: Sequence[str]) -> Iterator[Cell]:
     such as ``patches=4``; the ones that have goals first.
     """
     product = (
-        Cell(patches, warm_up, *rest)
-        for *rest, patches, warm_up in itertools.product(STEPS, SAMPLERS, PATCHES, WARM_UPS)
+        Cell(patches, warm_up, steps, sampler)
+        for steps, sampler, patches, warm_up in itertools.product(STEPS, SAMPLERS, PATCHES, WARM_UPS)
     )
     by_sampler = sorted(product, key=lambda cell: SAMPLERS.index(cell.sampler))
     for cell in dict.fromkeys((*WITH_GOALS, *by_sampler)):
