@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
@@ -35,6 +34,7 @@ from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole
 from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.layout import Layout, in_groups_of_one
+from ..parallel_runtime.memory import system_memory
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
@@ -404,7 +404,7 @@ def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevi
     device share its memory, of which a few MiB are not told, so that runs alike are predicted once.
     """
     if not placement.devices[0].is_gpu:
-        total = comfy.model_management.get_total_memory(torch.device("cpu"))
+        _available, total = system_memory()
         return [RankDevice("CPU", total, max(1, placement.threads(rank))) for rank in placement.ranks_on("")]
     found = []
     for device in (placement.devices[rank] for rank in placement.ranks_on("")):

@@ -1,4 +1,4 @@
-"""The machine's memory: how much there is, how freed blocks go back to it, what its pages tell."""
+"""Main memory: how much a process may take, how freed blocks go back, what its pages tell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 import fcntl
 import io
 import os
+import re
 import struct
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -17,13 +19,70 @@ UNTOUCHED, FILE_PAGE = 0b000, 0b101  # its three highest bits: present, swapped 
 PAGEMAP_SCAN, NO_FILE, IN_USE = 0xC0606610, 1 << 2, 1 << 3 | 1 << 4
 
 
-def system_memory() -> tuple[int, int]:
-    """(available, total) bytes. Available is more than free: the page cache, full of mapped
-    checkpoints, gives way.
+# Of a control group, in each of their two versions: its limit, what it uses, and what stands before
+# the names of its pages of files in memory.stat, those of the groups inside it among them
+GROUP_FILES = {
+    "cgroup2": ("memory.max", "memory.current", ""),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+
+
+def system_memory(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Returns (available, total) bytes of main memory for this process: the machine's, or its
+    container's if that may take less.
+
+    Available is more than free: the page cache, full of mapped checkpoints, gives way.
     """
-    with open("/proc/meminfo", encoding="ascii") as lines:
+    with (proc / "meminfo").open(encoding="ascii") as lines:
         first = [line.split() for line in islice(lines, 3)]  # MemTotal, MemFree, MemAvailable
-    return int(first[2][1]) << 10, int(first[0][1]) << 10
+    groups = [memory for folder, kind in control_groups(proc) for memory in group_memory(folder, kind)]
+    available, total = zip((int(first[2][1]) << 10, int(first[0][1]) << 10), *groups, strict=True)
+    return min(available), min(total)
+
+
+def group_memory(folder: Path, kind: str) -> Iterator[tuple[int, int]]:
+    """Yields (available, limit) bytes of a control group, nothing if it has no limit. All its pages
+    of files give way before the kernel ends a process, those that were read twice (active) too.
+    """
+    limit, used, names = GROUP_FILES[kind]
+    try:
+        most = (folder / limit).read_text().strip()
+        if most != "max":
+            pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            of_files = int(pages[f"{names}inactive_file"]) + int(pages[f"{names}active_file"])
+            yield max(0, int(most) - int((folder / used).read_text()) + of_files), int(most)
+    except OSError:
+        return  # the machine's own group has none of these files
+
+
+def control_groups(proc: Path) -> Iterator[tuple[Path, str]]:
+    """Yields the folder of each control group that this process's memory counts in, and its version
+    (a key of ``GROUP_FILES``): its own group, and all around it that are mounted here.
+    """
+    try:
+        own = (proc / "self/cgroup").read_text(errors="surrogateescape").splitlines()
+        mounts = (proc / "self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except FileNotFoundError:
+        return  # a system without control groups
+    paths = {}
+    for _number, controllers, path in (line.split(":", 2) for line in own):
+        if not controllers or "memory" in controllers.split(","):
+            paths["cgroup" if controllers else "cgroup2"] = path
+    for mount in mounts:
+        fields = mount.split(" ")
+        kind, _source, options = fields[fields.index("-") + 1 :]
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        root, folder = map(unescaped, fields[3:5])
+        path = Path(paths[kind])
+        # A path outside of the mount is another name space's: the mount is the container's own
+        inside = path.relative_to(root).parts if path.is_relative_to(root) and ".." not in path.parts else ()
+        yield from ((folder.joinpath(*inside[:depth]), kind) for depth in range(len(inside) + 1))
+
+
+def unescaped(path: str) -> Path:
+    """Returns a path of mountinfo, which writes a space as backslash, 040."""
+    return Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path))
 
 
 def give_back_freed() -> None:

@@ -25,6 +25,7 @@ from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.errors import PipeMeshError
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.memory import system_memory
 from .figures import CaseFigures, Figure, Goal, Options
 from .lockstep import timed
 from .pools import cpu_pool
@@ -113,9 +114,7 @@ def mapped_bytes(pid: int, kind: str) -> int:
 
 def require_room(folder: str) -> None:
     """Raise PipeMeshError where the disk or the memory is too small for the file."""
-    import psutil
-
-    disk, memory = shutil.disk_usage(folder).free, psutil.virtual_memory().available
+    disk, (memory, _total) = shutil.disk_usage(folder).free, system_memory()
     if disk < DISK_BYTES or memory < MEMORY_BYTES:
         raise PipeMeshError(
             f"The load bench needs {DISK_BYTES / 1e9:.0f} GB in {folder} and {MEMORY_BYTES / 1e9:.0f} GB of"

@@ -6,6 +6,7 @@ installed, in whatever Python runs it: standard library only, but for what is as
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -380,11 +381,12 @@ def shm_free_bytes() -> int | None:
 
 
 def memory_available_bytes() -> int | None:
+    # Before a ComfyUI is installed, `launcher` and its neighbours are packages of no other
+    above = (__package__ or "").removesuffix("launcher.commands")
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        return importlib.import_module(f"{above}parallel_runtime.memory").system_memory()[0]
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def main(argv: Sequence[str], host: ComfyInstall | None) -> int:

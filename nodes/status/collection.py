@@ -18,6 +18,7 @@ from ...launcher.trial.host_trials import HostTrials
 from ...launcher.trial.known_hosts import known_hosts
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
+from ...parallel_runtime.memory import system_memory
 from ..auto.mode import Auto
 from ..planning import PlannedLayout
 from ..runtime import Runtime
@@ -187,7 +188,10 @@ def device_statuses(ranks: list[RankFigures]) -> tuple[DeviceStatus, ...]:
     """
     gpus, own = visible_gpus(comfy.cli_args.args.cpu), mm.get_torch_device()
     if not gpus:
-        title = "CPU" if own.type == "cpu" else mm.get_torch_device_name(own)
+        if own.type == "cpu":
+            free, total = system_memory()
+            return (DeviceStatus(str(own), "CPU", total, free),)
+        title = mm.get_torch_device_name(own)
         return (DeviceStatus(str(own), title, mm.get_total_memory(own), mm.get_free_memory(own)),)
     free = {rank.device: rank.memory.free for rank in ranks if rank.memory is not None}
     free[str(own)] = int(mm.get_free_memory(own))

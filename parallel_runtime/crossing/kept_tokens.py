@@ -101,12 +101,17 @@ class KeptTokens:
         self._made.clear()
 
 
+def free_bytes(device: torch.device) -> int:
+    """Returns what is free there; of main memory what a container may take, as ComfyUI does not."""
+    from comfy.model_management import get_free_memory
+
+    return system_memory()[0] if device.type == "cpu" else int(get_free_memory(device))
+
+
 def cache_class(kept: Kept) -> Any:
     """Returns ComfyUI's class of it, whose ranks make room together: where one alone forgot tokens,
     the others would wait for its messages.
     """
-    from comfy.model_management import get_free_memory
-
     module, name = kept.cache.split(":")
     base: Any = getattr(import_module(module), name)
 
@@ -132,7 +137,7 @@ def cache_class(kept: Kept) -> Any:
             self.slots[-1] = self.slot = Slot(self.slot)
             wanted = max(map(self._slot_bytes, self.slots)) * 1.5 * self._ranks
             while self.slots[0] is not self.slot and self._sharers.any_wishes(
-                get_free_memory(self.store_device) < wanted
+                free_bytes(self.store_device) < wanted
             ):
                 self._free_slot(self.slots.pop(0))
 

@@ -1,0 +1,126 @@
+"""How much main memory a process may take: the machine's, or its container's."""
+
+import subprocess
+import sys
+from os import getpid
+from pathlib import Path
+
+import pytest
+from pipemesh.parallel_runtime import memory
+from pipemesh.parallel_runtime.memory import GROUP_FILES, control_groups, system_memory
+
+MIB = 1 << 20
+ROOT = Path(memory.__file__).parent.parent
+NO_LIMIT = {"cgroup": str((1 << 63) - 4096), "cgroup2": "max"}
+SUPER_OPTIONS = {"cgroup": "rw,memory", "cgroup2": "rw,nsdelegate"}
+
+
+def group(folder, kind, limit=None, used=0, inactive=0, active=0):
+    """Makes a control group with these MiB: its limit, what it uses, pages of files of that."""
+    limit_name, used_name, names = GROUP_FILES[kind]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / limit_name).write_text(f"{NO_LIMIT[kind] if limit is None else limit * MIB}\n")
+    (folder / used_name).write_text(f"{used * MIB}\n")
+    own = f"inactive_file {7 * MIB}\nactive_file {7 * MIB}\n" if names else ""  # without groups inside
+    pages = f"anon 1\n{own}{names}inactive_file {inactive * MIB}\n{names}active_file {active * MIB}\n"
+    (folder / "memory.stat").write_text(pages)
+
+
+def system(proc, available, total, own="", mounts=()):
+    """Makes a /proc of a machine with these MiB; ``mounts``: (root, folder, kind) of each."""
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(
+        f"MemTotal: {total << 10} kB\nMemFree: 1 kB\nMemAvailable: {available << 10} kB\nBuffers: 1 kB\n"
+    )
+    (proc / "self/cgroup").write_text(own)
+    lines = ["30 1 8:1 / / rw - ext4 /dev/root rw", "31 30 0:28 / /sys/cpu rw - cgroup cgroup rw,cpu"]
+    for root, folder, kind in mounts:
+        at = str(folder).replace(" ", "\\040")
+        lines.append(f"32 30 0:29 {root} {at} rw shared:9 - {kind} cgroup {SUPER_OPTIONS[kind]}")
+    (proc / "self/mountinfo").write_text("\n".join(lines) + "\n")
+    return proc
+
+
+OWN = {"cgroup": "4:cpu:/\n3:cpuset,memory:{}\n0::/\n", "cgroup2": "0::{}\n"}
+
+
+@pytest.mark.parametrize("kind", GROUP_FILES)
+@pytest.mark.parametrize("place", ["own", "outer", "beside"])
+def test_the_tightest_group_around_a_process_counts(tmp_path, kind, place):
+    top = tmp_path / "of groups"
+    outer, own = top / "slice", top / "slice/unit"
+    group(top, kind)
+    group(
+        outer,
+        kind,
+        **{"limit": 4000, "used": 3500, "inactive": 200, "active": 300} if place == "outer" else {},
+    )
+    group(
+        own, kind, **{"limit": 6000, "used": 5500, "inactive": 200, "active": 300} if place == "own" else {}
+    )
+    group(outer / "other", kind, limit=10, used=10)
+    proc = system(tmp_path / "proc", 32_000, 64_000, OWN[kind].format("/slice/unit"), [("/", top, kind)])
+    expected = {"own": (1000, 6000), "outer": (1000, 4000), "beside": (32_000, 64_000)}[place]
+    assert system_memory(proc) == tuple(mib * MIB for mib in expected)
+
+
+@pytest.mark.parametrize("kind", GROUP_FILES)
+@pytest.mark.parametrize(
+    ("path", "root"),
+    [("/", "/"), ("/box/1", "/box/1"), ("/box/1", "/other"), ("/../2", "/"), ("/x", "/../..")],
+)
+def test_what_is_mounted_in_a_container_is_its_own_group(tmp_path, kind, path, root):
+    group(tmp_path / "groups", kind, limit=500, used=700, inactive=100)
+    mounts = [(root, tmp_path / "groups", kind)]
+    proc = system(tmp_path / "proc", 32_000, 64_000, OWN[kind].format(path), mounts)
+    assert system_memory(proc) == (0, 500 * MIB), "never less than nothing"
+
+
+def test_a_machine_with_less_than_the_groups_limit_counts_itself(tmp_path):
+    group(tmp_path / "groups", "cgroup2", limit=64_000, used=10)
+    mounts = [("/", tmp_path / "groups", "cgroup2"), ("/", tmp_path / "not there", "cgroup2")]
+    proc = system(tmp_path / "proc", 100, 200, "0::/\n", mounts)
+    assert system_memory(proc) == (100 * MIB, 200 * MIB)
+    (proc / "self/cgroup").unlink()
+    assert system_memory(proc) == (100 * MIB, 200 * MIB), "a kernel without control groups"
+
+
+@pytest.fixture
+def real_group():
+    """A control group of this system with a limit of 64 MiB."""
+    tops = {
+        folder: kind for folder, kind in control_groups(Path("/proc")) if (folder / "cgroup.procs").exists()
+    }
+    folder, kind = next(iter(tops.items()), (Path("/none"), "cgroup2"))
+    made, limit = folder / f"pipemesh-test-{getpid()}", GROUP_FILES[kind][0]
+    try:
+        made.mkdir()
+        (made / limit).write_text(str(64 * MIB))
+    except OSError as error:
+        if made.exists():
+            made.rmdir()
+        pytest.skip(f"no control group with a limit can be made here: {error}")
+    yield made
+    made.rmdir()
+
+
+def test_a_real_groups_limit_counts(real_group):
+    code = f"""if True:
+        import runpy
+        open({str(real_group / "cgroup.procs")!r}, "w").write("0")
+        system_memory = runpy.run_path({memory.__file__!r})["system_memory"]
+        before, total = system_memory()
+        taken = b"x" * (32 << 20)
+        print(total, before, before - system_memory()[0])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    total, available, taken = map(int, done.stdout.split())
+    assert total == 64 * MIB and 32 * MIB < available <= total and 31 * MIB < taken < 40 * MIB
+
+
+def test_main_memory_is_asked_in_one_place():
+    """ComfyUI's and psutil's answers are the machine's."""
+    asks = ("virtual_memory", "/proc/meminfo", "get_total_memory", "SC_PHYS_PAGES")
+    folders = (ROOT / folder for folder in ("nodes", "launcher", "parallel_runtime", "lab"))
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    found = [file.relative_to(ROOT).as_posix() for file in files if any(map(file.read_text().count, asks))]
+    assert found == ["nodes/status/collection.py"], "of a GPU that is no pool's"
