@@ -74,6 +74,19 @@ class PageWithoutThePack(ComfyPage):
     }})()"""
 
 
+class PageOfABadMoment(ComfyPage):
+    """Its first question for the status and for the texts gets no answer, as behind a busy proxy."""
+
+    first = f"""{ComfyPage.first};(() => {{
+      const real = window.fetch, once = ['/pipemesh/status', '/i18n']
+      window.fetch = (url, ...rest) => {{
+        const place = once.findIndex(path => String(url).includes(path))
+        if (place >= 0) return once.splice(place, 1), Promise.resolve(new Response('', {{ status: 503 }}))
+        return real(url, ...rest)
+      }}
+    }})()"""
+
+
 @pytest.fixture(scope="module")
 def page(server):
     server.post("/settings/Comfy.TutorialCompleted", True)
@@ -117,6 +130,13 @@ def test_a_page_of_a_server_where_the_pack_failed_has_no_sidebar_and_no_setting_
     assert page.evaluate(f"[{HAS_TAB}, {HAS_SETTING}]") == [True, True]
     with PageWithoutThePack(server.address) as without:
         assert without.evaluate(f"[{HAS_TAB}, {HAS_SETTING}]") == [False, False]
+
+
+def test_a_server_that_failed_to_answer_once_costs_the_page_neither_panel_nor_setting_nor_texts(server):
+    with PageOfABadMoment(server.address) as page:
+        assert page.evaluate(f"[{HAS_TAB}, {HAS_SETTING}]") == [True, True]
+        page.evaluate("app.extensionManager.sidebarTab.toggleSidebarTab('pipemesh')")
+        page.until("document.querySelector('.pipemesh').innerText.includes('Nothing samples in a pool.')")
 
 
 @pytest.mark.quick

@@ -56,7 +56,7 @@ LISTEN = """(() => {
   window.clicked = performance.now()
   for (const name of ['executing', 'progress_state', 'progress', 'pipemesh.progress'])
     api.addEventListener(name, () => window.moved.push([name, performance.now() - window.clicked]))
-  new MutationObserver(() => window.said.push(panel.innerText)).observe(panel, { childList: true, subtree: true })
+  new MutationObserver(() => window.said.push(panel.innerText)).observe(panel, { childList: true, characterData: true, subtree: true })
 })()"""
 CONTRAST = """(() => {
   const numbers = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(one => {
@@ -399,6 +399,44 @@ def test_this_comfyui_what_was_tested_and_what_was_verified_here_are_named(page)
         ):
             page.evaluate(SAYS % json.dumps(made | {"host": made["host"] | host}))
             shown(page, said.format(**host))
+    finally:
+        page.evaluate(UNCOUNTED)
+
+
+LOG = "document.querySelector('.pipemesh .fault pre')"
+READING = f"""(() => {{
+  const log = window.log = {LOG}
+  log.scrollTop = 40
+  log.focus()
+  window.getSelection().setBaseAndExtent(log.firstChild, 3, log.firstChild, 30)
+}})()"""
+STILL = f"""[{LOG} == window.log, {LOG}.scrollTop, document.activeElement == {LOG}, window.getSelection().toString()]"""
+
+
+def test_what_a_user_reads_of_a_dead_workers_log_stays_while_everything_else_changes(page):
+    """Its place, the focus, and what is selected to be copied; also while no status comes."""
+    made = example()
+    made["pools"][0]["fault"] = "Rank 1 on cpu was killed: run again.\n" + "\n".join(
+        f"line {number} of its log" for number in range(60)
+    )
+    page.evaluate(SAYS % json.dumps(made))
+    try:
+        page.until(f"!!{LOG}")
+        page.evaluate(READING)
+        before = page.evaluate(STILL)
+        assert before[0] and before[2] and before[3] and before[1] > 0
+        made["notices"] = [{"at": 1.0, "node": "7", "text": "One more", "detail": "", "count": 1, "one_gpu": False}]
+        made["devices"] *= 2
+        made["last_runs"] = []
+        page.evaluate(SAYS % json.dumps(made))
+        shown(page, "One more")
+        assert page.evaluate(STILL) == before
+        page.evaluate("void (window.fetch = () => Promise.reject(new Error('gone')))")
+        shown(page, "The status of PipeMesh could not be read: gone")
+        assert page.evaluate(STILL) == before
+        page.evaluate(SAYS % json.dumps(made))
+        page.until(f"!{TEXT}.includes('could not be read')")
+        assert page.evaluate(STILL) == before
     finally:
         page.evaluate(UNCOUNTED)
 

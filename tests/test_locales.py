@@ -81,6 +81,12 @@ def test_the_setting_is_called_in_the_script_as_in_its_texts():
     assert not [text for text in texts.values() if f'"{text}"' not in script]
 
 
+def test_the_options_of_a_setting_are_those_of_the_script():
+    script = (ROOT / "web" / "auto.js").read_text(encoding="utf-8")
+    listed = [json.loads(options) for options in re.findall(r"options: (\[.*?\])", script)]
+    assert listed == [list(one["options"]) for one in said("en", "settings").values() if "options" in one]
+
+
 def made_names():
     """The names of texts that are put together of a word of the status."""
     from pipemesh.parallel_runtime.client.run_picture import COLOURS

@@ -6,7 +6,7 @@ import { texts } from "./texts.js";
 
 const BADGE = { text: "1 GPU", fgColor: "#fff", bgColor: "#a15c00" };
 const NO_POOL = "no pool"; // on the badge where there is no GPU
-const hasGpu = !!served?.devices.some((one) => one.name !== "cpu");
+const hasGpu = served?.devices?.some((one) => one.name !== "cpu") ?? true;
 const badges = new WeakMap(); // node -> its badge
 const MOST = 100; // prompts and notices that are remembered
 const workflows = new Map(); // prompt -> the workflow that was open when it was queued
@@ -102,10 +102,10 @@ const extension = {
       category: ["PipeMesh", "Auto mode", "Queue"],
       name: "Queued prompts that differ in the seed",
       tooltip:
-        "all soonest: they are sampled at once, each on GPUs of its own, where that is faster in all. Every image is the same. " +
-        "first image soonest: one after the other, each on all GPUs.",
+        "all soonest: queued prompts that differ only in the seed run at the same time, each on its own GPUs, if the whole queue ends sooner. " +
+        "Each image is the one you would get alone. first image soonest: one prompt after the other, each on all GPUs.",
       type: "combo",
-      options: ["all soonest", "first image soonest"],
+      options: ["all soonest", "first image soonest"], // locales/LANGUAGE/settings.json translates them
       defaultValue: "all soonest",
     },
   ],

@@ -1,7 +1,7 @@
 // The panel of PipeMesh in the sidebar: devices, pools, models, runs and notices, as GET /pipemesh/status has them, live.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { make } from "./make.js";
+import { make, updateChildren } from "./make.js";
 import { served } from "./served.js";
 import { texts } from "./texts.js";
 
@@ -41,15 +41,16 @@ ${Object.entries(AXES).map(([axis, colour]) => `.pipemesh .axis-${axis}, .pipeme
 .pipemesh summary { cursor: pointer; }
 .pipemesh img { max-width: 100%; border-radius: 4px; }`;
 
+const heading = (name, t) => make("h2", { text: t(name), "data-key": name });
+
 const quiet = (text) => make("p", { className: "quiet", text });
 
 // A line with something at its left end and a text at its right one.
 const row = (left, right, className = "row") =>
   make("div", { className }, make("span", {}, ...[left].flat()), make("span", { className: "quiet", text: right }));
 
-// Details that stay open, and keep the focus, when everything is drawn anew.
-const details = (key, text, ...children) =>
-  make("details", { "data-key": key }, make("summary", { text, "data-key": `${key}-summary` }), ...children);
+// Details, known by `key` from one status to the next.
+const details = (key, text, ...children) => make("details", { "data-key": key }, make("summary", { text }), ...children);
 
 const list = (lines) => make("ul", {}, ...lines.map((text) => make("li", { text })));
 
@@ -64,7 +65,8 @@ class Panel {
     this.waiting = null; // what pipemesh.progress said last
     this.error = "";
     this.busy = false; // a button's act is on its way
-    this.status = null; // what is shown
+    this.status = null; // what is shown: the last that was read
+    this.unread = ""; // why the status could not be read now
     this.asked = 0; // looks so far
     this.drawn = 0; // the one whose answer is shown: an older one may come later
     this.picture = null; // of the last run; made once, for the server draws it each time
@@ -103,10 +105,12 @@ class Panel {
       if (number < this.drawn) return;
       this.drawn = number;
       this.status = status;
-      this.draw(status);
+      this.unread = "";
     } catch (error) {
-      this.root.replaceChildren(make("p", { role: "alert", text: this.t("unreachable", error.message) }));
+      if (number < this.drawn) return;
+      this.unread = this.t("unreachable", error.message);
     }
+    this.draw(this.status);
   }
 
   // Acts on a pool, one act at a time; what went wrong is shown where the buttons are. Returns whether it was done.
@@ -129,30 +133,31 @@ class Panel {
     return !this.error;
   }
 
-  // Draws everything anew, and leaves focus, open details and the place where they are.
+  // Shows a status. If the element with the focus is gone, the panel has the focus.
   draw(status) {
-    const { t, root } = this;
-    const focus = root.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
-    const open = new Set([...root.querySelectorAll("details[open]")].map((one) => one.dataset.key));
-    const place = root.scrollTop;
+    const { root } = this;
+    const focused = root.contains(document.activeElement);
+    const unread = this.unread ? make("p", { role: "alert", text: this.unread }) : "";
+    updateChildren(root, [make("h1", { text: "PipeMesh" }), unread, ...(status ? this.parts(status) : [])].filter(Boolean));
+    if (focused && !root.contains(document.activeElement)) root.focus();
+  }
+
+  parts(status) {
+    const { t } = this;
     const run = status.last_runs[0];
-    root.replaceChildren(
-      make("h1", { text: "PipeMesh" }),
+    return [
       ...this.now(status),
       ...(run ? this.lastRun(run, status) : []),
-      make("h2", { text: t("devices") }),
+      heading("devices", t),
       ...status.devices.map((device) => this.device(device)),
-      make("h2", { text: t("pools") }),
+      heading("pools", t),
       ...this.pools(status),
       this.error ? make("p", { role: "alert", text: this.error }) : "",
-      make("h2", { text: t("runs") }),
+      heading("runs", t),
       this.runs(status.last_runs),
-      make("h2", { text: t("notices") }),
-      ...this.notices(status.notices)
-    );
-    for (const one of root.querySelectorAll("details")) one.open = open.has(one.dataset.key);
-    if (focus !== undefined || root === document.activeElement) (root.querySelector(`[data-key="${CSS.escape(focus ?? "")}"]`) ?? root).focus();
-    root.scrollTop = place;
+      heading("notices", t),
+      ...this.notices(status.notices),
+    ];
   }
 
   // A text of the status in the language of the page.
@@ -170,7 +175,7 @@ class Panel {
     const text = this.waiting ? this.waiting.text : run ? begun(run) : t("idle");
     const left = (!this.waiting && run?.steps.left_s) || null;
     return [
-      make("h2", { text: t("now") }),
+      heading("now", t),
       make("p", { role: "status", text }),
       total ? bar(t("progress"), [[done / total, ""]]) : "",
       left === null ? "" : quiet(t("left", duration(left))),
@@ -233,7 +238,7 @@ class Panel {
       if (this.picture?.getAttribute("src") !== src) this.picture = make("img", { src, alt: t("timeline") });
       lines.push(details("timeline", t("timeline"), this.picture));
     }
-    return [make("h2", { text: t("last_run") }), make("div", { className: run.steps.fault ? "card fault" : "card" }, ...lines)];
+    return [heading("last_run", t), make("div", { className: run.steps.fault ? "card fault" : "card", "data-key": "run" }, ...lines)];
   }
 
   // How long one rank waited for messages, of the rank that did so most, by axis. Patches overlap, so their run has no share of its own.
@@ -324,7 +329,7 @@ class Panel {
     const state = failed ? "failed" : pool.state;
     return make(
       "div",
-      { className: failed ? "card fault" : "card" },
+      { className: failed ? "card fault" : "card", "data-key": pool.id },
       make("div", { className: "row" }, make("strong", { text: pool.layout }), make("span", { text: t(`state_${state}`) })),
       failed ? make("p", { role: "alert", text: sentence }) : "",
       failed && details.length ? make("pre", { text: details.join("\n"), tabindex: "0" }) : "",

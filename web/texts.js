@@ -3,22 +3,27 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
-let all; // a promise of every language's texts
+const AGAIN_MS = 5000; // until texts that did not come are asked for again
+let known = {}; // language -> its texts
+let asked; // a promise of the first answer
 
-const load = async () => {
-  const answer = await api.fetchApi("/i18n");
-  return answer.ok ? await answer.json() : {};
-};
+async function ask() {
+  try {
+    const answer = await api.fetchApi("/i18n");
+    if (!answer.ok) throw new Error(answer.statusText);
+    known = await answer.json();
+  } catch {
+    setTimeout(ask, AGAIN_MS);
+  }
+}
 
 // Returns a function: name of a text, values for its %1, %2 ... -> the text.
 export async function texts() {
-  all ??= load().catch(() => ({}));
-  const known = await all;
-  const english = known.en?.pipemesh ?? {};
+  await (asked ??= ask());
   return (name, ...values) => {
     const language = String(app.extensionManager?.setting?.get("Comfy.Locale") ?? "en");
     const own = known[language]?.pipemesh ?? known[language.split("-")[0]]?.pipemesh ?? {};
-    const text = own[name] ?? english[name] ?? name;
+    const text = own[name] ?? known.en?.pipemesh?.[name] ?? name;
     return text.replace(/%(\d)/g, (_, place) => values[place - 1] ?? "");
   };
 }
