@@ -30,6 +30,7 @@ from ..launcher.trial.process import try_in_process
 from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alone import Admission
 from ..parallel_runtime.client.asked import Asked
+from ..parallel_runtime.client.instead import take_place
 from ..parallel_runtime.client.interrupt import interrupted
 from ..parallel_runtime.client.queued import Moment
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
@@ -188,6 +189,7 @@ class Runtime:
         if made is model and self.planning.left_open(model.remote) != left_open:
             made = model.clone()  # by another choice: the one that came in keeps its own
             made.remote = copy(model.remote)
+            take_place(made, model)
         self.planning.leave_open(made.remote, left_open)
         return made
 

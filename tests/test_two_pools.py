@@ -78,6 +78,8 @@ def test_the_wait_for_the_first_step_is_shown_while_a_layout_is_chosen(runtime, 
 def test_a_model_on_the_same_pool_by_another_choice_leaves_the_one_that_came_in_as_it_is(runtime):
     by_hand = runtime.parallelize(stock_model(5), runtime.choose(layout="by hand", ulysses=2))
     left_open = runtime.parallelize(by_hand, runtime.default_choice())
+    by_hand.theirs = "set by a node"
+    assert left_open.theirs == "set by a node"
     assert (
         runtime.planning.left_open(by_hand.remote) is None
         and runtime.planning.left_open(left_open.remote) is not None

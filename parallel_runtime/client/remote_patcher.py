@@ -46,6 +46,7 @@ from .beside import Sampled
 from .branch import Branch, SampleCall
 from .groups import InGroups
 from .in_pool import InPool
+from .instead import Instead, take_place
 from .interrupt import interrupted, interrupting
 from .patch_backend import PipelineBackend
 from .patching import Patching
@@ -60,13 +61,14 @@ from .windows import windows_of
 log = logging.getLogger("pipemesh")
 
 
-class RemotePatcher(InPool, ModelPatcher):
+class RemotePatcher(Instead, InPool, ModelPatcher):
     """A ModelPatcher that computes in a pool. ``clone()`` keeps the class, so LoRA, ModelSampling
     and the rest chain as usual.
     """
 
     stock_class: type[ModelPatcher] = ModelPatcher  # of the MODEL that was parallelized
     hook_set: tuple[str, dict] = ("", {})
+    patches_id = ""  # the name of the weights that ranks are to have
     watch: Watch | None = None
     # A name of its content, and what ranks put into place beside weight patches
     objects: tuple[str, dict] = ("", {})
@@ -381,6 +383,7 @@ def parallelize(
         made.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     sampling.attach(made)
     made.parent = stand_in(patcher, remote)
+    take_place(made, patcher)
     return made
 
 

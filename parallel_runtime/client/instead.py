@@ -1,0 +1,78 @@
+"""One MODEL object that is sampled in the place of another, which nodes hold and go on to use:
+stock ComfyUI has one object, on which a node may keep what its sampler reads or leaves there.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType, MethodType
+from typing import Any
+
+from ..errors import Refused
+from ..refusals import patch_name
+
+# Methods that ComfyUI and nodes call of a MODEL whoever computes it, by how their names begin;
+# others load weights and run hooks, which ranks do
+HONOURED = ("add_", "apply_hooks", "get_", "is_", "memory_", "model_", "prepare_", "remove_", "set_")
+
+
+class Instead:
+    """What a node sets, changes or deletes on this object or on the one that it is ``instead_of``
+    is so on both, but for ComfyUI's own fields.
+    """
+
+    instead_of: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Is asked for what neither the object nor its class has."""
+        if self.instead_of is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return bound(getattr(self.instead_of, name), self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.instead_of is None or name in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.instead_of, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        is_here, of = name in vars(self), self.instead_of
+        if is_here or of is None:
+            super().__delattr__(name)
+        if of is not None and (not is_here or (is_method(self, name) and name in vars(of))):
+            delattr(of, name)
+
+
+def take_place(made: Instead, of: Any) -> None:
+    """Has ``made`` stand in the place of the MODEL ``of``, with the methods that a node has
+    replaced on that object. Raises Refused for one that the pool has another of, or does not call.
+    """
+    for name, value in vars(of).items():
+        if not is_method(made, name):
+            continue
+        if name in vars(type(made)) or not name.startswith(HONOURED):
+            raise Refused(
+                f"A node has put {patch_name(value)} in the place of this MODEL's method {name}, which the"
+                " pool does not call: remove that node, or PipeMesh."
+            )
+        vars(made)[name] = bound(value, made)
+    made.instead_of = of
+
+
+def is_method(one: Any, name: str) -> bool:
+    return isinstance(getattr(type(one), name, None), FunctionType)
+
+
+def bound(value: Any, to: Instead) -> Any:
+    """Returns a method of the object in whose place another stands as that one's; anything else as
+    it is.
+    """
+    if isinstance(value, MethodType) and first_of(value.__self__) is first_of(to):
+        return MethodType(value.__func__, to)
+    return value
+
+
+def first_of(one: Any) -> Any:
+    """Returns the object in whose place this one, and those between, stand."""
+    while isinstance(one, Instead) and one.instead_of is not None:
+        one = one.instead_of
+    return one

@@ -1,0 +1,123 @@
+"""What nodes set on a MODEL object is seen, changed and gone on the one that is sampled in its
+place, whichever way the layout was chosen: stock has one object.
+"""
+
+import copy
+from dataclasses import replace
+from itertools import pairwise
+from types import MethodType
+
+import comfy.sample
+import comfy.samplers
+import pytest
+import torch
+from pipemesh.lab.commands.parity import conditioning, stock_model
+from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.layout import Layout
+
+from .bounds import assert_same
+from .test_planning import OPEN, PoolsHere, auto
+
+__all__ = ["auto"]  # a fixture
+BY_HAND = replace(OPEN, is_open=False)
+
+
+def their_node(model):
+    """A node of another pack: its sampler finds its settings on the guider's MODEL object, and
+    leaves its results there. Returns the image, and what the node finds on its own MODEL then.
+    """
+    asked = []
+    model.theirs_scale, model.theirs_step, model.theirs_once = 1.01, 0, True
+    model.theirs_scaled = MethodType(lambda self, x: x * self.theirs_scale, model)
+    stocks = model.get_model_object
+    model.get_model_object = lambda name: asked.append(name) or stocks(name)
+
+    def sampler(denoise, x, sigmas, extra_args=None, callback=None, disable=None):
+        patcher = denoise.inner_model.model_patcher
+        del patcher.theirs_once
+        asked.clear()
+        for now, then in pairwise(sigmas):
+            patcher.theirs_step += 1
+            model.theirs_scale *= 1.02  # later than what is sampled was made
+            x = x + (x - denoise(x, now.expand(len(x)), **extra_args)) / now * (then - now)
+            x = patcher.theirs_scaled(x)
+            patcher.get_model_object("model_sampling")
+        patcher.theirs_result = x.shape
+        return x
+
+    noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        image = comfy.sample.sample_custom(
+            model,
+            noise,
+            4.0,
+            comfy.samplers.KSAMPLER(sampler),
+            torch.linspace(1, 0, 4),
+            conditioning(1, 13),
+            conditioning(2, 7),
+            torch.zeros_like(noise),
+            disable_pbar=True,
+        )
+    del model.get_model_object
+    found = model.theirs_step, model.theirs_scale, model.theirs_result, hasattr(model, "theirs_once")
+    return image, (*found, len(asked))
+
+
+@pytest.mark.parametrize("form", ["auto", "open", "by hand"])
+def test_a_node_that_keeps_its_settings_on_the_model_object_finds_them_there(auto, form):
+    runtime, model, stock = PoolsHere(stock_model(5)), stock_model(5), stock_model(5)
+    made, left = auto(runtime), {}
+    ours = model if form == "auto" else runtime.parallelize(model, OPEN if form == "open" else BY_HAND)
+
+    def sampled(one):
+        made.switch.fixed = one is ours and form == "auto"
+        image, left[one is ours] = their_node(one)
+        return image
+
+    assert_same(sampled, ours, stock)
+    assert left[True] == left[False]
+    assert sum(len(here.asked) for here, _ in runtime.pools.values()) == 6
+
+
+@pytest.fixture
+def instead():
+    """A stock MODEL, and one in its place that has another in its own."""
+    runtime, model = PoolsHere(stock_model(5)), stock_model(5)
+    first = runtime.parallelize(model, OPEN)
+    return model, runtime.parallelize(
+        first, replace(OPEN, placement=replace(OPEN.placement, layout=Layout(cfg=2)))
+    )
+
+
+def test_what_is_set_on_any_of_the_objects_is_on_all_and_not_on_their_clones(instead):
+    model, ours = instead
+    ours.theirs = {"steps": 3}
+    assert (
+        model.theirs is ours.theirs
+        and not hasattr(ours.clone(), "theirs")
+        and not hasattr(model.clone(), "theirs")
+    )
+    assert copy.copy(ours).theirs is model.theirs
+    del model.theirs
+    with pytest.raises(AttributeError, match="theirs"):
+        ours.theirs  # noqa: B018
+    with pytest.raises(AttributeError, match="theirs"):
+        del ours.theirs
+    model.theirs = 1
+    del ours.theirs
+    assert not hasattr(model, "theirs")
+    ours.hook_mode = before = object()
+    assert ours.hook_mode is before and model.hook_mode is not before, "a field of ComfyUI's"
+
+
+def their_method(self, *_args):
+    raise AssertionError("nobody calls it")
+
+
+@pytest.mark.parametrize("name", ["partially_load", "load", "clone", "patch_weight_to_device"])
+def test_a_method_of_the_model_object_that_the_pool_does_not_call_is_refused_by_name(name):
+    model = stock_model(5)
+    setattr(model, name, MethodType(their_method, model))
+    says = rf"their_method in the place of this MODEL's method {name}, which .*: remove that node"
+    with pytest.raises(Refused, match=says):
+        PoolsHere(stock_model(5)).parallelize(model, BY_HAND)
