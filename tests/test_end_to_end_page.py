@@ -75,7 +75,7 @@ class PageWithoutThePack(ComfyPage):
 
 
 class PageOfABadMoment(ComfyPage):
-    """Its first question for the status and for the texts gets no answer, as behind a busy proxy."""
+    """Its first question for the status and for the texts has no answer, as behind a busy proxy."""
 
     first = f"""{ComfyPage.first};(() => {{
       const real = window.fetch, once = ['/pipemesh/status', '/i18n']

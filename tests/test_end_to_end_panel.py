@@ -425,7 +425,9 @@ def test_what_a_user_reads_of_a_dead_workers_log_stays_while_everything_else_cha
         page.evaluate(READING)
         before = page.evaluate(STILL)
         assert before[0] and before[2] and before[3] and before[1] > 0
-        made["notices"] = [{"at": 1.0, "node": "7", "text": "One more", "detail": "", "count": 1, "one_gpu": False}]
+        made["notices"] = [
+            {"at": 1.0, "node": "7", "text": "One more", "detail": "", "count": 1, "one_gpu": False}
+        ]
         made["devices"] *= 2
         made["last_runs"] = []
         page.evaluate(SAYS % json.dumps(made))
