@@ -17,7 +17,14 @@ from pipemesh.parallel_runtime.client.remote_patcher import bring_up, paralleliz
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.crossing.source import Source
-from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, Refused, RunCancelled, SharedMemoryFull
+from pipemesh.parallel_runtime.errors import (
+    ModelError,
+    OutOfMemory,
+    PoolFailed,
+    Refused,
+    RunCancelled,
+    SharedMemoryFull,
+)
 from pipemesh.parallel_runtime.forward import forward_binder, forward_patch
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
@@ -435,6 +442,27 @@ def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on
         assert pool.models == ["c"]
         assert client.residency.held("c")
     assert [request.part.attempt for request in pool.submitted] == [0, 1, 2], "what ranks kept is void"
+
+
+@pytest.mark.parametrize("error", [ModelError, OutOfMemory, Refused, PoolFailed])
+def test_a_release_that_ranks_fail_in_is_told_and_fails_nobody_who_needed_the_memory(
+    monkeypatch, caplog, error
+):
+    pool = Ledger(room=2)
+    client = remote(pool, "a", "b")
+    answer = pool.answer
+
+    def fail(request):
+        if isinstance(request, Release):
+            raise error("Rank 0 failed while releasing")
+        return answer(request)
+
+    monkeypatch.setattr(pool, "answer", fail)
+    client.residency.release("a")
+    assert list(client.session.models) == ["b"] and "Rank 0 failed while releasing" in caplog.text
+    client.session.leaving.append("b")
+    client.residency.release_leaving(client.session)
+    assert not client.session.models
 
 
 def test_a_cancel_amid_making_room_forgets_no_model_that_the_ranks_hold():

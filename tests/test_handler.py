@@ -13,7 +13,7 @@ from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.method import Facts
-from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
@@ -97,6 +97,19 @@ def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
         None,
     )
     assert (patched, memory.done) == ([("p",)], ["give back"])
+
+
+def test_a_model_whose_hooks_cannot_be_taken_off_is_gone_all_the_same():
+    def fail():
+        raise RuntimeError("no such hook")
+
+    memory, model = Counted(), SimpleNamespace(detach=fail, nbytes=8)
+    io = SimpleNamespace(conditioning=KeptConditioning(0))
+    handler = RequestHandler(SimpleNamespace(rank=0, layout=Layout()), torch.device("cpu"), memory, io)
+    handler.models["m"] = model
+    with pytest.raises(RuntimeError, match="no such hook"):
+        handler.handle(Release(request=1, model="m"), [], None)
+    assert (handler.models, memory.model_bytes, memory.done) == ({}, 0, ["give back"])
 
 
 def test_memory_that_an_evaluation_ran_out_of_is_free_again_before_the_gpus_cache_is_emptied():

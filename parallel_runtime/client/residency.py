@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..crossing.source import Source
-from ..errors import ModelError, OutOfMemory, PoolFailed, Refused
+from ..errors import ModelError, OutOfMemory, PipeMeshError, Refused
 from ..planner.balance import Sizes, StageBalance
 from ..planner.keeping import WHOLE, WeightsWish, least
 from ..wire.messages import EndRun, Load, ReadWeights, Release
@@ -219,7 +219,8 @@ class Residency:
         """Frees a model's weights in every rank, once nothing is in flight. The checkpoint's pages
         stay in the page cache.
 
-        A cancel does not stop it: what the UI forgets, the ranks must not keep.
+        A cancel does not stop it: what the UI forgets, the ranks must not keep. Nor does an error
+        of theirs reach the caller, mostly a node that ComfyUI frees memory for.
         """
         session = self._sessions.live
         if session is None or model not in session.models:
@@ -230,10 +231,8 @@ class Residency:
         del session.models[model]
         try:
             session.ask(Release, model=model)
-        except (
-            PoolFailed
-        ) as error:  # its memory went with the pool; ComfyUI's memory manager must not fall over it
-            log.warning("[PipeMesh] %s", error)
+        except PipeMeshError as error:
+            log.warning("[PipeMesh] Releasing %s in the pool: %s", self.titles.get(model, model), error)
 
     def release_leaving(self, session: Session) -> None:
         """Releases what was to go while evaluations were in flight, once none is."""

@@ -198,12 +198,13 @@ class RequestHandler:
         return cast("ResidentModel", self.models[name])
 
     def _release(self, name: str) -> None:
-        if (model := self.models.pop(name, None)) is not None:
-            model.detach()
-        del model
-        self._count_models()
-        self._forget_conditioning()
-        self._memory.give_back()
+        try:
+            if name in self.models:
+                self.models.pop(name).detach()
+        finally:
+            self._count_models()
+            self._forget_conditioning()
+            self._memory.give_back()
 
     def _count_models(self) -> None:
         self._memory.model_bytes = sum(model.nbytes for model in self.models.values())
