@@ -49,7 +49,7 @@ def show_on_node(text: str) -> None:
 
 
 def show_notice(waiting: Waiting, notice: Notice) -> None:
-    """Put a notice on its node, and a badge there in the browser that has queued the prompt. Behind
+    """Put a notice on its node, and a badge there on the page that has queued the prompt. Behind
     the wait that it ends: what samples on one GPU waits for no pool, and the line that the wait
     leaves would cover the notice.
     """

@@ -10,9 +10,12 @@ from server import PromptServer
 
 from .waiting import Waited
 
+# What ComfyUI's page says of itself that can show text on a node, first of all over its websocket
+SHOWS_TEXT = "supports_progress_text_metadata"
+
 
 class NodeScreen:
-    """Shows what is waited for on the node that samples, in the browser that has queued it. May be
+    """Shows what is waited for on the node that samples, on the page that has queued it. May be
     called from any thread.
 
     The bar goes through ComfyUI's registry alone: what its event ``progress`` says of steps stays
@@ -31,6 +34,8 @@ class NodeScreen:
         return bar_of(node) != self._left
 
     def show(self, waited: Waited) -> None:
+        if page_now() is None:
+            return
         done, total = (waited.done, waited.total) if waited.total else (0, 1)
         get_progress_state().update_progress(waited.node, done, total)
         self._left = bar_of(waited.node)
@@ -49,20 +54,26 @@ def span_of(prompt: str) -> tuple[float, float] | None:
     return (at["execution_start"], max(at.values())) if "execution_start" in at else None
 
 
-def show_text(text: str, node: str) -> None:
-    """Put a line of text on a node, in the browser that has queued the prompt. ComfyUI sends what
-    names no client to all of them, where the node may be another one; a script may have none.
+def page_now() -> str | None:
+    """Return the id of the page that has queued the prompt. None where a script has, which reads
+    frames that it does not expect as pictures or as JSON, and where nobody listens: ComfyUI would
+    send to every page what names no client.
     """
     server = PromptServer.instance
-    if server.client_id is not None:
-        server.send_progress_text(text, node, server.client_id)
+    flags = server.sockets_metadata.get(server.client_id, {}).get("feature_flags", {})
+    return server.client_id if flags.get(SHOWS_TEXT) is True else None
+
+
+def show_text(text: str, node: str) -> None:
+    """Put a line of text on a node of the page that has queued the prompt."""
+    if (page := page_now()) is not None:
+        PromptServer.instance.send_progress_text(text, node, page)
 
 
 def send_event(name: str, data: Any) -> None:
-    """Send a dataclass to the browser that has queued the prompt."""
-    server = PromptServer.instance
-    if server.client_id is not None:
-        server.send_sync(name, asdict(data), server.client_id)
+    """Send a dataclass to the page that has queued the prompt."""
+    if (page := page_now()) is not None:
+        PromptServer.instance.send_sync(name, asdict(data), page)
 
 
 def bar_of(node: str) -> tuple[float, float]:

@@ -1,5 +1,5 @@
 """Show what a user waits for, from the start of a sampling until its first step: as text and bar on
-the sampler's node, and as an event for scripts and for the panel.
+the sampler's node, and as an event for the panel.
 """
 
 from __future__ import annotations

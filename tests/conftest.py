@@ -45,6 +45,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium"
     )
+    parser.addoption("--clients", help="a Python that has clients of ComfyUI's API, to run them")
     parser.addoption("--cuda", action="store_true", help="only the checks on a GPU, and a report of them")
     parser.addoption(
         "--cuda-as",

@@ -16,7 +16,7 @@ STEPS = 3
 TITLE = 30  # height of a node's title, above its position
 
 
-def start(host, models, *, pack=True, packs=None, base=None, tries_hosts=False):
+def start(host, models, *, pack=True, packs=None, base=None, tries_hosts=False, args=()):
     """``pack``: PipeMesh is among its packs. ``packs``: these instead, beside what lies in the
     custom_nodes of the folder ``base``. No speeds of this machine are known there.
     """
@@ -29,7 +29,7 @@ def start(host, models, *, pack=True, packs=None, base=None, tries_hosts=False):
             "PIPEMESH_TRIAL": str(int(tries_hosts)),
         },
         # As on GPUs: by itself ComfyUI has a slower attention on CPUs than ranks have
-        args=["--use-pytorch-cross-attention"],
+        args=["--use-pytorch-cross-attention", *args],
         custom_nodes=packs_for_tests(pack) if packs is None else packs,
     )
     for folder, name in (("diffusion_models", "model"), ("loras", "lora")):

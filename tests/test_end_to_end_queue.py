@@ -8,7 +8,7 @@ import json
 import aiohttp
 import pytest
 from PIL import Image, ImageChops
-from pipemesh.lab.comfyui.api import node
+from pipemesh.lab.comfyui.api import PAGE, node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from safetensors.torch import load_file
 
@@ -76,7 +76,7 @@ def queued_together(server, graphs, first_begins=lambda: None):
             aiohttp.ClientSession() as session,
             session.ws_connect(f"http://{server.address}/ws?clientId=queue", max_msg_size=0) as socket,
         ):
-            await socket.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})
+            await socket.send_json(PAGE)
             held = graph("held", seed=len(graphs), pixels=512, steps=2)
             held["pool"]["inputs"] |= IN_GROUPS
             server.queue(held)

@@ -1,6 +1,7 @@
-"""What a sampler's node shows goes to the browser that has queued the prompt, and to no other."""
+"""What a sampler's node shows goes to the page that has queued the prompt, and to nobody else."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,9 @@ NOTICE = Notice(at=0.0, text="On one GPU", node="3", prompt="a prompt")
 
 
 class Server:
-    def __init__(self, client):
+    def __init__(self, client, flags):
         self.client_id, self.sent = client, []
+        self.sockets_metadata = {client: {"feature_flags": flags}} if client else {}
 
     def send_progress_text(self, text, node, sid=None):
         self.sent.append((text, sid))
@@ -27,8 +29,8 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch):
-    def made(client):
-        found = Server(client)
+    def made(client, **flags):
+        found = Server(client, flags or {screen.SHOWS_TEXT: True})
         monkeypatch.setattr(screen.PromptServer, "instance", found, raising=False)
         return found
 
@@ -51,7 +53,7 @@ def show_all():
     extension.show_notice(SimpleNamespace(end=lambda: None), NOTICE)
 
 
-def test_the_browser_that_has_queued_a_prompt_is_shown_it_alone(server):
+def test_the_page_that_has_queued_a_prompt_is_shown_it_alone(server):
     sent_by = server("a browser")
     show_all()
     texts = ["loading", "pipemesh.progress", "loaded", "PipeMesh: On one GPU", "pipemesh.notice"]
@@ -81,7 +83,18 @@ def test_steps_are_the_samplers_own_also_where_as_many_ranks_were_waited_for(ser
         assert shown.is_sampling("3"), f"step {step} of 4"
 
 
-def test_a_prompt_of_a_script_that_listens_nowhere_is_shown_on_nobodys_node(server):
-    sent_by = server(None)
+@pytest.mark.parametrize(
+    ("client", "flags"),
+    [(None, {}), ("a script", {"said": "nothing"}), ("of pictures", {"supports_preview_metadata": True})],
+)
+def test_a_prompt_of_a_script_is_shown_on_nobodys_node_nor_on_its_bar(server, bar, client, flags):
+    sent_by = server(client, **flags)
     show_all()
-    assert sent_by.sent == []
+    assert sent_by.sent == [] and screen.bar_of("3") == (0.0, 1.0)
+
+
+@pytest.mark.host
+def test_comfyuis_page_says_of_itself_that_it_shows_text():
+    package = pytest.importorskip("comfyui_frontend_package")
+    scripts = (Path(package.__file__).parent / "static" / "assets").glob("*.js")
+    assert any(f"{screen.SHOWS_TEXT}:!0".encode() in script.read_bytes() for script in scripts)

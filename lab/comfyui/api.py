@@ -2,7 +2,7 @@
 
 Protocol: comfyui@0.30.0 server.py (routes, `send_image_with_metadata`), main.py (`executing` with
 node None comes after /history is written), protocol.py (binary events). Every run has a client id
-and a websocket of its own, so runs from several threads do not mix.
+and a websocket of its own, so runs from several threads do not mix; it is served as a page.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ import aiohttp
 from ...launcher.errors import LaunchError
 
 PREVIEW, PREVIEW_WITH_METADATA = 1, 4  # comfyui: protocol.BinaryEventTypes
+# What ComfyUI's page says of itself first
+PAGE = {
+    "type": "feature_flags",
+    "data": {"supports_preview_metadata": True, "supports_progress_text_metadata": True},
+}
 
 Graph = Mapping[str, Mapping[str, Any]]
 
@@ -182,7 +187,7 @@ class ComfyApi:
                 aiohttp.ClientSession() as session,
                 session.ws_connect(f"http://{self.address}/ws?clientId={client_id}", max_msg_size=0) as ws,
             ):
-                await ws.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})
+                await ws.send_json(PAGE)
                 while (await self._receive(ws)).type != "feature_flags":
                     pass
                 prompt_id = self.queue(graph, client_id)
