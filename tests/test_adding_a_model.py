@@ -44,7 +44,8 @@ def test_a_family_that_is_added_as_the_document_says_is_the_one_that_is_here():
 
 
 def test_the_command_of_the_document_tries_it_under_ulysses_and_with_a_ring():
-    (command,) = (line for block in blocks("sh") for line in block.splitlines())
+    command, *made_anew = (line for block in blocks("sh") for line in block.splitlines())
+    assert [shlex.split(line)[3] for line in made_anew] == ["families", "fingerprints"]
     python, *asked = shlex.split(command)
     assert [python, *asked[:3]] == ["python3", "-m", "lab", "parity"]
     _, cases = parity.chosen(asked[3:])

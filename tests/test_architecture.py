@@ -121,6 +121,9 @@ MAX_FILE_LINES = 450  # of at most 110 columns
 MAX_TEST_FILE_LINES = 650
 MAX_FUNCTION_LINES = 110
 MAX_CLASS_LINES, MAX_METHODS, MAX_FIELDS = 235, 15, 10
+LIMITS = f"""\
+code at {{columns}}.
+- Files have at most {MAX_FILE_LINES} lines (tests {MAX_TEST_FILE_LINES}); classes {MAX_CLASS_LINES} lines, {MAX_METHODS} methods and {MAX_FIELDS} fields; functions {MAX_FUNCTION_LINES} lines."""
 BEING_SPLIT = "being split"
 EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/methods/hooks.py TokenHooks": BEING_SPLIT,
@@ -497,3 +500,9 @@ def test_a_broken_rule_is_found_and_named(path: str, source: str, says: str) -> 
     (violation,) = violations(PurePosixPath(path), source)
     assert violation.what.startswith(path)
     assert says in str(violation)
+
+
+def test_contributors_are_told_the_limits_that_there_are():
+    columns = re.search(r"^line-length = (\d+)", (ROOT / "pyproject.toml").read_text(), re.M)
+    page = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    assert columns and " ".join(LIMITS.format(columns=columns[1]).split()) in page

@@ -20,6 +20,7 @@ REFERENCE = ROOT / "docs" / "REFERENCE.md"
 DOCUMENTS = (
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "web").rglob("*.md")),
     *sorted((ROOT / "lab").rglob("*.md")),
 )
 CODE = ("launcher", "parallel_runtime", "nodes", "lab", "tests/conftest.py", "__init__.py", "needs.py")
@@ -28,7 +29,7 @@ OTHERS_FILES = ("main.py", "dynamic_rendezvous.py")  # of ComfyUI, of torch
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")
 SOCKET_TYPES = {"PIPEMESH_POOL"}  # of the nodes; no environment variable
 TOO_LONG = 110
-PAGE_LINES = 90
+PAGE_LINES, CELL = 125, 400  # lines, and characters of a table's cell, that one page has at most
 
 Rule = Callable[[str, Path], Iterator[str]]
 
@@ -175,7 +176,9 @@ def anchors(text: str) -> set[str]:
 
 
 def lines_wrap(text: str, document: Path) -> Iterator[str]:
-    """At 100 columns, except tables, pictures, code and addresses."""
+    """At 100 columns, except tables, pictures, code, addresses and help pages."""
+    if document.is_relative_to(ROOT / "web"):
+        return
     outside = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     for number, line in enumerate(outside.splitlines(), 1):
         if (
@@ -187,7 +190,16 @@ def lines_wrap(text: str, document: Path) -> Iterator[str]:
             yield f"line {number} has {len(line)} columns, at most {TOO_LONG}"
 
 
+def one_device_is_said_with_auto_mode(text: str, _document: Path) -> Iterator[str]:
+    """Who bypasses a node to have one device, while auto mode is on, has all of them again."""
+    for sentence in re.split(r"(?<=[.:])\s+|\n\n|\|", FENCE.sub("", text)):
+        compares = re.search(r"bypass", sentence, re.I) and re.search(r"one (GPU|device)|speed-up", sentence)
+        if compares and not re.search(r"auto\s+mode", sentence, re.I):
+            yield f"with auto mode on this compares the pool with itself: {sentence.strip()}"
+
+
 RULES = (
+    one_device_is_said_with_auto_mode,
     paths_exist,
     commands_exist,
     variables_exist,
@@ -220,6 +232,11 @@ def test_the_document_keeps_the_rules(document: Path) -> None:
             "[There](https://github.com/pipemesh/pipemesh/blob/main/lab/NOWHERE.md)",
             "NOWHERE.md leads nowhere",
         ),
+        (
+            one_device_is_said_with_auto_mode,
+            "Bypass Parallelize to go back to one GPU. In auto mode it waits.",
+            "compares the pool with itself: Bypass Parallelize to go back to one GPU.",
+        ),
         (lines_wrap, "word " * 23, "line 1 has 115 columns"),
     ],
 )
@@ -245,4 +262,5 @@ def test_the_reference_has_every_route() -> None:
 
 
 def test_the_architecture_is_one_page() -> None:
-    assert len((ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= PAGE_LINES
+    lines = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= PAGE_LINES and max(len(cell) for line in lines for cell in line.split("|")) <= CELL

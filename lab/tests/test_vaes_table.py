@@ -1,7 +1,9 @@
 """The table of VAEs tells the truth about this ComfyUI's templates and classes."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import comfyui_version
 import pytest
@@ -26,6 +28,24 @@ def test_docs_vaes_is_what_this_comfyui_says():
         except ImportError:
             continue
     assert len(found) > 10 and found.items() <= RECORD["why"].items()
+
+
+def test_the_help_page_names_the_vaes_that_ranks_compute_and_those_they_do_not():
+    page = (Path(__file__).parents[2] / "web" / "docs" / "PipeMeshParallelizeVAE.md").read_text()
+    computed, _, others = re.search(r"^\| `vae` \| (.*) \|$", page, re.M)[1].partition("Others (")
+    unknown = ("pixels", "refiner")  # a user chooses no such VAE
+    for kind, why in RECORD["why"].items():
+        says, says_not = (others, computed) if why else (computed, others)
+        for name in titles(kind):
+            if not any(word in name for word in unknown):
+                assert re.search(rf"\b{re.escape(name)}(?=[,. )])", says), name
+                assert not re.search(rf"\b{re.escape(name)}(?=[,)])(?!\.\d)", says_not), name
+
+
+def titles(kind):
+    """ "LTX 0.9, 2, 2.3" -> LTX 0.9, LTX 2, LTX 2.3; "sound of LTX 2" -> sound."""
+    parts = kind.partition(" of ")[0].partition(" (")[0].split(", ")
+    return [part if part[0].isalpha() else f"{parts[0].split()[0]} {part}" for part in parts]
 
 
 def test_every_vae_by_bands_has_figures_within_the_bounds_and_tests_of_its_own():

@@ -1,6 +1,4 @@
-"""Set up the ranks of a ComfyUI, or of a leader. The pack's variables are read from the environment
-here and nowhere else.
-"""
+"""Set up the ranks of a ComfyUI, or of a leader, from the variables named below."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def speed_text(speed: Speed) -> str:
     if speed.ratio is None:
         return (
             f"{speed.step_s:.2f} s per step. How fast one device is was not timed for this model and size:\n"
-            "bypass PipeMesh Parallelize (Ctrl+B), or switch auto mode off, and run once."
+            "turn auto mode off, bypass PipeMesh Parallelize (Ctrl+B) if the workflow has it, and run once."
         )
     how = "timed here" if speed.measured else "predicted, not timed"
     return (
