@@ -298,6 +298,7 @@ class Runtime:
                         model,
                     ),
                     partial(self.trials.first, layout=placement.layout),
+                    self.trials.not_judged,
                 ),
             )
         return self._pools[placement]

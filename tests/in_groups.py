@@ -2,6 +2,7 @@
 the stock model's own forward.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 
@@ -18,6 +19,7 @@ from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import ALONE, Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.methods.whole import WholeForward
+from pipemesh.parallel_runtime.weights.in_fp32 import arguments_in_fp32, computing_in_fp32
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, Forward, Memory
 from pipemesh.parallel_runtime.wire.segment import TensorRef, aligned, dtype_name
@@ -70,7 +72,12 @@ class GroupsHere:
                 own = KeptTokens(kept, torch.device("cpu"), sharers)
                 options = self.kept.setdefault((request.part.run, group), own).put(options)
             arguments["transformer_options"] = options
-            output = self._computed(arguments, request.part, group)
+            if request.in_fp32:
+                arguments = arguments_in_fp32(arguments, ())
+            prefix = plan_or_whole(type(self.model)).prefix
+            forget = "" if prefix is None else prefix.forget
+            with computing_in_fp32(self.model, forget) if request.in_fp32 else nullcontext():
+                output = self._computed(arguments, request.part, group)
             text = arguments.get("context")
             tokens = text.shape[1] if isinstance(text, torch.Tensor) and text.ndim > 1 else 0
             self.asked.append((group, latents_of(arguments)[0].shape[0], tokens))

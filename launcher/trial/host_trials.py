@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...parallel_runtime.client.alone import Alone, Judge
+from ...parallel_runtime.client.alone import Judge, Shared
 from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
 from ...parallel_runtime.layout import Layout
@@ -29,7 +29,7 @@ from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles
 from ...parallel_runtime.weights.quantised import numbers_of
 from ...parallel_runtime.wire.messages import TrialStep
 from .known_hosts import KnownHosts, known_hosts
-from .rounding import errors_of
+from .rounding import error_of
 
 PACK = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
@@ -161,7 +161,7 @@ class HostTrials:
         self._found = cache(HostFiles(comfyui).fingerprint)
         self._try_class = try_class
         self._kept = kept
-        self._notice = notice
+        self._notice = cache(notice)  # each once
         self._known = known
         self._now = BEGINNING
         self._lock = threading.Lock()
@@ -261,23 +261,33 @@ class HostTrials:
                 self._begun[name] = done(kept)
                 return None
 
-        def judge(shared: list[torch.Tensor], alone: Alone) -> None:
+        def judge(shared: Shared) -> None:
             try:
-                error, allowed = errors_of(shared, alone)
-            except (OutOfMemory, ModelError) as lost:
-                log.info("[PipeMesh] The first evaluation of %s failed on one rank: %s", found.name, lost)
+                error = error_of(shared, numbers)
+            except (OutOfMemory, ModelError, Refused) as lost:
+                self.not_judged(model, str(lost).partition("\n")[0].rstrip("."))
                 return
+            how = "" if error.computed_in == numbers else f", computed in {error.computed_in}"
             says = (
-                f"its first evaluation in {numbers} with {layout.product()}: off by {error:.2g} of its scale"
-                f" from that of one worker, up to {allowed:.2g} is rounding"
+                f"its first evaluation in {numbers} with {layout.product()}{how}: off by {error.size:.2g} of"
+                f" its scale from that of one worker, up to {error.allowed:.2g} is rounding"
             )
-            is_same = error <= allowed
-            judged = replace(found, kind=name) if is_same else found
-            self._begun[judged.kind] = done(self._verdict(judged, is_same, says))
-            if not is_same:
+            judged = replace(found, kind=name) if error.is_rounding else found
+            self._begun[judged.kind] = done(self._verdict(judged, error.is_rounding, says))
+            if not error.is_rounding:
                 self.require(transformer)
 
         return judge
+
+    def not_judged(self, model: Any, why: str) -> None:
+        """Tells the user, once, that the first evaluation of such a BaseModel could not be judged.
+        Who judges it is asked again in every run.
+        """
+        name = f"{type(model.diffusion_model).__name__} of this ComfyUI ({self.version})"
+        self._notice(
+            f"Of {name} only tiny models were compared with stock, and not the first evaluation that workers"
+            f" shared ({why}): compare an image with that of one GPU. The next run tries again."
+        )
 
     def _require_same(self, transformer: type, judged: Future[Verdict]) -> None:
         name = f"{transformer.__name__} of this ComfyUI ({self.version})"

@@ -9,33 +9,63 @@ runs once more with every evaluation off by one rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from ...parallel_runtime.client.alone import Alone, as_it_is
+from ...parallel_runtime.client.alone import Change, Compute, Shared, as_it_is
 
 BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
 # Of an evaluation's scale: its rms error when ranks share its tokens
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 FACTOR = 5.0  # CPUs differ from each other, and orders from other orders
 MOST = 2.0  # of an evaluation's scale: what is further off is another output, however much is rounding
+FP32 = "float32"
 
 Run = Callable[[Any], torch.Tensor]
 
 
-def errors_of(shared: list[torch.Tensor], alone: Alone) -> tuple[float, float]:
-    """Returns how far an evaluation that ranks ``shared`` is off from what one of them makes of it
-    ``alone``, and how much is rounding, in units of the output's scale. Where it is off by more
-    than is surely rounding in such numbers, that is measured: one rank computes a latent that is
-    off by a rounding. Numbers smaller than fp32 amplify that as they do any other order.
+class Error(NamedTuple):
+    """``size``: how far an evaluation is off from what one rank makes of it. ``allowed``: how much
+    may be rounding. Both are in units of the output's scale. ``computed_in``: the numbers of both.
     """
-    truth = alone(as_it_is)
-    error = furthest(shared, truth)
+
+    size: float
+    allowed: float
+    computed_in: str
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.size <= self.allowed  # False for NaN
+
+
+def error_of(shared: Shared, numbers: str) -> Error:
+    """Returns how far an evaluation that ranks shared is off from what one of them makes of it
+    alone. ``numbers``: the MODEL's, as ``numbers_of`` has them. If they are not fp32, and it is off
+    by no more than rounding, both are computed once more in fp32: in bf16 0.16 of the scale may be
+    rounding, and a wrong token plan may be off by 0.09.
+    """
+    found = _error_of(shared.made, shared.alone, numbers)
+    if numbers == FP32 or not found.is_rounding:
+        return found
+
+    def in_fp32(compute: Compute, change: Change = as_it_is) -> list[torch.Tensor]:
+        return compute(lambda latent: change(latent.float()), in_fp32=True)
+
+    return _error_of(in_fp32(shared.again), partial(in_fp32, shared.alone), FP32)
+
+
+def _error_of(ours: list[torch.Tensor], alone: Callable[..., list[torch.Tensor]], numbers: str) -> Error:
+    """Where ``ours`` are off by more than is surely rounding in such numbers, that is measured: one
+    rank computes a latent that is off by a rounding. That grows as any other order does.
+    """
+    truth = alone()
+    error = furthest(ours, truth)
     allowed = max(BOUND, *(FACTOR * 4 * torch.finfo(one.dtype).eps for one in truth))
     if error > allowed:
         allowed = min(MOST, max(allowed, FACTOR * furthest(alone(off_by_a_rounding), truth)))
-    return error, allowed
+    return Error(error, allowed, numbers)
 
 
 def furthest(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> float:

@@ -1,18 +1,42 @@
-"""What holds an evaluation that several ranks computed to what one rank makes of it by itself.
-Outputs are the tensors in them.
+"""Hold an evaluation that several ranks computed to what one rank makes of it by itself. An output
+is a list of the tensors in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-# What one rank makes of an evaluation by itself, whose latents were changed so
-Alone = Callable[[Callable[[torch.Tensor], torch.Tensor]], list[torch.Tensor]]
-Judge = Callable[[list[torch.Tensor], Alone], None]  # of what several ranks made. Raises Refused
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_it_is(latent: torch.Tensor) -> torch.Tensor:
+    return latent
+
+
+class Compute(Protocol):
+    """Computes an evaluation once more, from changed latents; ``in_fp32``: in fp32, whatever
+    numbers the weights are in.
+    """
+
+    def __call__(self, change: Change = as_it_is, in_fp32: bool = False) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An evaluation that several ranks computed: what they ``made``. ``again`` has them compute it
+    once more, ``alone`` one rank by itself.
+    """
+
+    made: list[torch.Tensor]
+    again: Compute
+    alone: Compute
+
+
+Judge = Callable[[Shared], None]  # raises Refused
 Watch = Callable[[tuple[torch.Size, ...]], Judge | None]  # who judges an evaluation of such latents
 
 
@@ -20,15 +44,12 @@ Watch = Callable[[tuple[torch.Size, ...]], Judge | None]  # who judges an evalua
 class Admission:
     """Whether ranks may compute a BaseModel. ``load`` is called before they load it, and may raise
     Refused, or RunCancelled while it waits. ``first`` returns who judges the first evaluation that
-    they share; None where nobody has to.
+    they share; None if nobody has to. ``not_judged`` is told why that judge was not asked.
     """
 
     load: Callable[[Any], None] = lambda model: None
     first: Callable[[Any], Judge | None] = lambda model: None
-
-
-def as_it_is(latent: torch.Tensor) -> torch.Tensor:
-    return latent
+    not_judged: Callable[[Any, str], None] = lambda model, why: None
 
 
 def nobody(_shapes: tuple[torch.Size, ...]) -> None:

@@ -55,8 +55,8 @@ class Beside:
         return max(LEFT_FREE, self._more.get(model, 0), needed)
 
     def why_not_alone(self, model: str, sampled: Sampled, rows: int) -> str:
-        """Says why the first rank cannot compute an evaluation of so many rows by itself; empty
-        where it can.
+        """Says why the first rank cannot compute an evaluation of so many rows by itself, in fp32;
+        empty where it can.
         """
         session = self._sessions.live
         held = session.models.get(model) if session is not None else None
@@ -95,9 +95,9 @@ class Beside:
         return True
 
     def _needed(self, name: str, sampled: Sampled, rows: int = 0) -> int:
-        """Returns what each rank needs, or one rank for so many ``rows`` by itself. Weights that
-        are loaded can be sampled with while that is counted; those that are not would be loaded
-        twice. Raises NotCounted, RunCancelled.
+        """Returns what each rank needs, or one rank for so many ``rows`` by itself, in fp32.
+        Weights that are loaded can be sampled with while that is counted; those that are not would
+        be loaded twice. Raises NotCounted, RunCancelled.
         """
         session = self._sessions.live
         is_up = session is not None and name in session.models
@@ -106,6 +106,8 @@ class Beside:
             raise NotCounted("nothing is sampled")
         whole = self._counts.of(model, conds, sampled.shape, is_up)
         if rows:
-            return beside_bytes(whole, Layout(), 1, rows)
+            wider = max(1, 4 // model.get_dtype_inference().itemsize)
+            layer = 4 * max((one.numel() for one in model.diffusion_model.parameters()), default=0)
+            return wider * beside_bytes(whole, Layout(), 1, rows) + (layer if wider > 1 else 0)
         speeds = self._sessions.live.pool.facts.speeds if self._sessions.live is not None else ()
         return beside_bytes(whole, self._sessions.layout, len(conds), sampled.shape[0], speeds)

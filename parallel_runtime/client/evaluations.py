@@ -45,14 +45,19 @@ Answers = Mapping[int, Done]  # by rank
 class Work:
     """An evaluation, or rows of one, for ``ranks`` (empty: all). ``arguments`` by name; the first
     two change with every evaluation. ``width``: how many neighbouring groups compute the evaluation
-    together, as one longer sequence. ``ALONE``: one rank does, for others to be compared with; that
-    is no evaluation of the run's.
+    together, as one longer sequence. ``ALONE``: one rank does, for others to be compared with.
+    ``in_fp32``: it is computed once more, in fp32. Neither is an evaluation of the run's.
     """
 
     arguments: dict[str, Any]
     branch: Branch
     ranks: tuple[int, ...] = ()
     width: int = 1
+    in_fp32: bool = False
+
+    @property
+    def is_of_run(self) -> bool:
+        return self.width != ALONE and not self.in_fp32
 
 
 class OutputTooLarge(Exception):
@@ -118,7 +123,7 @@ class Evaluations:
                 except BaseException:
                     self.abandon()
                     raise
-        if works[0].width != ALONE:
+        if works[0].is_of_run:
             run.evaluations.append(
                 measured(began, [replies for _, replies in answered], None, works[0].arguments)
             )
@@ -169,9 +174,9 @@ class Evaluations:
         ranks = work.ranks or session.pool.facts.everyone
         # Tokens that ranks kept spare them messages from a branch's second evaluation on
         keeps = KEPT in arguments.get("transformer_options", {}) and part in self._looked_at.get(run, ())
-        kind = hash((written.kind, part.patch, keeps))
+        kind = hash((written.kind, part.patch, keeps, work.in_fp32))
         confirmed = session.known_steps(run.model, kind, ranks)
-        graph = graph if self._sessions.graphs else "none"
+        graph = graph if self._sessions.graphs and not work.in_fp32 else "none"
         like = Like(part._replace(run=0), kind, ranks)
         may_replay = graph == "replay" and confirmed > 0
         graphs = session.models[run.model].recorded.get(like) if may_replay else None
@@ -192,6 +197,7 @@ class Evaluations:
             kind=kind,
             confirmed=confirmed,
             graph="record" if graph == "replay" and graphs is None else graph,
+            in_fp32=work.in_fp32,
         )
         try:
             session.pool.submit(request, ranks)

@@ -7,7 +7,7 @@ several into one batch, its rows are computed apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -21,7 +21,7 @@ from ..crossing.rows import Constants, latents_of, put_together, take, tensors_i
 from ..errors import Refused
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
-from .alone import Alone, Judge, Watch, as_it_is, nobody
+from .alone import Change, Judge, Shared, Watch, as_it_is, nobody
 from .asked import Asked
 from .branch import SampleCall
 from .conds import Conds, WithRoom
@@ -135,14 +135,14 @@ class InGroups:
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
         outputs = pool.evaluations.dispatch(run, works, interrupted, makes_room)
         pieces: list[list[Any]] = [[] for _ in calls]
-        ranks = [0] * len(calls)
+        works_of: list[list[Work]] = [[] for _ in calls]
         for share, work, output in zip(plan.shares, works, outputs, strict=True):
             pieces[share.evaluation].append(output)
-            ranks[share.evaluation] += len(work.ranks)
+            works_of[share.evaluation].append(work)
         made = [put_together(of_one) for of_one in pieces]
-        for call, number, output in zip(calls, ranks, made, strict=True):
-            if number > 1 and self._watch is not nobody:
-                self._judge(run, call, tensors_in(output))
+        for call, own, output in zip(calls, works_of, made, strict=True):
+            if sum(len(work.ranks) for work in own) > 1 and self._watch is not nobody:
+                self._judge(run, call, own, tensors_in(output))
         return made
 
     def _together(self, calls: Sequence[SampleCall]) -> list[Any]:
@@ -155,21 +155,31 @@ class InGroups:
         evaluations[-1] = replace(evaluations[-1], images=images)
         return outputs
 
-    def _judge(self, run: Run, call: SampleCall, made: list[torch.Tensor]) -> None:
+    def _judge(self, run: Run, call: SampleCall, works: Sequence[Work], made: list[torch.Tensor]) -> None:
         watch = self._watch
         if not self._untried:
             self._watch = nobody
         judge = watch(tuple(one.shape for one in latents_of(call.arguments)))
         if judge is not None:
-            judge(made, partial(self._alone, run, call))
+            alone = Work(call.arguments, call.branch, (0,), ALONE)
+            judge(Shared(made, partial(self._again, run, works), partial(self._again, run, [alone])))
 
-    def _alone(
-        self, run: Run, call: SampleCall, change: Callable[[torch.Tensor], torch.Tensor]
+    def _again(
+        self,
+        run: Run,
+        works: Sequence[Work],
+        change: Change = as_it_is,
+        in_fp32: bool = False,
     ) -> list[torch.Tensor]:
-        name, latents = next(iter(call.arguments.items()))
-        arguments = {**call.arguments, name: tree_map_only(torch.Tensor, change, latents)}
-        work = Work(arguments, call.branch, (0,), ALONE)
-        return tensors_in(self._pool.evaluations.dispatch(run, [work], interrupted))
+        """Computes what the ``works`` have made once more, from changed latents."""
+
+        def changed(work: Work) -> Work:
+            name, latents = next(iter(work.arguments.items()))
+            arguments = {**work.arguments, name: tree_map_only(torch.Tensor, change, latents)}
+            return replace(work, arguments=arguments, in_fp32=in_fp32)
+
+        outputs = self._pool.evaluations.dispatch(run, [changed(work) for work in works], interrupted)
+        return tensors_in(put_together(outputs))
 
 
 class RowsApart:
@@ -184,8 +194,8 @@ class RowsApart:
     def watch(self, shapes: tuple[torch.Size, ...]) -> Judge | None:
         return None if shapes in self._compared else partial(self._judge, shapes)
 
-    def _judge(self, shapes: tuple[torch.Size, ...], apart: list[torch.Tensor], alone: Alone) -> None:
-        require_rows_alone(self._class, apart, alone(as_it_is))
+    def _judge(self, shapes: tuple[torch.Size, ...], shared: Shared) -> None:
+        require_rows_alone(self._class, shared.made, shared.alone())
         self._compared.add(shapes)
 
 

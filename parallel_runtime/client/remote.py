@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,6 @@ from .groups import InGroups
 from .interrupt import held
 from .patchwise import Patchwise
 from .remote_pool import RemotePool
-
-log = logging.getLogger("pipemesh")
 
 
 class Remote:
@@ -99,11 +96,7 @@ class Remote:
             else self.pool.beside.why_not_alone(self.model, self.sampled, shapes[0][0] if shapes else 1)
         )
         if why:
-            log.info(
-                "[PipeMesh] Of %s only tiny models were compared with stock, and no first evaluation: %s.",
-                type(model.diffusion_model).__name__,
-                why,
-            )
+            self.pool.admission.not_judged(model, why)
         return None if why else judge
 
     @contextmanager

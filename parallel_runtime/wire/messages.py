@@ -134,7 +134,8 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
     has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
     neighbouring groups of ranks got it, and share its sequence; ``layout.ALONE``: one rank did.
-    ``kind``, ``confirmed`` and ``graph``: as ``Expected`` has them.
+    ``kind``, ``confirmed`` and ``graph``: as ``Expected`` has them. ``in_fp32``: compute it in
+    fp32, whatever numbers the weights are in.
     """
 
     request: int
@@ -148,6 +149,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kind: int = 0
     confirmed: int = 0
     graph: str = "record"
+    in_fp32: bool = False
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):

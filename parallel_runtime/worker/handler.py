@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -39,7 +40,7 @@ from ..wire.tree import decode_tree
 from .arena_io import NOTHING, ArenaIO
 from .compiling import compilation_noted
 from .device_memory import DeviceMemory
-from .resident import CountingRank, ResidentModel, counted
+from .resident import CountingRank, ResidentModel, counted, in_fp32
 from .resident_vae import ResidentVAE
 
 
@@ -262,7 +263,8 @@ class RequestHandler:
         with (
             compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext()
         ):
-            output = model.on_rank(arguments, request.request)
+            on_rank = partial(in_fp32, self._transformer(request.model)) if request.in_fp32 else model.on_rank
+            output = on_rank(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
         writing = self._io.write(output, request.out) if self._writes[request.width] else NOTHING
         traffic, facts = self._mesh.sequence.traffic, model.method.facts

@@ -15,9 +15,9 @@ from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
 from ..comm.readers import Readers
 from ..comm.shard_gather import ShardGather
-from ..crossing.by_name import restored
+from ..crossing.by_name import BACKEND, SETTINGS, restored
 from ..crossing.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
-from ..crossing.kept_tokens import KeptTokens, Sharers
+from ..crossing.kept_tokens import KEPT, KeptTokens, Sharers
 from ..crossing.pack_state import put_state
 from ..errors import Refused
 from ..families import plan_or_whole
@@ -29,6 +29,7 @@ from ..methods.method import Rank
 from ..patches import Part
 from ..weights.device_weights import DeviceWeights
 from ..weights.gguf import is_dequantised_late, with_patches
+from ..weights.in_fp32 import arguments_in_fp32, computing_in_fp32
 from ..weights.offloaded_weights import OffloadedWeights
 from ..weights.placement import Placement
 from ..weights.quantised import stored_bytes, taken_apart
@@ -41,6 +42,8 @@ from .patched_sets import PatchedSet, PatchedSets, Places
 
 log = logging.getLogger("pipemesh")
 NO_RUN = -1
+# Options by which a model computes in numbers that are not its weights', or keeps such
+OWN_NUMBERS = (BACKEND, SETTINGS, COMPILE, KEPT)
 NOT_COMPILED = (
     "weights are sharded, and gathered before each layer. The ranks run this MODEL uncompiled; whole weights"
     " would be compiled."
@@ -277,6 +280,15 @@ class ResidentModel:
             room = -1
         self._tell(None)
         return self.method.end_run(named, room)
+
+
+def in_fp32(model: ResidentModel, arguments: dict[str, Any], number: int) -> Any:
+    """Compute as ``on_rank`` does, in fp32. What the model keeps of others has no part in it."""
+    transformer = model.patcher.model.diffusion_model
+    plan = plan_or_whole(type(transformer))
+    prefix = plan.prefix if plan is not None else None
+    with computing_in_fp32(transformer, prefix.forget if prefix is not None else ""):
+        return model.on_rank(arguments_in_fp32(arguments, OWN_NUMBERS), number)
 
 
 def counted(rank: CountingRank, total: int) -> Callable[[int], None]:
