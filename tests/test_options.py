@@ -1,13 +1,27 @@
 """What nodes set among a MODEL's options reaches the transformer in the ranks, or is refused."""
 
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import comfy.ldm.flux.model as flux
+import comfy.sample
+import comfy.samplers
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.crossing.readers import Readers, words_of_class
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.every import SAMPLES
+from pipemesh.parallel_runtime.layout import Layout
 
-from .models import run
+from .bounds import assert_same
+from .conftest import COMFYUI
+from .in_groups import in_groups
+from .models import conditioning, run
 
 pytestmark = pytest.mark.host
 
@@ -28,24 +42,170 @@ def their_function(*_args):
         (
             object(),
             (
-                r"The option theirs \(builtins\.object\) of this MODEL is no plain data and cannot be sent to"
-                r" the pool: remove"
+                r"The option img_slice \(builtins\.object\) of this MODEL is no plain data and cannot be sent"
+                r" to the pool, where Flux may read it: remove the node"
             ),
         ),
-        ({"of": [1, torch.device("cpu")]}, r"The option theirs/of/1 \(torch\.device\) of this MODEL"),
-        (their_function, r"The option theirs \(.*\.their_function\) of this MODEL"),
+        ({"of": [1, torch.device("cpu")]}, r"The option img_slice/of/1 \(torch\.device\) of this MODEL"),
+        (their_function, r"The option img_slice \(.*\.their_function\) of this MODEL"),
         (
             frozenset((1, their_function)),
-            r"The option an item of theirs \(.*\.their_function\) of this MODEL",
+            r"The option an item of img_slice \(.*\.their_function\) of this MODEL",
         ),
     ],
 )
 def test_an_option_that_no_rank_can_read_is_refused_by_name_and_the_pool_goes_on(pair, value, says):
     stock, parallel = pair
     with pytest.raises(Refused, match=says):
-        run(with_option(parallel, theirs=value))
+        run(with_option(parallel, img_slice=value))
     plain = {"plain": [1, 2.0, torch.zeros(1)], "blocks": frozenset((3, 1)), "names": {"a", "b"}}
     assert relative_error(run(with_option(parallel, **plain)), run(stock)) <= BOUND
+
+
+# -- objects that samplers leave
+
+
+class TheirState:
+    """What a sampler hands to its own code in the UI."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+
+def sampled(model, sampler):
+    noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        return comfy.sample.sample_custom(
+            model,
+            noise,
+            4.0,
+            comfy.samplers.KSAMPLER(sampler),
+            torch.linspace(1, 0, 4),
+            conditioning(1, 13),
+            conditioning(2, 7),
+            torch.zeros_like(noise),
+            disable_pbar=True,
+        )
+
+
+def leaving(option):
+    """A sampler that leaves an object among the options, which code in the UI reads."""
+
+    def their_sampler(denoise, x, sigmas, extra_args=None, callback=None, disable=None):
+        options = extra_args["model_options"]["transformer_options"]
+        for step in range(len(sigmas) - 1):
+            options[option] = {"state": TheirState(1.0 + step), "of": their_sampler}
+            x = x + (x - denoise(x, sigmas[step].expand(len(x)), **extra_args)) * (
+                sigmas[step + 1] - sigmas[step]
+            )
+        return x
+
+    return their_sampler
+
+
+def guided_by(option):
+    """A wrapper around the transformer that goes by what the sampler has left."""
+
+    def wrapper(executor, *args, **kwargs):
+        state = args[-1][option]["state"]
+        return executor(*args, **kwargs) * state.weight
+
+    return wrapper
+
+
+def test_an_object_that_a_sampler_leaves_for_code_in_comfyui_stays_there_and_is_read_there():
+    stock, other = stock_model(5), stock_model(5)
+    for model in (stock, other):
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "theirs", guided_by("ExtraOptions"))
+    ours, pool = in_groups(Layout(cfg=2), other)
+    assert_same(lambda model: sampled(model, leaving("ExtraOptions")), ours, stock)
+    assert len(pool.asked) == 6
+
+
+def wrapped(model):
+    def their_wrapper(executor, *args, **kwargs):
+        args[-1]["block_index"] = TheirState(1.0)
+        return executor(*args, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "theirs", their_wrapper)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("sampler", "change", "move"),
+    [
+        (leaving("block_index"), lambda model: model, r"take another than the sampler .*their_sampler, which set it"),
+        (leaving("of_theirs"), wrapped, r"take another than the sampler .*their_sampler or .*their_wrapper, which set it"),
+        (comfy.samplers.k_diffusion_sampling.sample_euler, wrapped, r"take another than [^ ]*their_wrapper, which"),
+        (leaving("of_theirs"), lambda model: with_option(model, block_index=TheirState(1.0)), "remove the node that sets it"),
+    ],
+)  # fmt: skip
+def test_an_object_that_a_rank_might_read_is_refused_with_the_name_of_what_has_set_it(sampler, change, move):
+    ours, _ = in_groups(Layout(cfg=2), change(stock_model(5)))
+    with pytest.raises(Refused, match=rf"The option block_index.*where Flux may read it: {move}"):
+        sampled(ours, sampler)
+
+
+THEIR_PACK = {
+    "patches.py": """
+from . import deep
+from .names import KEY
+
+def patch(out, extra_options):
+    return out * extra_options["of_patch"] + deep.read(extra_options)
+""",
+    "names.py": 'KEY = "of_a_module"\n',
+    "deep.py": """
+class Reader:
+    option = "of_a_class"
+    def read(self, options, which): return options[f"whose_{which}"]
+
+def read(options, *, of_an_argument=0): return Reader().read(options, "it") + options.get("of_a_helper", 0)
+""",
+}
+
+
+@pytest.fixture
+def their_patch(tmp_path, monkeypatch):
+    """A function of a node pack."""
+    (tmp_path / "their_pack").mkdir()
+    for name, text in THEIR_PACK.items():
+        (tmp_path / "their_pack" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("their_pack.patches").patch
+    for name in [one for one in sys.modules if one.startswith("their_pack")]:
+        del sys.modules[name]
+
+
+READ = ("of_patch", "of_a_module", "of_a_class", "of_a_helper", "of_an_argument", "whose_it", "of_an_object")
+
+
+@pytest.mark.parametrize("option", [*READ, "ExtraOptions"])
+def test_code_of_nodes_that_ranks_run_is_looked_at_with_all_that_it_names_and_holds(their_patch, option):
+    readers = Readers(
+        flux.Flux, [their_patch], {"patches": [["their patch", [0, "instance", {"of": "of_an_object"}]]]}
+    )
+    assert readers.of(option) == ("their_pack.patches.patch" if option in READ else "")
+    assert not Readers(flux.Flux, [], {}).of(option)
+
+
+def test_of_a_class_that_comfyuis_files_do_not_have_nothing_is_known():
+    kind = type("Theirs", (flux.Flux,), {"__module__": "theirs"})
+    assert Readers(kind, [], {}).of("ExtraOptions") == "Theirs"
+
+
+ASKED_FOR = re.compile(r"transformer_options(?:\[|\.(?:get|pop|setdefault)\()\s*([^'\"\s][^\],)]*)")
+
+
+def test_comfyuis_transformers_ask_for_options_by_names_that_stand_in_their_code():
+    files = Path(COMFYUI, "comfy", "ldm").rglob("*.py")
+    found = {
+        (file.name, key) for file in files for key in ASKED_FOR.findall(file.read_text(encoding="utf-8"))
+    }
+    assert found == {("attention.py", "k")}, "each option that there is"
+    assert {"patches", "keyframe_idxs"} <= words_of_class("comfy.ldm.lightricks.av_model:LTXAVModel"), (
+        "parameters too"
+    )
 
 
 @pytest.mark.parametrize("name", ["uuids", "easycache", "context_window", "prefetch_dynamic_vbars"])

@@ -20,7 +20,7 @@ from ..errors import Refused
 from ..forward import forward_binder, forward_name
 from ..refusals import patch_name
 from ..watch.in_place import refusal
-from ..watch.python_file import LIBRARIES, compiled_elsewhere
+from ..watch.python_file import LIBRARIES, compiled_elsewhere, root_of
 from .separable import foreign_wrappers
 
 BETWEEN = (
@@ -117,17 +117,12 @@ def outer_sample(
         output = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
     patcher = executor.class_obj.model_patcher
     forward = in_place_of_forward(patcher.model)
-    if (
-        isinstance(forward, RemoteForward)
-        and not forward.calls
-        and len(sigmas) > 1
-        and any(_between(patcher))
-    ):
+    if isinstance(forward, RemoteForward) and not forward.calls and len(sigmas) > 1 and any(between(patcher)):
         raise _unused(patcher)
     return output
 
 
-def _between(patcher: Any) -> list[Any]:
+def between(patcher: Any) -> list[Any]:
     """The code of nodes between the sampler and the transformer."""
     options = patcher.model_options
     wrappers = [options.get("model_function_wrapper"), options.get("sampler_calc_cond_batch_function")]
@@ -145,8 +140,21 @@ def _between(patcher: Any) -> list[Any]:
     return [wrapper for wrapper in wrappers if wrapper is not None]
 
 
+def set_later(patcher: Any, option: str) -> str:
+    """Names the sampler that may have set an option since it was called, or the code between it and
+    the transformer; empty for an option that was there before.
+    """
+    given = patcher.remote.given
+    if given is None or option in given.options:
+        return ""
+    sampler, others = getattr(given.sampler, "sampler_function", given.sampler), between(patcher)
+    is_hosts = root_of(sampler) == "comfy"
+    names = [] if is_hosts and others else [f"the sampler {patch_name(sampler)}"]
+    return " or ".join([*names, *map(patch_name, others)])
+
+
 def _unused(patcher: Any) -> Refused:
-    names = ", ".join(patch_name(wrapper) for wrapper in _between(patcher))
+    names = ", ".join(patch_name(wrapper) for wrapper in between(patcher))
     by = f" by {names}" if names else ""
     return Refused(
         f"This MODEL was evaluated{by} without its transformer's forward, so nothing ran in the pool: "

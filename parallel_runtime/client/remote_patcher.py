@@ -52,7 +52,7 @@ from .patch_backend import PipelineBackend
 from .patching import Patching
 from .patchwise import SAMPLING, Patchwise
 from .remote import Remote
-from .remote_forward import WRAPPERS, RemoteForward
+from .remote_forward import WRAPPERS, RemoteForward, set_later
 from .remote_pool import RemotePool
 from .separable import WRAPPER_KEY
 from .wait import waited_for
@@ -232,7 +232,8 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         assert self.in_block is not None  # what is sampled was loaded
         options = arguments.get("transformer_options", {})
         branch = Branch.of(options)
-        sent = {**arguments, "transformer_options": crossing_options(options, self.in_block)}
+        crossing = crossing_options(options, self.in_block, partial(set_later, self))
+        sent = {**arguments, "transformer_options": crossing}
         for name in self.in_block.rebuilt:  # ranks make these entries anew
             argument, _, left_out = name.partition(".")
             if sent.get(argument):

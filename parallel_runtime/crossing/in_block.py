@@ -19,6 +19,7 @@ from .by_name import OVERRIDE, attention_backend, described
 from .by_reference import Assembly, Disassembly
 from .code import name_of
 from .pack_state import PackState, PackValue, made_state, put_state
+from .readers import Readers
 
 IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank
 Options = Mapping[str, Any]
@@ -30,8 +31,8 @@ class InBlockPatches:
     for one that holds what cannot cross; one that the plan cannot serve is left out.
 
     ``numbers`` of the patches, by their ids; ``rebuilt`` and ``kept`` of the plan; ``state``: what
-    their code reads in packs' modules. ``objects``: the object patch that brings all of it to the
-    ranks; ``identity``: the same with ids in place of models.
+    their code reads in packs' modules; ``readers`` of options. ``objects``: the object patch that
+    brings all of it to the ranks; ``identity``: the same with ids in place of models.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class InBlockPatches:
         self.rebuilt, self.kept = plan.rebuilt, plan.kept
         self.state = PackState(apart.code, apart.take)
         taken["state"] = self.state.taken
+        self.readers = Readers(type(transformer), apart.code, taken)
         some = any(taken.values())
         self.objects: dict[str, Any] = {IN_BLOCK: {**taken, "models": apart.models}} if some else {}
         self.identity: dict[str, Any] = {IN_BLOCK: taken} if some else {}

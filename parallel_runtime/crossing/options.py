@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import Refused
@@ -25,11 +25,14 @@ OF_COMFYUI = frozenset((
 
 
 def crossing_options(
-    transformer_options: dict[str, Any], in_block: InBlockPatches | None = None
+    transformer_options: dict[str, Any],
+    in_block: InBlockPatches | None = None,
+    set_later: Callable[[str], str] = lambda name: "",
 ) -> dict[str, Any]:
     """Returns the ``transformer_options`` of one MODEL as the ranks get them: those that are plain
-    data, what of the others is known by name, and the numbers of those that ranks hold. Raises
-    Refused for any other: the node that set it may count on its being read in the transformer.
+    data, what of the others is known by name, and the numbers of those that ranks hold. Others
+    that no code in the ranks has the name of stay behind. Raises Refused for one that code may
+    read there. ``set_later`` names what has set one since the sampler was called; empty: a node.
     """
     crossing = described(transformer_options, in_block.numbers if in_block is not None else {})
     crossing[SETTINGS] = torch_settings()
@@ -40,9 +43,14 @@ def crossing_options(
         if name in OF_COMFYUI or (KEPT in crossing and kept is not None and name == kept.option):
             continue
         if problem := why_not_plain(value, name):
+            reader = in_block.readers.of(name) if in_block is not None else WHOLE
+            if not reader:
+                continue
+            by = set_later(name)
+            move = f"take another than {by}, which set it" if by else "remove the node that sets it"
             raise Refused(
                 f"The option {problem.path} ({patch_name(problem.value)}) of this MODEL is no plain data and"
-                " cannot be sent to the pool: remove the node that sets it, or PipeMesh."
+                f" cannot be sent to the pool, where {reader} may read it: {move}, or leave PipeMesh out."
             )
         crossing[name] = value
     return crossing

@@ -71,27 +71,49 @@ class SourceFile:
     rest: list[str]
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a module binds to a name: its ``digests``, the ``places`` that its code names, and the
+    ``words`` in it by which it may ask for an entry of a dictionary: texts and names of parameters.
+    """
+
+    digests: Mapping[str, str]
+    places: Sequence[Place]
+    words: frozenset[str]
+
+
 class HostFiles:
     """The Python files of a ComfyUI in a folder. Each is read once, and each place in it."""
 
     def __init__(self, root: Path):
         self._root = root
         self._read: dict[str, SourceFile | None] = {}
-        self._told: dict[Place, tuple[Mapping[str, str], Sequence[Place]]] = {}
+        self._told: dict[Place, Told] = {}
 
     def fingerprint(self, kind: str) -> Fingerprint:
         """Returns the fingerprint of a class, ``module:Class``: of its code, and of all of ComfyUI
         that this code names, at any depth; one without functions where the files do not have that
         class. Raises Refused where a file cannot be read.
         """
+        functions: dict[str, str] = {}
+        for told in self._reached(kind):
+            functions.update(told.digests)
+        return Fingerprint(kind, functions)
+
+    def words(self, kind: str) -> frozenset[str]:
+        """Returns the words of all that code, likewise; none where the files do not have the
+        class.
+        """
+        return frozenset[str]().union(*(told.words for told in self._reached(kind)))
+
+    def _reached(self, kind: str) -> Iterator[Told]:
         module, _, name = kind.partition(":")
         file = self._file(module)
         if file is None or name not in file.bound:
-            return Fingerprint(kind, {})
+            return
         kept = kept_by(kind)
         # A node gives the cache to the model, whose code does not name it
         cache = tuple(kept.cache.split(":")) if kept is not None else (module, name)
-        functions: dict[str, str] = {}
         reached: set[Place] = set()
         waiting: list[Place] = [(module, name), (cache[0], cache[1]), *EVERYWHERE]
         while waiting:
@@ -100,10 +122,8 @@ class HostFiles:
                 reached.add(place)
                 if place not in self._told:
                     self._told[place] = self._tell(*place)
-                digests, named = self._told[place]
-                functions.update(digests)
-                waiting += named
-        return Fingerprint(kind, functions)
+                yield self._told[place]
+                waiting += self._told[place].places
 
     def classes_in(self, module: str) -> set[str]:
         """Returns the names of the classes of a module; none where the files do not have it."""
@@ -111,27 +131,26 @@ class HostFiles:
         bound = {} if file is None else file.bound
         return {name for name, found in bound.items() if any(isinstance(one, ast.ClassDef) for one in found)}
 
-    def _tell(self, module: str, bound: str) -> tuple[Mapping[str, str], Sequence[Place]]:
-        """Returns the digests of what a module binds to a name, and the places that its code
-        names.
-        """
+    def _tell(self, module: str, bound: str) -> Told:
         file = self._file(module)
         if file is None:
-            return {}, []
+            return Told({}, (), frozenset())
         statements, is_followed = file.bound.get(bound, ()), module.startswith(DEEP)
         texts: dict[str, list[str]] = {f"{module}:": file.rest} if is_followed and file.rest else {}
         names: set[tuple[str, ...]] = set()
+        words: set[str] = set()
         for statement in statements:
             for part, node in _parts(statement, bound):
                 inner = set(_dotted_names(node))
                 texts.setdefault(f"{module}:{part}", []).extend([_tree_text(node), *_libraries(file, inner)])
                 names |= inner
+                words.update(_words(node))
         if statements and not is_followed:
             names = set()
         elif not names:
             names = {(bound,)}
         places = [place for name in names if (place := self._place_of(module, file, name))]
-        return {name: _short(of_part) for name, of_part in texts.items()}, places
+        return Told({name: _short(of_part) for name, of_part in texts.items()}, places, frozenset(words))
 
     def _place_of(self, module: str, file: SourceFile, dotted: tuple[str, ...]) -> Place | None:
         """Returns what a name with dots in a module's code stands for; None for no name of a
@@ -251,6 +270,17 @@ def _dotted_names(node: ast.AST) -> Iterator[tuple[str, ...]]:
             one = one.value
         if isinstance(one, ast.Name):
             yield (one.id, *reversed(parts))
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Yields the texts in code, and the names of parameters: a function may be given the entries of
+    a dictionary by their names.
+    """
+    for one in ast.walk(node):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str):
+            yield one.value
+        elif isinstance(one, ast.arg):
+            yield one.arg
 
 
 def _tree_text(node: ast.AST) -> str:
