@@ -81,7 +81,7 @@ def reference(
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = bind(args, kwargs)
         options = arguments.get("transformer_options", {})
-        crossed = restored(crossing_options(options, *of_nodes), patches_here)
+        crossed = restored(crossing_options(options, of_nodes[0] if of_nodes else None), patches_here)
         call = SampleCall({**arguments, "transformer_options": crossed}, Branch.of(options))
         return sampling.output_of(call)
 

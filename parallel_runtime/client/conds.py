@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent
@@ -19,6 +19,13 @@ from .windows import WindowsTogether, can_be_together
 
 Compute = Callable[[Sequence[SampleCall]], list[Any]]
 WithRoom = Callable[[Any, Callable[[], list[Any]]], list[Any]]
+
+
+class Given(NamedTuple):
+    """A sampler, and the names of the ``transformer_options`` with which it was called."""
+
+    sampler: Any
+    options: frozenset[str]
 
 
 class Conds:
@@ -41,19 +48,22 @@ class Conds:
         self._in_sequence = in_sequence
         self._is_known = False  # all code of the run at hand
         self._origins: dict[str, Origin] = {}
+        self.given: Given | None = None  # to the sampler that is in the loop
 
     @contextmanager
     def sampling(self, sampler: Any, guider: Any, model_options: dict[str, Any]) -> Iterator[None]:
         """Inside, conditioning follows from the conds' own tensors where all code between them and
         the transformer is ComfyUI's.
         """
+        outer, names = self.given, model_options.get("transformer_options", {}).keys()
         self._is_known = not has_foreign_code(sampler, guider, model_options) and is_hosts_own(
             guider.model_patcher.model
         )
+        self.given = Given(sampler, frozenset(names))
         try:
             yield
         finally:
-            self._is_known, self._origins = False, {}
+            self._is_known, self._origins, self.given = False, {}, outer
 
     def with_windows(self, options: dict[str, Any]) -> dict[str, Any]:
         """Returns a run's model options, by which context windows are computed together where there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,13 +18,6 @@ from .groups import InGroups
 from .interrupt import held
 from .patchwise import Patchwise
 from .remote_pool import RemotePool
-
-
-class Given(NamedTuple):
-    """A sampler, and the names of the ``transformer_options`` with which it was called."""
-
-    sampler: Any
-    options: frozenset[str]
 
 
 class Remote:
@@ -57,7 +50,6 @@ class Remote:
         self.weights = weights
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
         self.sampled: Sampled | None = None  # what this run is of
-        self.given: Given | None = None  # to the sampler that is in the loop
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
         """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
@@ -141,14 +133,9 @@ class Remote:
         the forward asked for them, but by whoever waits for several.
         """
         conds, options = self.sampling.conds, extra_args["model_options"]
-        before, names = self.given, options.get("transformer_options", {}).keys()
-        self.given = Given(executor.class_obj, frozenset(names))
-        try:
-            with self.computing(), conds.sampling(executor.class_obj, guider, options):
-                own = {**extra_args, "model_options": conds.with_windows(options)}
-                return executor(guider, sigmas, own, *args, **kwargs)
-        finally:
-            self.given = before
+        with self.computing(), conds.sampling(executor.class_obj, guider, options):
+            own = {**extra_args, "model_options": conds.with_windows(options)}
+            return executor(guider, sigmas, own, *args, **kwargs)
 
     def end_run(self) -> None:
         """Ends the run that the model is in, if any: after a run inside a run, the outer one's

@@ -144,7 +144,7 @@ def set_later(patcher: Any, option: str) -> str:
     """Names the sampler that may have set an option since it was called, or the code between it and
     the transformer; empty for an option that was there before.
     """
-    given = patcher.remote.given
+    given = patcher.remote.sampling.conds.given
     if given is None or option in given.options:
         return ""
     sampler, others = getattr(given.sampler, "sampler_function", given.sampler), between(patcher)

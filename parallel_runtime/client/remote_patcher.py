@@ -278,7 +278,9 @@ def bring_up(patcher: RemotePatcher) -> None:
     hook_id, hook_patches = patcher.hook_set
     objects_id, objects = patcher.objects
     patched = any(key.startswith(PREFIX) for key in (*patcher.patches, *hook_patches))
-    patcher.patches_id = f"{hook_id or patcher.patches_uuid.hex}{objects_id}" if patched or objects else ""
+    name = f"{hook_id or patcher.patches_uuid.hex}{objects_id}" if patched or objects else ""
+    if patcher.patches_id != name:
+        patcher.patches_id = name
     residency, model = patcher.remote.pool.residency, patcher.remote.model
     patcher.remote.pool.sessions.settle(interrupted)
     if patcher.remote.pool.runs.owed:
