@@ -70,6 +70,15 @@ def test_the_pack_takes_two_megabytes_at_most_and_has_nothing_of_the_laboratory_
     assert {"__init__.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"} <= names
 
 
+def test_an_extra_can_be_installed():
+    """`pip install ".[cuda]"`: pip finds seven top-level packages where it is not told that none is
+    in the wheel, and refuses.
+    """
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r"^\[build-system\]\nrequires = .*\nbuild-backend = ", project, re.M)
+    assert re.search(r"^\[tool\.setuptools\]\npackages = \[\]$", project, re.M)
+
+
 def test_every_link_of_a_published_document_leads_to_a_published_file_or_to_an_address(pack):
     documents = packed(pack, ".md")
     assert len(documents) > 10
