@@ -3,11 +3,8 @@
 from PIL import Image
 
 GAP, GROUND = 20, "#808080"
-FORMS = [(form, layout) for layout in ("auto", "by-hand") for form in ("canvas", "vue")]
 SHEETS = {  # picture -> those that it is made of, in rows
-    "panel": [["panel-dark", "panel-light", "panel-plan-en", "panel-dead"]],
     "panel-plan": [[f"panel-plan-{language}" for language in ("en", "fr", "ja", "zh")]],
-    "pool": [[f"pool-{palette}-{form}-{layout}" for form, layout in FORMS] for palette in ("dark", "light")],
     "report": [["report-canvas", "report-vue"]],
 }
 
