@@ -116,6 +116,23 @@ def test_tiles_that_comfyui_takes_where_memory_ran_out_are_stocks_to_the_bit(
     assert torch.equal(made, getattr(stock[kind], work)(picture))
 
 
+def test_each_tile_is_computed_once_however_much_larger_than_its_latent_the_picture_is(
+    stock, client, sets, requests, monkeypatch
+):
+    """A first latent frame makes one frame, each later one four."""
+    vae, submit = parallel(stock["video"], client), client.evaluations.submit
+
+    def submitted(*args, **kwargs):
+        assert requests["Forward"] < 20, "the same tiles again and again"
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(client.evaluations, "submit", submitted)
+    for frames in (1, 2, 1):
+        latent, tiles = noise(1, 16, frames, 4, 7), {"tile_x": 4, "tile_y": 4, "overlap": 1}
+        assert torch.equal(vae.decode_tiled(latent, **tiles), stock["video"].decode_tiled(latent, **tiles))
+    assert requests["Forward"] == sum(map(len, sets))
+
+
 def test_the_progress_that_comfyui_shows_is_that_of_tiles_that_are_there(stock, client, sets, monkeypatch):
     shown = []
     monkeypatch.setattr(

@@ -158,15 +158,13 @@ class Evaluations:
         began = time.perf_counter() if began is None else began
         latent = next(iter(arguments.values()))
         latents = latent if isinstance(latent, list) else [latent]
+        latent_bytes = sum(aligned(one.numel() * 4) for one in latents)
         written = next(
             (other.written for other in session.tickets if other.written.arguments is arguments), None
         )
         frame = Frame(session.pool.arena)
         try:
-            out = frame.blank(
-                sum(aligned(one.numel() * 4) for one in latents)
-                * self._growth.get((run.model, arguments.get("work")), 1)
-            )
+            out = frame.blank(latent_bytes * self._growth.get((run.model, arguments.get("work")), 1))
             written = written or write_arguments(session, arguments, work.branch, assume)
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
@@ -183,7 +181,7 @@ class Evaluations:
         unproven = graphs.numbers if graphs is not None and not graphs.are_right else ()
         session.tries_graphs |= bool(unproven)
         number, device = session.pool.next_request(), latents[0].device
-        ticket = Ticket(number, run, part, written, frame, out.nbytes, device, began, like, unproven)
+        ticket = Ticket(number, run, part, written, frame, latent_bytes, device, began, like, unproven)
         session.tickets.append(ticket)
         request = Forward(
             request=number,
@@ -247,14 +245,15 @@ class Evaluations:
         self, session: Session, ticket: Ticket, rank: int, nbytes: int, interrupted: Callable[[], bool]
     ) -> Any:
         """Has ``rank`` write its last output, which took more room than the latent, into a larger
-        place. Returns it. Raises OutputTooLarge where the rank may have computed another since.
+        place. Returns it. Raises OutputTooLarge if the rank was given another evaluation since,
+        whose output takes the place of the last.
         """
         if session.pool.facts.stages > 1 and len(ticket.like.ranks) > 1:
             raise ModelError(
                 f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1."
             )
-        if len(session.tickets) > 1:
-            raise OutputTooLarge(-(-nbytes // ticket.out_bytes))
+        if any(other.number > ticket.number and rank in other.like.ranks for other in session.tickets):
+            raise OutputTooLarge(-(-nbytes // ticket.latent_bytes))
         with session.pool.arena.frame() as frame:
             out = frame.blank(nbytes)
             fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)

@@ -139,8 +139,9 @@ class WrittenArguments:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """Names a submission: its request, and the arena's memory that it holds until it is collected,
-    ``out_bytes`` of it for the output. ``began``: seconds of the UI's performance counter.
+    """Names a submission: its request, and the arena's memory that it holds until it is collected.
+    ``latent_bytes``: what an output takes that is as large as its latent. ``began``: seconds of the
+    UI's performance counter.
     """
 
     number: int
@@ -148,7 +149,7 @@ class Ticket:
     part: Part
     written: WrittenArguments
     out: Frame
-    out_bytes: int
+    latent_bytes: int
     device: torch.device
     began: float
     like: Like
