@@ -1,5 +1,6 @@
 """Blocks that ranks compile: one graph each, and the same result."""
 
+import gc
 import inspect
 import weakref
 
@@ -22,6 +23,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import compiled
 from pipemesh.parallel_runtime.methods.blocks import blocks_of
 from pipemesh.parallel_runtime.methods.compiled import opaque_attention
+from pipemesh.parallel_runtime.methods.override import ASKED, Asked, AttentionOverride
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.worker import compiling
 from torch._dynamo.backends.common import aot_autograd
@@ -29,6 +31,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
 from .conftest import ALL
+from .joint_model import attention_basic
 from .models import load, run
 from .patched import ALL_WARM, execute
 
@@ -187,6 +190,40 @@ def test_a_graph_of_one_model_serves_another_with_that_ones_attention():
         attention = opaque_attention()
         assert attention.override is None, "the model is kept"
     assert graphs == counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_function_that_a_model_brought_goes_with_the_model():
+    """A layer may prefer a function of its own, which holds the model: each load has another."""
+
+    def of_a_model():
+        weight = torch.full((1, 2, 4), 2.0)
+
+        def function(q, k, v, heads, mask=None, **_more):
+            return q * weight
+
+        override = AttentionOverride()
+        override.attend = lambda attention, q, k, v, heads, mask, *args, **kwargs: kwargs[ASKED].preferred(
+            q, k, v, heads, mask
+        )
+        override.asked = Asked(preferred=function)
+        opaque.override = override
+        kwargs = {ASKED: override.asked}
+        compiled = torch.compile(
+            lambda q: opaque(attention_basic, q, q, q, 1, None, **kwargs), backend="eager", fullgraph=True
+        )
+        assert torch.equal(compiled(torch.ones(1, 2, 4)), weight)
+        assert torch.equal(compiled(torch.ones(1, 2, 4)), weight)
+        opaque.override = None
+        return weakref.ref(function)
+
+    opaque, counts = opaque_attention(), []
+    for _ in range(3):
+        function = of_a_model()
+        torch._dynamo.reset()
+        gc.collect()
+        assert function() is None
+        counts.append(len(opaque._notes))
+    assert counts[0] == counts[-1]
 
 
 def test_no_cuda_graph_records_an_attention():

@@ -7,9 +7,10 @@ look into.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from ..errors import Refused
 from ..families.plan import TokenPlan
 from .blocks import blocks_of
-from .override import Attention, AttentionOverride, Shared, by_name
+from .override import ASKED, NOTHING, Asked, Attention, AttentionOverride, Shared, by_name
 
 # Replayed as a CUDA graph, an attention would send what it sent when it was recorded, and look for
 # no cancel. Graphs that hold an operation of this tag are not recorded, or around it.
@@ -100,6 +101,21 @@ def guards_to_keep(guards: Sequence[Any]) -> list[bool]:
     return ["transformer_options" not in guard.name for guard in guards]
 
 
+class Note(NamedTuple):
+    """What a call has besides tensors. ``functions``: the one it calls, and what it asks of others,
+    as ``Asked`` has it.
+    """
+
+    functions: tuple[weakref.ref[Any] | None, ...]
+    args: tuple
+    kwargs: dict[str, Any]
+    shared: Shared
+
+    @property
+    def is_void(self) -> bool:
+        return any(one is not None and one() is None for one in self.functions)
+
+
 @cache
 def opaque_attention() -> OpaqueAttention:
     """Return the operation of this process: torch keeps graphs per process and class, so that a
@@ -112,12 +128,13 @@ class OpaqueAttention:
     """The operation that graphs call for an attention. ``override``: of the evaluation at hand.
 
     All that a call has besides tensors is constant in a graph: it is noted while the graph is made,
-    and the graph holds the note's number.
+    and the graph holds the note's number. A note keeps no function that its model brought: without
+    it no graph calls it, and the next note has its number.
     """
 
     def __init__(self) -> None:
         self.override: AttentionOverride | None = None
-        self._notes: list[tuple[Attention, tuple, dict[str, Any], Shared]] = []
+        self._notes: list[Note] = []
         self._library = torch.library.Library("pipemesh", "DEF")
         self._library.define(
             "attend(Tensor q, Tensor k, Tensor v, Tensor? mask, int note) -> Tensor", tags=UNSAFE
@@ -140,26 +157,34 @@ class OpaqueAttention:
     def _note(
         self, attention: Attention, args: tuple, names: tuple[str, ...], values: tuple, shared: Shared
     ) -> int:
-        note = (attention, args, dict(zip(names, values, strict=True)), shared)
+        kwargs = dict(zip(names, values, strict=True))
+        functions = (attention, *kwargs.pop(ASKED, NOTHING))
+        held = tuple(one if one is None else weakref.ref(one) for one in functions)
+        note = Note(held, args, kwargs, shared)
         if note not in self._notes:
-            self._notes.append(note)
+            assert self.override is not None
+            self.override.brought += functions
+            void = (place for place, one in enumerate(self._notes) if one.is_void)
+            place = next(void, len(self._notes))
+            self._notes[place : place + 1] = [note]
         return self._notes.index(note)
 
     def _attend(self, q, k, v, mask: torch.Tensor | None, note: int) -> torch.Tensor:
-        attention, (heads, *args), kwargs, shared = self._notes[note]
+        functions, (heads, *args), kwargs, shared = self._notes[note]
+        attention, *asked = (one if one is None else one() for one in functions)
         override = self.override
         assert override is not None and override.attend is not None
         before = override.shared
         override.share(shared)
         try:
-            kwargs = {**kwargs, "transformer_options": override.options}
+            kwargs = {**kwargs, ASKED: Asked(*asked), "transformer_options": override.options}
             return override.attend(attention, q, k, v, heads, mask, *args, **kwargs).contiguous()
         finally:
             override.share(before)
 
     def _like(self, q, k, v, mask: torch.Tensor | None, note: int) -> torch.Tensor:
         """An empty tensor of the output's shape, (B, L, H*D) or (B, H, L, D)."""
-        _attention, (heads, *args), kwargs, _shared = self._notes[note]
+        _functions, (heads, *args), kwargs, _shared = self._notes[note]
         given = {**by_name(tuple(args)), **kwargs}
         by_heads = given.get("skip_reshape", False)
         batch, tokens = q.shape[0], q.shape[-2 if by_heads else 1]

@@ -57,7 +57,8 @@ class AttentionOverride:
 
     ``shared``: what of an attention is shared with other ranks: all of it, the keys that whole
     queries look at, or nothing. ``options``: the evaluation's ``transformer_options``. ``opaque``:
-    what stands for ``attend`` in graphs of ``torch.compile``. ``asked``: by the call at hand.
+    what stands for ``attend`` in graphs of ``torch.compile``, and ``brought`` the functions that
+    they call. ``asked``: by the call at hand.
     """
 
     def __init__(self) -> None:
@@ -65,6 +66,7 @@ class AttentionOverride:
         self.shared: Shared = False
         self.options: dict[str, Any] = {}
         self.opaque: Attention | None = None
+        self.brought: list[Any] = []
         self.asked = NOTHING
 
     def share(self, shared: Shared) -> None:
