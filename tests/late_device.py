@@ -47,9 +47,11 @@ class Memory:
 
     def __init__(self, gpu, content):
         self.box, self._content, self._queue, self.gpu = gpu.box, content, gpu.current, gpu
+        gpu.held_bytes += content.untyped_storage().nbytes()
 
     def __del__(self):
         content = self._content
+        self.gpu.held_bytes -= content.untyped_storage().nbytes()
         self.gpu.free(self._queue, lambda: poison(content))
 
 
@@ -187,10 +189,11 @@ def pin_down(box, tensor):
 
 
 def is_pinned(box, tensor):
+    """A copy may not go past the end of what was registered at once, as with a driver."""
     at = tensor.data_ptr()
-    return tensor.untyped_storage()._cdata in box.pinned or any(
-        0 <= at - start < nbytes for start, nbytes in box.registered.items()
-    )
+    left = [start + nbytes - at for start, nbytes in box.registered.items() if 0 <= at - start < nbytes]
+    assert not left or tensor.nbytes <= left[0], "a copy beyond what was registered"
+    return tensor.untyped_storage()._cdata in box.pinned or bool(left)
 
 
 def content_of(leaf):
@@ -399,9 +402,12 @@ class Cudart:
         self._box = box
 
     def cudaHostRegister(self, address, nbytes, flags):
-        if self._box.registers:
-            self._box.registered[address] = nbytes
-        return int(not self._box.registers)
+        if not self._box.registers:
+            return 1
+        others = self._box.registered.items()
+        assert not any(start < address + nbytes and address < start + size for start, size in others)
+        self._box.registered[address] = nbytes
+        return 0
 
     def cudaHostUnregister(self, address):
         del self._box.registered[address]

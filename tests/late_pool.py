@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
 from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.methods.factory import make_method
-from pipemesh.parallel_runtime.wire.arena import Board
+from pipemesh.parallel_runtime.wire.arena import ROOM, Board
 from pipemesh.parallel_runtime.wire.channel import Channel
 from pipemesh.parallel_runtime.wire.messages import Close, FromRank, Memory, ToRank
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
@@ -89,10 +89,13 @@ class Ranks:
 
 
 class PoolWorld(LateWorld):
-    """``ui(remote)``: what ComfyUI's process does; ``prepare(rank, model)``: what is odd there."""
+    """``ui(remote)``: what ComfyUI's process does; ``prepare(rank, model)``: what is odd there.
+    ``models``: the names under which ranks hold one and the same.
+    """
 
     idle_turns = done = 0
     records = "never"
+    models = ("m",)
 
     def __init__(self, layout, box, monkeypatch, ui, prepare):
         super().__init__(layout, box, monkeypatch)
@@ -128,7 +131,8 @@ class PoolWorld(LateWorld):
         run.gpu = self.box.own
         handle = SimpleNamespace(layout=self.layout, ensure=lambda *_: self.pool, live=lambda: self.pool)
         remote = RemotePool(handle, shares_weights=self.layout.stages == 1)
-        remote.sessions.open(lambda: False).models["m"] = Resident(state=ResidentState.READY)
+        session = remote.sessions.open(lambda: False)
+        session.models |= {name: Resident(state=ResidentState.READY) for name in self.models}
         self._ui(remote)
         for channel in self.ranks.channels:
             channel.send(Close())
@@ -136,7 +140,7 @@ class PoolWorld(LateWorld):
     def serve(self, mesh, run):
         mesh.sequence.records = self.records
         arena, device = self.pool.arena.segment, run.gpu.device
-        segment = Segment(os.dup(arena.fd), arena.nbytes)
+        segment = Segment(os.dup(arena.fd), arena.nbytes, ROOM)
         segment.pin(device)
         memory = DeviceMemory(device, mesh.rank)
         loop = rank_loop.RankLoop(self.ranks.theirs[mesh.rank], Board(segment), mesh.rank, memory, device)
@@ -147,7 +151,7 @@ class PoolWorld(LateWorld):
         model.to(device)
         method.attach()
         self._prepare(mesh.rank, model)
-        handler.models["m"] = SimpleNamespace(
+        held = SimpleNamespace(
             method=method,
             patches_id="",
             kept=None,
@@ -156,12 +160,21 @@ class PoolWorld(LateWorld):
             end_run=method.end_run,
             nbytes=0,
         )
+        handler.models |= dict.fromkeys(self.models, held)
         loop.serve(handler)
         segment.close()
 
 
 def pooled(
-    layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None, records="never"
+    layout,
+    ui,
+    seed=0,
+    *,
+    at_once=False,
+    pins=None,
+    prepare=lambda rank, model: None,
+    records="never",
+    models=("m",),
 ):
     """Has ``ui`` use a pool; returns its ranks' GPUs. ``pins``: whether its arena is pinned; else
     it is so at even seeds.
@@ -169,7 +182,7 @@ def pooled(
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
         box.registers = seed % 2 == 0 if pins is None else pins
         world = PoolWorld(layout, box, patch, ui, prepare)
-        world.records = records
+        world.records, world.models = records, models
         try:
             world.run(world.serve)
             return world.gpus

@@ -64,7 +64,7 @@ class Queue:
 class Gpu:
     """One process's GPU. ``current``: the stream that the process computes in. ``launches``: how
     often it asked for what; ``waits``: how often it waited for what, ``idle`` how often of these
-    nothing was left to compute then.
+    nothing was left to compute then. ``held_bytes`` of all tensors that somebody has.
     """
 
     def __init__(self, box, device=DEVICE):
@@ -73,7 +73,7 @@ class Gpu:
         self._of_group = {}
         self.launches, self.waits, self.idle = Counter(), Counter(), Counter()
         self.recording = None  # what is asked for while a graph is recorded; it is not done
-        self.recordings = self.replays = 0
+        self.recordings = self.replays = self.held_bytes = 0
 
     def stream_of(self, group):
         if group not in self._of_group:

@@ -1,17 +1,19 @@
-"""Conditioning crosses once: recognised by content, told apart by content, evicted between runs
-only.
+"""Conditioning crosses once: recognised by content, told apart by content, and evicted down to a
+bound, but not while an evaluation names it.
 """
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.client.conditioning import RECENT, ConditioningCache
+from pipemesh.parallel_runtime.client.branch import Branch, Origin
+from pipemesh.parallel_runtime.client.conditioning import KEYS, RECENT, ConditioningCache
 from pipemesh.parallel_runtime.client.runs import Runs
 from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena, Board
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 
-from .test_wire import descriptors
+from .test_wire import mappings
 
 BRANCH, OTHER_BRANCH = ("uuid-1",), ("uuid-2",)
 
@@ -181,16 +183,63 @@ class Elsewhere:
 KIB = 1 << 10
 
 
-def test_eviction_happens_between_runs_and_takes_the_least_recently_used(arena):
+def test_of_earlier_runs_the_least_recently_used_is_evicted_and_nothing_that_is_in_flight(arena):
     cache = ConditioningCache(arena, limit_bytes=3 * KIB)
-    refs = {seed: cache.put(BRANCH, "context", text(seed, 256)) for seed in range(5)}  # 1 KiB each
-    # Over the limit, but this run may name them all
-    assert all(shows(arena, refs[seed], text(seed, 256)) for seed in refs)
+    refs = {seed: cache.put(BRANCH, "context", text(seed, 256)) for seed in range(6)}  # 1 KiB each
     cache.put(OTHER_BRANCH, "context", text(1, 256))
     cache.begin_run()
-    kept = {seed for seed in refs if cache.put(BRANCH, "context", text(seed, 256)) == refs[seed]}
-    assert kept == {1, 3, 4}
-    assert cache.uploads == 7
+    cache.evict(ref.version for ref in refs.values())
+    assert cache.nbytes == 6 * KIB and all(shows(arena, refs[seed], text(seed, 256)) for seed in refs)
+    cache.evict([refs[0].version])
+    assert cache.nbytes == 4 * KIB
+    for seed in (0, 1, 4, 5):
+        assert cache.put(BRANCH, "context", text(seed, 256)) == refs[seed]
+    assert cache.uploads == 6
+    assert cache.put(BRANCH, "context", text(2, 256)) not in refs.values()
+
+
+def test_what_comes_again_and_again_stays_and_no_more_is_sent_anew_than_the_bound_makes(arena):
+    """Eight windows in turn of which three have room, and a text beside each: least recently used,
+    every window would make room for the next.
+    """
+    cache = ConditioningCache(arena, limit_bytes=4 * KIB)
+    for _ in range(5):
+        for window in range(8):
+            at = Branch(window=(window,))
+            named = [cache.put(at, name, text(seed, 256)) for name, seed in (("y", window), ("text", 99))]
+            assert all(
+                shows(arena, ref, text(seed, 256)) for ref, seed in zip(named, (window, 99), strict=True)
+            )
+            cache.evict(())
+            assert cache.nbytes <= 4 * KIB
+    assert cache.uploads == 9 + 4 * 5
+
+
+def test_what_was_evicted_is_neither_assumed_nor_recognised(arena):
+    cache, made_of = ConditioningCache(arena, limit_bytes=0), text(7)
+    origins = (Origin([made_of]),)
+    for _ in range(2):
+        ref, is_right = cache.assume(BRANCH, "context", text(1), origins)
+        assert shows(arena, ref, text(1)) and is_right()
+        cache.evict(())
+    assert cache.uploads == 2 and cache.nbytes == 0
+
+
+def test_what_is_kept_beside_conditioning_is_bounded_too(arena):
+    cache = ConditioningCache(arena)
+    for window in range(2 * KEYS):
+        cache.put(Branch(window=(window,)), "text", text(1))
+        cache.put(BRANCH, "context", text(window, 1))
+    assert len(cache._sent) <= KEYS and len(cache._named) <= KEYS + 1
+
+
+def test_a_closed_arena_leaves_no_copy_on_the_ui_s_gpu(arena):
+    cache = ConditioningCache(arena)
+    arena.at_close.append(cache.close)
+    cache.put(BRANCH, "context", Elsewhere(text(1)))
+    (copy,) = [weakref.ref(entry.copy) for entry in cache._entries.values()]
+    arena.close()
+    assert copy() is None and cache.nbytes == cache.copied_bytes == 0
 
 
 def test_the_arena_does_not_grow_over_200_runs(arena):
@@ -201,6 +250,7 @@ def test_the_arena_does_not_grow_over_200_runs(arena):
     room = []
     for run, counts in enumerate(sizes):
         cache.begin_run()
+        cache.evict(())
         refs = [
             cache.put(BRANCH, f"{index}", text(per_run * run + index, count))
             for index, count in enumerate(counts)
@@ -211,7 +261,7 @@ def test_the_arena_does_not_grow_over_200_runs(arena):
         room.append(arena.nbytes)
     assert cache.uploads == 200 * per_run
     assert room[-1] == room[50]
-    assert room[-1] <= 4 * (limit + per_run * 16 * KIB)
+    assert room[-1] <= 16 * KIB + 4 * (limit + per_run * 16 * KIB)
 
 
 def test_a_cache_does_not_keep_a_closed_arenas_memory():
@@ -220,7 +270,7 @@ def test_a_cache_does_not_keep_a_closed_arenas_memory():
     arena.board = Board(arena.segment)
     cache = ConditioningCache(arena)
     cache.put(BRANCH, "context", text(1))
-    assert descriptors("pipemesh-outlived")
+    assert mappings("pipemesh-outlived")
     arena.close()
     assert cache.uploads == 1
-    assert descriptors("pipemesh-outlived") == []
+    assert mappings("pipemesh-outlived") == 0

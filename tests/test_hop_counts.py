@@ -3,6 +3,7 @@ within main memory, and waits; with the arena pinned, and where it cannot be.
 """
 
 import logging
+import os
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from pipemesh.parallel_runtime.client.branch import Branch, Origin
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import own_tensors, write_arguments
 from pipemesh.parallel_runtime.comm.late import Reached
-from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.arena import ROOM, Arena
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 from pipemesh.parallel_runtime.worker import rank_loop
@@ -108,7 +109,7 @@ def test_what_an_evaluation_copies_and_waits_for(driver, way):
                 "sample_sigmas": torch.ones(5, device=GPU),
             },
         }
-        there = Segment(arena.segment.fd, arena.nbytes)
+        there = Segment(arena.segment.fd, arena.nbytes, ROOM)
         there.pin(GPU)
         io, counts = ArenaIO(there, GPU), []
         for _ in range(2):
@@ -190,22 +191,34 @@ def test_on_a_late_gpu_what_a_failed_evaluation_was_to_read_may_be_written_over_
 # -- pinned
 
 
-def test_memory_is_registered_again_where_it_was_extended_and_no_more_when_it_is_closed(driver):
-    ours = Segment.create("pinned", 1 << 16)
+def test_only_what_memory_was_extended_by_is_registered_and_what_is_cut_off_is_no_more(driver):
+    ours = Segment.create("pinned", 1 << 16, ROOM)
     ours.pin(GPU)
     view = ours.tensor(TensorRef(0, (16,), "float32"))
     ours.pin(GPU)
     ours.grow(1 << 18)
-    assert sorted(driver.registered.values()) == [1 << 16, 1 << 18] and ours.is_pinned
-    assert view.data_ptr() in driver.registered, "an older view may be on its way"
+    ours.grow(1 << 20)
+    start = view.data_ptr()
+    pieces = {start: 1 << 16, start + (1 << 16): 3 << 16, start + (1 << 18): 3 << 18}
+    assert driver.registered == pieces and ours.is_pinned and ours.registered_bytes == 1 << 20
+    for end, left in ((3 << 18, 1 << 19), (1 << 18, 0)):
+        ours.shrink(end)
+        assert driver.registered == {
+            **dict(list(pieces.items())[:2]),
+            **({start + (1 << 18): left} if left else {}),
+        }
+        assert os.fstat(ours.fd).st_size == ours.nbytes == ours.registered_bytes == end
+    assert driver.counts["waits"] == 2, "for what a GPU may still copy"
+    ours.grow(1 << 20)
+    assert ours.registered_bytes == 1 << 20
     ours.close()
     ours.unmap()
-    assert not driver.registered and not ours.is_pinned and driver.counts["waits"] == 1
+    assert not driver.registered and not ours.is_pinned and not ours.registered_bytes
 
 
 @pytest.mark.parametrize("at", ["once", "where it is extended"])
 def test_where_memory_cannot_be_registered_the_log_says_so_once_and_copies_go_the_old_way(driver, caplog, at):
-    ours = Segment.create("pinned", 1 << 16)
+    ours = Segment.create("pinned", 1 << 16, ROOM)
     driver.error = 2 if at == "once" else 0
     with caplog.at_level(logging.WARNING), Watched(driver):
         ours.pin(GPU)
@@ -224,7 +237,7 @@ def test_where_memory_cannot_be_registered_the_log_says_so_once_and_copies_go_th
 
 
 def test_ranks_on_the_cpu_register_nothing(driver):
-    ours = Segment.create("pinned", 1 << 16)
+    ours = Segment.create("pinned", 1 << 16, ROOM)
     ours.pin(CPU)
     assert not driver.registered and not ours.is_pinned
     ours.close()

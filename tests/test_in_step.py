@@ -84,7 +84,9 @@ class Asking:
 
     def __init__(self, turns):
         self._turns, self._asked = turns, -1
-        self._session = Session(SimpleNamespace(arena=None, facts=SimpleNamespace(speeds=())), Layout())
+        self._session = Session(
+            SimpleNamespace(arena=SimpleNamespace(at_close=[]), facts=SimpleNamespace(speeds=())), Layout()
+        )
         self._session.models = {name: Resident() for name in WAYS}
 
     def arrive(self, rank, place):
@@ -432,7 +434,9 @@ def test_steps_that_the_ui_may_still_name_are_known_in_the_next_run():
 
 
 def test_the_ui_names_no_more_steps_than_ranks_keep_in_any_case():
-    session = Session(SimpleNamespace(arena=None, facts=SimpleNamespace(speeds=())), Layout())
+    session = Session(
+        SimpleNamespace(arena=SimpleNamespace(at_close=[]), facts=SimpleNamespace(speeds=())), Layout()
+    )
     session.models["m"] = resident = Resident()
     resident.confirmed = {(kind, (0, 1)): kind for kind in range(KEPT_KINDS + 5)}  # one not: 0
     assert session.lasting_steps("m") == tuple(range(5, KEPT_KINDS + 5)) and session.lasting_steps("n") == ()

@@ -40,12 +40,16 @@ class Ends:
     def evaluate(self, group, branch, numbers, assumes, fails_at=-1):
         """Has the ranks of a group read it, as one evaluation that may fail in the middle."""
         wanted, checks = {str(name): content(number) for name, number in enumerate(numbers)}, []
+        refs = set()
 
         def put(path, tensor):
-            if not assumes:
-                return self.cache.put((branch,), path, tensor)
-            ref, is_right = self.cache.assume((branch,), path, tensor)
+            ref, is_right = (
+                self.cache.assume((branch,), path, tensor)
+                if assumes
+                else (self.cache.put((branch,), path, tensor), lambda: True)
+            )
             checks.append(is_right)
+            refs.add(ref)
             return ref
 
         tree = encode_tree(wanted, put)
@@ -57,6 +61,8 @@ class Ends:
                 assert not right or all(torch.equal(read[name], wanted[name]) for name in wanted)
             named = sum(tensor.nbytes for tensor in {number: content(number) for number in numbers}.values())
             assert rank.conditioning.nbytes <= LIMIT + (named if right else max(SIZES) * 4 * len(numbers))
+        self.cache.evict(ref.version for ref in refs)
+        assert self.cache.nbytes <= LIMIT + sum(ref.nbytes for ref in refs)
         if not right:
             self.evaluate(group, branch, numbers, assumes=False)
 

@@ -195,16 +195,16 @@ OUT_OF_MEMORY = (
 
 
 def test_every_rank_out_of_memory_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):
-    """The arena has grown by more than the ranks may map: all are refused alike, and follow it when
-    they may.
+    """All have less room than the evaluation takes: all are refused alike, and go on when they
+    have it.
     """
     assert is_right(parallel, truth)
     pool = handle.live()
-    sentence = OUT_OF_MEMORY.format(0, r"\[Errno 12\] Cannot allocate memory")
+    sentence = OUT_OF_MEMORY.format(0, ".*can't allocate memory.*")
     with confined(pool.ranks.pids, room=4 << 20), pytest.raises(OutOfMemory, match=sentence):
         picture(parallel, (512, 512))
     assert handle.live() is pool
-    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks could not map it
+    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks had no room
     assert is_right(parallel, truth)
     pool.arena.give(low, 8 << 20)
 

@@ -96,7 +96,9 @@ class UI:
     """What ComfyUI's process tells of the next evaluation, as it does."""
 
     def __init__(self, ranks):
-        self.session = Session(SimpleNamespace(arena=None, facts=SimpleNamespace(speeds=())), Layout())
+        self.session = Session(
+            SimpleNamespace(arena=SimpleNamespace(at_close=[]), facts=SimpleNamespace(speeds=())), Layout()
+        )
         self.session.models |= {"0": Resident(), "1": Resident()}
         self.ranks, self.answers = tuple(range(ranks)), defaultdict(list)
 

@@ -31,10 +31,11 @@ from pipemesh.launcher.pool.rendezvous import (
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.wire.arena import ROOM, Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import (
     Beat,
+    EndRun,
     ForRanks,
     Forward,
     FromMachine,
@@ -189,9 +190,13 @@ def forward(arena_bytes: int) -> Forward:
 
 def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     ours, theirs = ends()
-    arena = Segment.create("arena", 4096)
+    arena = Segment.create("arena", 4096, ROOM)
     lent = LentRanks(theirs, "127.0.0.1", fake_setup())
     crew = Crew(spread(), "far", fake_setup())
+    lent._request(crew, arena, ForRanks((1, 2), forward(1 << 20)), [])
+    end_run = EndRun(request=6, model="m", arena_bytes=64 << 10)
+    lent._request(crew, arena, ForRanks((1, 2), end_run), [])
+    assert arena.nbytes == os.fstat(arena.fd).st_size == 64 << 10, "and shrinks with the run's end"
     lent._request(crew, arena, ForRanks((1, 2), forward(1 << 20)), [])
     assert arena.nbytes == 1 << 20
     with largest_file(1 << 20):

@@ -28,7 +28,9 @@ from .test_late_pool import asked as asked_of
 
 def session_of(*models):
     """The session of a pool with these models."""
-    session = Session(SimpleNamespace(arena=None, facts=SimpleNamespace(speeds=())), Layout())
+    session = Session(
+        SimpleNamespace(arena=SimpleNamespace(at_close=[]), facts=SimpleNamespace(speeds=())), Layout()
+    )
     session.models |= {name: Resident() for name in models}
     return session
 

@@ -155,7 +155,7 @@ def test_a_tile_out_of_memory_is_named_as_comfyuis_own_and_the_same_pool_goes_on
     named = pytest.raises(torch.OutOfMemoryError, match=r"Rank \d on cpu ran out of memory while computing")
     with confined(pool.ranks.pids, room=4 << 20), named:
         vae.decode_tiled(noise(1, 16, 512, 512), tile_x=256, tile_y=256, overlap=8)
-    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks could not map it
+    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks had no room
     assert torch.equal(vae.decode_tiled(latent, **small), truth) and client.session.pool is pool
     pool.arena.give(low, 8 << 20)
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -322,6 +323,11 @@ def descriptors(name: str) -> list[str]:
         with suppress(FileNotFoundError):  # the descriptor that listed the folder
             found += [fd] if f"memfd:{name} " in os.readlink(f"/proc/self/fd/{fd}") else []
     return found
+
+
+def mappings(name: str) -> int:
+    """How often this process has mapped the memfd of that name."""
+    return Path("/proc/self/maps").read_text().count(f"memfd:{name} ")
 
 
 def test_a_rejected_message_leaves_no_descriptor_open(ends):

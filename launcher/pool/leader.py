@@ -15,7 +15,7 @@ import msgspec
 
 from ...parallel_runtime.errors import LayoutError, SharedMemoryFull
 from ...parallel_runtime.layout import Layout
-from ...parallel_runtime.wire.arena import Board
+from ...parallel_runtime.wire.arena import ROOM, Board
 from ...parallel_runtime.wire.channel import ChannelClosed, close_all
 from ...parallel_runtime.wire.messages import (
     Beat,
@@ -24,6 +24,7 @@ from ...parallel_runtime.wire.messages import (
     Denied,
     Done,
     Ended,
+    EndRun,
     Failed,
     Fetch,
     ForRanks,
@@ -126,7 +127,7 @@ class LentRanks:
         placement = placement_here(opening)
         setup = replace(self._setup, comfy_args=decode_plain(opening.comfy_args))
         crew = Crew(placement, opening.machine, setup)
-        arena = Segment.create("arena", opening.arena_bytes)
+        arena = Segment.create("arena", opening.arena_bytes, ROOM)
         last.callback(arena.close)
         grace_s = 0.0
         try:
@@ -180,6 +181,8 @@ class LentRanks:
                 raise self._link.no_room
             if isinstance(request, Forward | Fetch):
                 arena.grow(request.arena_bytes)
+            if isinstance(request, EndRun) and request.arena_bytes:
+                arena.shrink(request.arena_bytes)  # its ranks cut it off before they get anything else
             if message.pieces:
                 arena.fill(message.pieces, fds[-1])
         except SharedMemoryFull as error:

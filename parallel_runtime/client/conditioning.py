@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -25,35 +25,55 @@ memcmp = ctypes.CDLL(None).memcmp
 memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 RECENT = 4  # context windows alternate between a few slices under one branch
+KEYS = 1024  # of arguments of branches: windows that shift make new ones in every evaluation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
+    """Conditioning that lies in the arena. ``digest``: what it is known by."""
+
+    digest: tuple
     ref: TensorRef
     copy: torch.Tensor | None  # on the sender's device; none where that is the CPU, which sees the arena
 
 
-def cache_key(branch: Branch, name: str, tensor: torch.Tensor) -> tuple:
-    return (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
+@dataclass(eq=False)
+class Sent:
+    """What one argument of one branch has sent, the last first: ``made_of`` tells of ``origins``
+    what ``entry`` was made of. ``surprised``: once in this run it was not what it was taken for.
+    """
+
+    recent: list[Entry] = field(default_factory=list)
+    origins: Origins = ()
+    entry: Entry | None = None
+    surprised: bool = False
+
+    def recognised(self, origins: Origins) -> Entry | None:
+        are_known = bool(origins) and len(origins) == len(self.origins)
+        return self.entry if are_known and all(map(Origin.is_same, self.origins, origins)) else None
 
 
 class ConditioningCache:
-    """The UI's record of the conditioning in the arena; ranks cache by ``version``. At most
-    ``limit_bytes`` are kept between runs.
+    """The UI's record of the conditioning in the arena; ranks cache by ``version``. Beside what
+    evaluations in flight name, at most ``limit_bytes`` are kept.
     """
 
     def __init__(self, arena: Arena, limit_bytes: int = KEPT_CONDITIONING):
         self._arena = arena
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         # No two records of a process give the same version to a rank
         self._versions = count(time.monotonic_ns())
-        self._entries: OrderedDict[tuple, Entry] = OrderedDict()
-        self._recent: dict[tuple, list[Entry]] = {}
-        # Keys whose tensor differed from the one sent last, once in this run
-        self._surprising: set[tuple] = set()
-        # What was last sent under a key, and of what it was made
-        self._made_of: dict[tuple, tuple[Origins, Entry]] = {}
+        self._entries: OrderedDict[tuple, Entry] = OrderedDict()  # the last named last
+        self._sent: OrderedDict[tuple, Sent] = OrderedDict()  # by key, likewise
+        self._named: Counter[tuple] = Counter()  # how often in this run, by digest
+        self.nbytes = 0  # in the arena
         self.uploads = 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """Returns the bytes of its copies on GPUs of this process. May be asked from any thread."""
+        copies = [entry.copy for entry in list(self._entries.values())]
+        return sum(copy.nbytes for copy in copies if copy is not None)
 
     def assume(
         self, branch: Branch, name: str, tensor: torch.Tensor, origins: Origins = ()
@@ -63,17 +83,18 @@ class ConditioningCache:
 
         After one wrong assumption in a run, ``put`` is called instead.
         """
-        key = cache_key(branch, name, tensor)
-        recent = self._recent.get(key)
-        if not recent or key in self._surprising or self._recognised(key, origins) is not None:
+        sent = self._sent_by(branch, name, tensor)
+        if not sent.recent or sent.surprised or sent.recognised(origins) is not None:
             return self.put(branch, name, tensor, origins), lambda: True
-        last = recent[0]
+        last = sent.recent[0]
+        self._named[last.digest] += 1
+        self._entries.move_to_end(last.digest)
 
         def is_right() -> bool:
             if self._is_content(last, tensor):
-                self._made_of[key] = origins, last
+                sent.origins, sent.entry = origins, last
                 return True
-            self._surprising.add(key)
+            sent.surprised = True
             return False
 
         return last.ref, is_right
@@ -83,32 +104,39 @@ class ConditioningCache:
         identifies the cond; ``name`` is the argument's path. What has the same ``origins`` as the
         one before is not looked at.
         """
-        key = cache_key(branch, name, tensor)
-        recent = (one for one in self._recent.get(key, ()) if self._is_content(one, tensor))
-        entry = self._recognised(key, origins) or next(recent, None)
+        sent = self._sent_by(branch, name, tensor)
+        recent = (one for one in sent.recent if self._is_content(one, tensor))
+        entry = sent.recognised(origins) or next(recent, None)
         if entry is None:
             entry = self._find_or_store(tensor)
-            recent = self._recent.setdefault(key, [])
-            recent.insert(0, entry)
-            del recent[RECENT:]
-        self._made_of[key] = origins, entry
+            sent.recent.insert(0, entry)
+            del sent.recent[RECENT:]
+        self._named[entry.digest] += 1
+        self._entries.move_to_end(entry.digest)
+        sent.origins, sent.entry = origins, entry
         return entry.ref
 
-    def _recognised(self, key: tuple, origins: Origins) -> Entry | None:
-        made_of, entry = self._made_of.get(key, ((), None))
-        are_known = bool(origins) and len(origins) == len(made_of)
-        return entry if are_known and all(map(Origin.is_same, made_of, origins)) else None
+    def _sent_by(self, branch: Branch, name: str, tensor: torch.Tensor) -> Sent:
+        key = (branch, name, tuple(tensor.shape), tensor.dtype, tensor.device)
+        sent = self._sent.setdefault(key, Sent())
+        self._sent.move_to_end(key)
+        if len(self._sent) > KEYS:
+            self._sent.popitem(last=False)
+        if len(self._named) > KEYS:
+            self._named.clear()
+        return sent
 
     def _find_or_store(self, tensor: torch.Tensor) -> Entry:
         local = tensor.detach().to("cpu").contiguous()
-        digest = hashlib.blake2b(local.flatten().view(torch.uint8).numpy().data, digest_size=16).digest()
-        key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
-        if key not in self._entries:
+        content = hashlib.blake2b(local.flatten().view(torch.uint8).numpy().data, digest_size=16).digest()
+        digest = (content, tuple(tensor.shape), tensor.dtype, tensor.device)
+        if digest not in self._entries:
+            copy = None if tensor.device.type == "cpu" else tensor.detach().clone()
             ref = self._arena.put(local, version=next(self._versions))
             self.uploads += 1
-            self._entries[key] = Entry(ref, None if tensor.device.type == "cpu" else tensor.detach().clone())
-        self._entries.move_to_end(key)
-        return self._entries[key]
+            self.nbytes += ref.nbytes
+            self._entries[digest] = Entry(digest, ref, copy)
+        return self._entries[digest]
 
     def _is_content(self, entry: Entry, tensor: torch.Tensor) -> bool:
         """Returns whether the entry's tensor, of the same shape and dtype, equals this one. On the
@@ -121,14 +149,48 @@ class ConditioningCache:
         return memcmp(content.data_ptr(), tensor.data_ptr(), tensor.nbytes) == 0
 
     def begin_run(self) -> None:
-        """Forgets which branch sent what, and evicts down to the limit. Call between runs only: an
-        evaluation in flight may name what is evicted.
+        """Forgets which branch sent what, and how often."""
+        self._sent.clear()
+        self._named.clear()
+
+    def evict(self, in_flight: Iterable[int], end: int | None = None) -> None:
+        """Evicts down to the limit, and all that lies behind ``end`` of the arena, but no version
+        that is ``in_flight``: ranks may still read it.
+
+        What was named least often in this run goes first, and of that the latest: windows that
+        come again and again would all be sent anew if each made room for the next. What this run
+        has not named goes before, the oldest first.
         """
-        self._recent.clear()
-        self._surprising.clear()
-        self._made_of.clear()
-        held = sum(entry.ref.nbytes for entry in self._entries.values())
-        while held > self._limit_bytes:
-            _, entry = self._entries.popitem(last=False)
-            held -= entry.ref.nbytes
-            self._arena.give(entry.ref.offset, entry.ref.nbytes)
+        spared = {*in_flight}
+        others = [one for one in self._entries.values() if one.ref.version not in spared]
+        kept_bytes, gone = sum(one.ref.nbytes for one in others), []
+        order = {id(one): place for place, one in enumerate(others)}
+
+        def worth(entry: Entry) -> tuple[int, int]:
+            times, place = self._named[entry.digest], order[id(entry)]
+            return times, -place if times else place
+
+        for one in sorted(others, key=worth):
+            if kept_bytes > self.limit_bytes or (end is not None and one.ref.offset + one.ref.nbytes > end):
+                gone.append(one)
+                kept_bytes -= one.ref.nbytes
+        for one in gone:
+            del self._entries[one.digest]
+            self.nbytes -= one.ref.nbytes
+            self._arena.give(one.ref.offset, one.ref.nbytes)
+        self._forget(gone)
+
+    def _forget(self, gone: Collection[Entry]) -> None:
+        """Keeps no place and no copy of what was evicted."""
+        for key, sent in list(self._sent.items()) if gone else ():
+            sent.recent = [one for one in sent.recent if one not in gone]
+            if sent.entry in gone:
+                sent.origins, sent.entry = (), None
+            if not sent.recent and not sent.surprised:
+                del self._sent[key]
+
+    def close(self) -> None:
+        """Keeps nothing of a closed arena: the copies would stay on the UI's GPU."""
+        self._entries.clear()
+        self.begin_run()
+        self.nbytes = 0

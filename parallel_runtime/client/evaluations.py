@@ -300,6 +300,8 @@ class Evaluations:
         ticket.out.release()
         if not any(other.written is ticket.written for other in session.tickets):
             ticket.written.frame.release()
+        if session.conditioning.nbytes > session.conditioning.limit_bytes:
+            session.evict()
 
 
 def own_tensors(segment: Segment, output: bytes, device: torch.device) -> Any:
@@ -344,6 +346,7 @@ def write_arguments(
     changing = {*list(arguments)[:2], *CHANGING}
     checks: list[Callable[[], bool]] = []
     places: dict[tuple, tuple[torch.Tensor, TensorRef]] = {}
+    versions: set[int] = set()
     kind: list[Any] = [
         (name, value) for name, value in arguments.items() if isinstance(value, (bool, int, str))
     ]
@@ -357,6 +360,7 @@ def write_arguments(
         if assume:
             ref, is_right = session.conditioning.assume(branch, path, tensor, branch.origins)
             checks.append(is_right)
+            versions.add(ref.version)
             return ref
         key = identity(tensor)
         known = next(
@@ -364,6 +368,7 @@ def write_arguments(
         )
         # The tensor keeps its address
         places[key] = known or (tensor, session.conditioning.put(branch, path, tensor, branch.origins))
+        versions.add(places[key][1].version)
         return places[key][1]
 
     try:
@@ -374,6 +379,7 @@ def write_arguments(
             tree,
             frame,
             places,
+            versions,
             lambda: all([is_right() for is_right in checks]),
             hash(tuple(kind)),
         )

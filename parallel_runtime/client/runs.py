@@ -18,6 +18,7 @@ from .session import Session, Sessions
 # For ranks to free what they keep of a run; the next request waits for those that need longer
 END_WAIT_S = 2.0
 KEPT = 10  # runs, for those who ask what was sampled
+MOST_EVALUATIONS = 8192  # of these: a pipeline has one for every patch, of some 4 KiB
 log = logging.getLogger("pipemesh")
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class Runs:
         self.owed: list[str] = []  # models of ended runs, until their ranks have heard of it
         self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
         self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
-        self.recent: deque[Run] = deque(maxlen=KEPT)  # the newest last
+        self.recent: deque[Run] = deque()  # the newest last
 
     @property
     def last(self) -> Run | None:
@@ -43,8 +44,7 @@ class Runs:
     def begin(self, model: str) -> Run:
         """Begins a sampler's run of ``model``; ends the run that it is in, if any."""
         self.end(model)
-        run = self._opened(Run(next(self._ids), model, is_sampled=True))
-        self.recent.append(run)
+        run = self._remembered(self._opened(Run(next(self._ids), model, is_sampled=True)))
         session = self._sessions.live
         if session is not None:
             session.conditioning.begin_run()
@@ -60,8 +60,7 @@ class Runs:
             return self._open[model]
         sampled = next((run for run in reversed(self._open.values()) if run.is_sampled), None)
         if sampled is None:
-            run = Run(next(self._ids), model)
-            self.recent.append(run)
+            run = self._remembered(Run(next(self._ids), model))
         else:
             run = Run(next(self._ids), model, began_s=sampled.began_s, evaluations=sampled.evaluations)
             sampled.joined.append(model)
@@ -71,6 +70,14 @@ class Runs:
         """Begins a run of what no sampler samples."""
         self.end(model)
         return self._opened(Aside(next(self._ids), model))
+
+    def _remembered(self, run: Run) -> Run:
+        self.recent.append(run)
+        while len(self.recent) > KEPT or (
+            len(self.recent) > 1 and sum(len(one.evaluations) for one in self.recent) > MOST_EVALUATIONS
+        ):
+            self.recent.popleft()
+        return run
 
     def _opened(self, run: Run) -> Run:
         self._open[run.model] = run
@@ -134,12 +141,20 @@ def tell(session: Session, model: str, cleared: Collection[int] | None) -> None:
     is decoded next. Logs errors.
     """
     until = time.monotonic() + END_WAIT_S
-    steps, stays = session.lasting_steps(model), False
+    steps, stays, arena_bytes = session.lasting_steps(model), False, session.cut_arena()
     cleared = session.pool.facts.everyone if cleared is None else tuple(cleared)
     try:
         answers = session.ask(
-            EndRun, (), lambda: time.monotonic() > until, model=model, steps=steps, cleared=cleared
+            EndRun,
+            (),
+            lambda: time.monotonic() > until,
+            model=model,
+            steps=steps,
+            cleared=cleared,
+            arena_bytes=arena_bytes,
         )
+        if arena_bytes:
+            session.pool.arena.shrink()
         stays = bool(answers) and all(answer.keeps for answer in answers)
     except RunCancelled:  # they need longer: the next request waits for them
         pass

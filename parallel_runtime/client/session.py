@@ -125,7 +125,8 @@ class Resident:
 @dataclass(frozen=True, eq=False)
 class WrittenArguments:
     """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether
-    conditioning that was assumed to be known is. ``places`` of conditioning, by ``identity``.
+    conditioning that was assumed to be known is. ``places`` of conditioning, by ``identity``;
+    ``versions`` of all of it.
     ``kind`` is the same hash for all evaluations of such names, shapes and switches.
     """
 
@@ -133,6 +134,7 @@ class WrittenArguments:
     tree: bytes
     frame: Frame
     places: Mapping[tuple, tuple[torch.Tensor, TensorRef]]
+    versions: Collection[int]
     is_right: Callable[[], bool]
     kind: int = 0
 
@@ -167,12 +169,29 @@ class Session:
         self.group_speeds = group_speeds(pool.facts.speeds, layout.groups)
         self.stage_speeds = stage_speeds(layout, pool.facts.speeds)
         self.conditioning = ConditioningCache(pool.arena)
+        pool.arena.at_close.append(self.conditioning.close)
         self.models: dict[str, Resident] = {}
         self.tickets: list[Ticket] = []  # submitted and not collected
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
         self.tries_graphs = False  # a first replay is under way
+
+    def evict(self, end: int | None = None) -> None:
+        """Evicts conditioning down to its bound, and all that lies behind ``end`` of the arena, but
+        nothing that is in flight.
+        """
+        self.conditioning.evict((one for ticket in self.tickets for one in ticket.written.versions), end)
+
+    def cut_arena(self) -> int:
+        """Leaves nothing behind the arena's bound while nothing is in flight. Returns how much of
+        the arena ranks are to keep, so that it can shrink; 0 for all.
+        """
+        arena = self.pool.arena
+        if self.tickets or arena.nbytes <= arena.bound:
+            return 0
+        self.evict(arena.bound)
+        return arena.bound
 
     def known_steps(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
         """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""

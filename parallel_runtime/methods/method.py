@@ -25,7 +25,8 @@ class Facts:
     each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
     ``InStep`` has it. ``recorded``: behind which evaluation this rank recorded a CUDA graph of
     such ones, 0 where it has none. ``graph_bytes``: of the device, which torch keeps for the
-    model's graphs alone.
+    model's graphs alone. ``kept_bytes`` returns those of all that it keeps for later
+    evaluations.
     """
 
     messages_done: Progress = "all"
@@ -33,6 +34,7 @@ class Facts:
     block_s: Callable[[], Mapping[int, float]] = dict
     recorded: int = 0
     graph_bytes: int = 0
+    kept_bytes: Callable[[], int] = int
 
 
 class Rank(Protocol):

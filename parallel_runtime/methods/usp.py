@@ -165,7 +165,7 @@ class SequenceParallel:
         done = "all" if in_step.is_even else "some"
         recorded = 0 if self._key is None else self._recorded.number_of(self._key)
         held = 0 if self._comm.records == "never" else self._recorded.kept_bytes
-        return Facts(done, in_step.confirmed, recorded=recorded, graph_bytes=held)
+        return Facts(done, in_step.confirmed, recorded=recorded, graph_bytes=held, kept_bytes=lambda: held)
 
 
 class SequenceSharding(SequenceAttention):

@@ -7,8 +7,10 @@ else is handed out by a first-fit allocator that lives in the UI alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from mmap import PAGESIZE
 
 import torch
 from msgspec.structs import replace
@@ -20,8 +22,11 @@ BOARD_BYTES = 4096
 LINE_WORDS = 8
 USED_WORDS = 4  # of a line
 MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
-# Bytes: in the arena from run to run, and on each rank beside what its last evaluation named
+# Bytes. In the arena, on the UI's GPU and on each rank, beside what evaluations in flight name
 KEPT_CONDITIONING = 256 << 20
+KEPT_ARENA = 512 << 20  # from run to run, of all kinds
+STEP = 256 << 20  # that the arena is extended by at most beside what is needed
+ROOM = 1 << 38  # of addresses: no machine has memory for as much in one evaluation
 PHASES = (
     "starting",
     "importing",
@@ -99,61 +104,91 @@ class Board:
 
 class Allocator:
     """Hands out ranges of [start, end), first fit; ``end`` moves out when nothing fits. Sizes are
-    in bytes.
+    in bytes. No range crosses a seam: a place where ``end`` has been, or ``bound``. What lies
+    between two seams was registered with a GPU by itself, which copies no further than that.
     """
 
-    def __init__(self, start: int):
-        self.end = start
-        self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
+    def __init__(self, start: int, end: int, bound: int):
+        self.end = end
+        self.bound = bound
+        # (offset, size), sorted; adjacent at seams only
+        self._free: list[tuple[int, int]] = [(start, end - start)]
+        self._seams = {end, bound}
 
-    def grow(self, end: int) -> None:
-        """Is told the new end before it moves out; if it raises, nothing has changed."""
+    def extend(self, nbytes: int) -> int:
+        """Returns the new end, so many bytes further or more; if it raises, nothing has changed."""
+        return self.end + nbytes
 
     def take(self, nbytes: int) -> int:
-        """Returns the offset of a free range. Raises what ``grow`` does."""
+        """Returns the offset of a free range. Raises what ``extend`` does."""
         size = max(aligned(nbytes), aligned(1))
-        for index, (offset, room) in enumerate(self._free):
-            if room >= size:
-                self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
-                return offset
-        ends_free = bool(self._free) and sum(self._free[-1]) == self.end
-        offset = self._free[-1][0] if ends_free else self.end
-        self.grow(offset + size)
-        if ends_free:
-            self._free.pop()
-        self.end = offset + size
-        return offset
+        while True:
+            for index, (offset, room) in enumerate(self._free):
+                if room >= size:
+                    self._free[index : index + 1] = [(offset + size, room - size)] if room > size else []
+                    return offset
+            before = self.end
+            crosses = before < self.bound < before + size
+            self.end = self.extend(size + (self.bound - before if crosses else 0))
+            self._seams.add(self.end)
+            ends = [before, self.bound, self.end] if before < self.bound < self.end else [before, self.end]
+            self._free += [(start, end - start) for start, end in pairwise(ends)]
 
     def give(self, offset: int, nbytes: int) -> None:
         size = max(aligned(nbytes), aligned(1))
         merged: list[tuple[int, int]] = []
         for start, room in sorted([*self._free, (offset, size)]):
-            if merged and sum(merged[-1]) == start:
+            if merged and sum(merged[-1]) == start and start not in self._seams:
                 merged[-1] = (merged[-1][0], merged[-1][1] + room)
             else:
                 merged.append((start, room))
         self._free = merged
 
+    def cut(self) -> bool:
+        """Moves ``end`` back to ``bound``, unless something behind it is in use. Returns whether it
+        was moved.
+        """
+        behind = sum(room for offset, room in self._free if offset >= self.bound)
+        if self.end <= self.bound or behind < self.end - self.bound:
+            return False
+        self._free = [one for one in self._free if one[0] < self.bound]
+        self._seams = {one for one in self._seams if one <= self.bound}
+        self.end = self.bound
+        return True
+
 
 class Arena(Allocator):
-    """The UI's side of the arena: allocation and writing."""
+    """The UI's side of the arena: allocation and writing. Between runs it has at most ``bound``
+    bytes. ``at_close``: called once it is closed.
+    """
 
-    def __init__(self, nbytes: int = 4 << 20):
-        super().__init__(BOARD_BYTES)
-        self.segment = Segment.create("arena", nbytes)
+    def __init__(self, nbytes: int = 4 << 20, bound: int = KEPT_ARENA):
+        super().__init__(BOARD_BYTES, nbytes, bound)
+        self.segment = Segment.create("arena", nbytes, ROOM)
         self.board = Board(self.segment)
+        self.at_close: list[Callable[[], None]] = []
 
     @property
     def nbytes(self) -> int:
         return self.segment.nbytes
 
-    def grow(self, end: int) -> None:
-        """Raises SharedMemoryFull."""
-        if end > self.segment.nbytes:
-            try:
-                self.segment.grow(max(end, self.segment.nbytes * 2))
-            except SharedMemoryFull:
-                self.segment.grow(end)
+    def extend(self, nbytes: int) -> int:
+        """Reserves as much again as there is, but no more than ``STEP`` beside what is needed.
+        Raises SharedMemoryFull.
+        """
+        needed, wanted = self.end + whole_pages(nbytes), self.end + min(self.end, STEP)
+        try:
+            self.segment.grow(max(needed, min(wanted, self.bound) if self.end < self.bound else wanted))
+        except SharedMemoryFull:
+            self.segment.grow(needed)
+        return self.segment.nbytes
+
+    def shrink(self) -> None:
+        """Gives back what lies behind ``bound``, unless something there is in use. Every rank must
+        have cut it off.
+        """
+        if self.cut():
+            self.segment.shrink(self.bound)
 
     def put(self, tensor: torch.Tensor, version: int = 0) -> TensorRef:
         offset = self.take(tensor.nbytes)
@@ -179,6 +214,13 @@ class Arena(Allocator):
         self.board.freeze()
         self.segment.close()
         self.segment.unmap()
+        for call in self.at_close:
+            call()
+        self.at_close.clear()
+
+
+def whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGESIZE) * PAGESIZE
 
 
 def identity(tensor: torch.Tensor) -> tuple:

@@ -122,12 +122,15 @@ class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Free all that is kept for the run of a model, which is over. ``steps``: those that a later
     request may name in ``confirmed``: what they need stays, where it is little, and the answer says
     so in ``keeps``. ``cleared``: ranks on whose device others need what torch keeps of it.
+    ``arena_bytes``: what lies behind is let go of, because ComfyUI's process gives it back; 0 for
+    nothing.
     """
 
     request: int
     model: str
     steps: tuple[int, ...] = ()
     cleared: tuple[int, ...] = ()
+    arena_bytes: int = 0
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -169,13 +172,15 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a rank's device; ``model``: those of the weights of its resident models;
-    ``conditioning``: of the run's that it keeps.
+    ``conditioning``: of the run's that it keeps; ``kept``: of messages' memory, and what its
+    methods keep of evaluations.
     """
 
     free: int
     total: int
     model: int
     conditioning: int = 0
+    kept: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):

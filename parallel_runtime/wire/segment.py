@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from ..errors import SharedMemoryFull
 
 ALIGN = 64
+FAILED = ctypes.c_void_p(-1).value  # of mmap
 PORTABLE = 1  # of cudaHostRegister: for all GPUs of the process
 log = logging.getLogger("pipemesh")
 
@@ -62,17 +65,23 @@ def mib(nbytes: float) -> str:
 
 class Segment:
     """A memfd mapped into this process. Views keep the mapping alive; ``close`` gives the
-    descriptor back.
+    descriptor back. ``room``: the bytes of addresses that are mapped at once, for a segment that
+    grows: it stays where it is then, and so do its views.
     """
 
-    def __init__(self, fd: int, nbytes: int):
+    def __init__(self, fd: int, nbytes: int, room: int = 0):
         self.fd = fd
         self.nbytes = nbytes
-        self._mapping = mmap.mmap(fd, nbytes)
+        self._mapping = mapped(fd, nbytes, room)
+        self._address = ctypes.addressof(self._mapping)
         self.is_pinned = False
         self._device: torch.device | None = None  # that it was to be pinned for
-        # Mappings that are: an older one may still have views
-        self._pinned: list[torch.Tensor] = []
+        self._registered: list[tuple[int, int]] = []  # [start, end) that GPUs reach, in order
+
+    @property
+    def registered_bytes(self) -> int:
+        """Returns how much of it this process holds pinned for GPUs."""
+        return sum(end - start for start, end in self._registered)
 
     def pin(self, device: torch.device) -> None:
         """Has ``device`` copy from and to the memory itself while this process goes on, also when
@@ -81,61 +90,91 @@ class Segment:
         """
         if device.type == "cuda" and self._device is None:
             self._device = device
-            self._register(device)
+            self._register(0, self.nbytes)
 
-    def _register(self, device: torch.device) -> None:
-        mapping = torch.frombuffer(self._mapping, dtype=torch.uint8)
+    def _register(self, start: int, end: int) -> None:
         cudart: Any = torch.cuda.cudart()
         try:
-            error = int(cudart.cudaHostRegister(mapping.data_ptr(), mapping.nbytes, PORTABLE))
+            error = int(cudart.cudaHostRegister(self._address + start, end - start, PORTABLE))
         except AttributeError:
             error = -1
         self.is_pinned = not error
         if self.is_pinned:
-            self._pinned.append(mapping)
+            self._registered.append((start, end))
             return
         with contextlib.suppress(RuntimeError):  # else whatever runs next would tell of the error
-            torch.empty(1, device=device).fill_(0)
-            torch.cuda.synchronize(device)
+            torch.empty(1, device=self._device).fill_(0)
+            torch.cuda.synchronize(self._device)
         log.warning(
             "[PipeMesh] %s cannot copy from shared memory itself (error %s of cudaHostRegister): its copies"
             " go through other memory, a little slower.",
-            device,
+            self._device,
             error,
         )
 
+    def _unregister(self, end: int) -> None:
+        """Has GPUs let go of what lies behind ``end``. They go on reaching what lies before it."""
+        gone = [one for one in self._registered if one[1] > end]
+        if not gone:
+            return
+        self._registered = [one for one in self._registered if one[1] <= end]
+        with contextlib.suppress(RuntimeError):  # of a GPU that repeats an earlier error
+            torch.cuda.synchronize(self._device)
+        cudart: Any = torch.cuda.cudart()
+        for start, _ in gone:
+            cudart.cudaHostUnregister(self._address + start)
+        if gone[0][0] < end:
+            self._register(gone[0][0], end)
+
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Segment:
+    def create(cls, name: str, nbytes: int, room: int = 0) -> Segment:
         """Makes a segment. Raises SharedMemoryFull when the system has no room: pages are reserved
         here, not at first touch.
         """
         fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
         try:
             reserve(fd, 0, nbytes)
-            return cls(fd, nbytes)
+            return cls(fd, nbytes, room)
         except BaseException:
             os.close(fd)
             raise
 
     def grow(self, nbytes: int) -> None:
-        """Extends the segment to ``nbytes``. Refs stay valid, old views too (they keep the older
-        mapping of the same pages).
-        """
+        """Extends the segment to ``nbytes``. Raises SharedMemoryFull; then nothing has changed."""
         if nbytes > self.nbytes:
+            require_addresses(nbytes, len(self._mapping))
             reserve(self.fd, self.nbytes, nbytes - self.nbytes)
             self.follow(nbytes)
 
     def follow(self, nbytes: int) -> None:
-        """Maps the segment as far as another process has extended it."""
+        """Takes what another process has extended the segment by. Only that is registered."""
         if nbytes > self.nbytes:
-            self._mapping = mmap.mmap(self.fd, nbytes)
+            require_addresses(nbytes, len(self._mapping))
+            if nbytes > (there := os.fstat(self.fd).st_size):
+                raise ValueError(f"The segment has {there} bytes, not {nbytes}.")
+            before, self.nbytes = self.nbytes, nbytes
+            if self.is_pinned:
+                self._register(before, nbytes)
+
+    def cut(self, nbytes: int) -> None:
+        """Lets go of what lies behind ``nbytes``: its owner is to shrink the segment."""
+        if nbytes < self.nbytes:
+            self._unregister(nbytes)
             self.nbytes = nbytes
-            if self.is_pinned and self._device is not None:
-                self._register(self._device)
+
+    def shrink(self, nbytes: int) -> None:
+        """Gives back the memory behind ``nbytes``. Nobody may read or write there, and every other
+        process has ``cut`` it off: a GPU would go on reaching pages that are no longer the file's.
+        """
+        if nbytes < self.nbytes:
+            self.cut(nbytes)
+            os.ftruncate(self.fd, nbytes)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """Returns a view of the segment, not a copy."""
         dtype, count = dtype_named(ref.dtype), math.prod(ref.shape)
+        if ref.offset + ref.nbytes > self.nbytes:  # a page that is not there would end the process
+            raise ValueError(f"A tensor ends at byte {ref.offset + ref.nbytes} of {self.nbytes}.")
         if not count:  # frombuffer takes no empty range
             return torch.empty(ref.shape, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=ref.offset).view(ref.shape)
@@ -152,7 +191,7 @@ class Segment:
         """
         at = 0
         for offset, nbytes in pieces:
-            place = memoryview(self._mapping)[offset : offset + nbytes]
+            place = memoryview(self._mapping).cast("B")[offset : min(offset + nbytes, self.nbytes)]
             while place:
                 read = os.preadv(fd, [place], at)
                 if not read:
@@ -163,22 +202,43 @@ class Segment:
                 place, at = place[read:], at + read
 
     def unmap(self) -> None:
-        """Drops the mapping, which holds a descriptor of its own. Nothing can be read or written
-        here any more; existing views stay.
-        """
-        self._mapping = b""
+        """Drops the mapping. Nothing can be read or written here any more; existing views stay."""
+        self.nbytes, self._mapping = 0, (ctypes.c_ubyte * 0)()
 
     def close(self) -> None:
-        pinned, self._pinned, self.is_pinned = self._pinned, [], False
-        with contextlib.suppress(RuntimeError):  # of a GPU that repeats an earlier error
-            if pinned:
-                torch.cuda.synchronize(self._device)
-        for mapping in pinned:
-            cudart: Any = torch.cuda.cudart()
-            cudart.cudaHostUnregister(mapping.data_ptr())
+        self._unregister(0)
+        self.is_pinned = False
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def require_addresses(nbytes: int, there: int) -> None:
+    """Raises SharedMemoryFull if there are fewer."""
+    if nbytes > there:
+        raise SharedMemoryFull(
+            f"An evaluation takes {mib(nbytes)} of shared memory, and a process has addresses for"
+            f" {mib(there)}: choose a smaller image or batch, or raise the limit of addresses (ulimit -v)."
+        )
+
+
+def mapped(fd: int, nbytes: int, room: int = 0) -> ctypes.Array[ctypes.c_ubyte]:
+    """Maps a file until nothing looks at it any more. ``room``: so many bytes, or as many as the
+    limit of this process's addresses leaves; those behind ``nbytes`` can be used once the file
+    reaches there. Raises OSError.
+    """
+    libc, length = ctypes.CDLL(None, use_errno=True), max(nbytes, room)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    while (address := libc.mmap(None, length, access, mmap.MAP_SHARED, fd, 0)) == FAILED:
+        if length == nbytes:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        length = max(nbytes, length // 2)
+    mapping = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(mapping, libc.munmap, address, length).atexit = False
+    return mapping
 
 
 def reserve(fd: int, start: int, nbytes: int) -> None:

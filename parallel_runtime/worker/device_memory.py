@@ -22,7 +22,8 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 class DeviceMemory:
     """The memory of one rank's device. ``model_bytes``: of the resident models' weights;
     ``conditioning_bytes``: of a run's conditioning; ``graph_bytes``: of all CUDA graphs, which
-    torch keeps for them alone. The handler sets all three.
+    torch keeps for them alone; ``kept_bytes``: of messages' memory, and what methods keep. The
+    handler sets all four.
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
@@ -30,6 +31,7 @@ class DeviceMemory:
         self.model_bytes = 0
         self.conditioning_bytes = 0
         self.graph_bytes: Callable[[], int] = lambda: 0
+        self.kept_bytes: Callable[[], int] = lambda: 0
         self._sharers = sharers
         self._device = device
         self._rank = rank
@@ -46,18 +48,19 @@ class DeviceMemory:
 
     def recent(self) -> Memory:
         """Returns the last measurement if it is at most ``MEMORY_KEPT_S`` old, else a new one. What
-        is held is always as it is now.
+        models and conditioning take is always as it is now.
         """
         last = self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
-        return Memory(last.free, last.total, self.model_bytes, self.conditioning_bytes)
+        return Memory(last.free, last.total, self.model_bytes, self.conditioning_bytes, last.kept)
 
     def _measure(self) -> Memory:
+        held = self.model_bytes, self.conditioning_bytes, self.kept_bytes()
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             cached = max(0, cached - self.graph_bytes())
-            return Memory(free + cached, total, self.model_bytes, self.conditioning_bytes)
-        return Memory(*system_memory(), self.model_bytes, self.conditioning_bytes)
+            return Memory(free + cached, total, *held)
+        return Memory(*system_memory(), *held)
 
     def reserve(self, nbytes: int) -> None:
         """Checks that this rank's share of what is free is so much. Raises NoRoom."""

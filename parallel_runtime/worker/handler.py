@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,7 @@ class RequestHandler:
         # Whether this rank has the output, by how many groups compute it together
         self._writes = {width: mesh.layout.joined(width).writes(mesh.rank) for width in mesh.layout.widths}
         self._writes[ALONE] = True
+        memory.kept_bytes = lambda: kept_bytes(self.models.values(), mesh)
         memory.graph_bytes = lambda: sum(one.method.facts.graph_bytes for one in self.models.values())
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
@@ -222,6 +223,7 @@ class RequestHandler:
         if model is not None:
             stays = model.end_run(request.steps, self._memory.little() if request.steps else -1)
         self._forget_conditioning()
+        self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
         self._memory.end_run(
             keeps_freed=self._mesh.layout.stages == 1, needed=self._mesh.rank in request.cleared
         )
@@ -291,6 +293,12 @@ class RequestHandler:
         if self._device.type == "cuda":
             return Enqueued(request, Reached(self._device), done, facts.messages_done)
         return done()
+
+
+def kept_bytes(models: Iterable[ResidentModel | ResidentVAE], mesh: Mesh) -> int:
+    """Returns the bytes of messages' memory, and of what methods keep for later evaluations."""
+    buffers = sum(buffer.nbytes for buffer in mesh.sequence.buffers)
+    return buffers + sum(model.method.facts.kept_bytes() for model in models)
 
 
 def no_tensors(ref: TensorRef) -> torch.Tensor:

@@ -13,7 +13,7 @@ import threading
 from datetime import timedelta
 
 from ..comm.cores import bus_of, giving_way, keep_to, near
-from ..wire.arena import Board
+from ..wire.arena import ROOM, Board
 from ..wire.channel import Channel, ChannelClosed
 from ..wire.messages import Ready, Start
 from ..wire.segment import Segment
@@ -40,7 +40,7 @@ def run(channel: Channel) -> None:
     start, (arena_fd, *store_fds) = channel.receive()
     assert isinstance(start, Start)
     logging.basicConfig(level=start.log_level, format="%(message)s")
-    arena = Segment(arena_fd, start.arena_bytes)
+    arena = Segment(arena_fd, start.arena_bytes, ROOM)
     board = Board(arena)
     board.enter(start.rank, "importing")
     if start.cores:

@@ -29,6 +29,9 @@ class KVBuffers:
         self._layer = 0
         self.is_new = False  # whether this branch has no buffers yet
 
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in (*self._buffers.values(), *self._left.values()))
+
     def start(self, part: Part) -> None:
         """Begin a forward, at the first layer. Raises ModelError for a patch of a branch that had
         no evaluation of all tokens.

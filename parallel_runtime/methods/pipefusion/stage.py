@@ -161,6 +161,7 @@ class PipeFusion:
             self._messages.done.progress if in_step.is_even else "some",
             in_step.confirmed,
             partial(seconds, self._clock.times),
+            kept_bytes=self._kv.nbytes,
         )
 
 
