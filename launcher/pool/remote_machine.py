@@ -43,6 +43,7 @@ from .rendezvous import (
     version_conflict,
 )
 
+MOST_VERSIONS = 4096
 NO_TENSOR = torch.empty(0)
 
 
@@ -104,7 +105,8 @@ class RemoteMachine:
         self.link = Link(sock, FromMachine)
         self._arena = arena
         self._ended: dict[int, Ended] = {}
-        self._versions: set[int] = set()  # of conditioning that is there
+        # Of conditioning that is there, the latest last; of what is forgotten, it goes there again
+        self._versions: dict[int, None] = {}
         # The latest arguments that are there: patches of an evaluation have the same ones
         self._arguments: deque[bytes] = deque(maxlen=16)
 
@@ -140,7 +142,9 @@ class RemoteMachine:
         ranges = [(self._arena.segment.fd, *piece) for piece in pieces]
         self.link.send(ForRanks(tuple(group), request, pieces), fds, before_piece, ranges)
         if new and isinstance(request, Forward):
-            self._versions.update(ref.version for ref in new if ref.version)
+            self._versions |= dict.fromkeys(ref.version for ref in new if ref.version)
+            for version in list(self._versions)[:-MOST_VERSIONS]:
+                del self._versions[version]
             self._arguments.append(request.arguments)
 
     def _lacking(self, arguments: bytes) -> Collection[TensorRef]:

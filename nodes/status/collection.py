@@ -6,6 +6,7 @@ changes.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import comfy.cli_args
 import comfy.model_management as mm
@@ -18,6 +19,7 @@ from ...launcher.trial.host_trials import HostTrials
 from ...launcher.trial.known_hosts import known_hosts
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
+from ...parallel_runtime.client.session import Session
 from ...parallel_runtime.memory import system_memory
 from ..auto.mode import Auto
 from ..planning import PlannedLayout
@@ -34,6 +36,7 @@ from .figures import (
     RankFigures,
     RingKernels,
     RunStatus,
+    SharedFigures,
     Status,
     StepStatus,
 )
@@ -44,7 +47,7 @@ MOST = 10  # runs that are told of
 
 
 def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
-    known = runtime.pools()
+    known, ahead = runtime.pools(), runtime.planning.ahead
     recent = [
         (run, handle, pool) for handle, pool in known for run in list(pool.runs.recent) if run.queued.at_once
     ]
@@ -58,7 +61,7 @@ def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
         auto=AutoStatus(auto.is_on(), auto.unavailable),
         host=host_status(runtime.trials),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
-        queue=runtime.planning.ahead.images,
+        queue=replace(ahead.images, held=ahead.held_bytes),
         pools=pools,
         current_run=next((run for run in runs if run.ended is None), None),
         last_runs=tuple(run for run in runs if run.ended is not None),
@@ -98,10 +101,24 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
         loads=held.loads if held else 0,
         patchings=held.patchings if held else 0,
         conditioning_uploads=held.conditioning.uploads if held else 0,
+        shared=shared_figures(held),
         kernels=ring_kernels(handle),
         why=why_layout(placement.layout),
         shares=unlike_shares(placement),
         fault=handle.fault,
+    )
+
+
+def shared_figures(session: Session | None) -> SharedFigures:
+    if session is None:
+        return SharedFigures()
+    arena, cache, models = session.pool.arena, session.conditioning, list(session.models.values())
+    return SharedFigures(
+        arena.nbytes,
+        arena.segment.registered_bytes,
+        cache.nbytes,
+        cache.copied_bytes,
+        sum(nbytes for model in models for nbytes in list(model.sets.values())),
     )
 
 
@@ -122,7 +139,11 @@ def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
     board, pids = pool.arena.board, pool.ranks.pids or [0] * len(names)  # none has one here
     return tuple(
         RankFigures(
-            rank, name, pids[rank] or None, board.phase(rank), MemoryFigures(one.free, one.total, one.model)
+            rank,
+            name,
+            pids[rank] or None,
+            board.phase(rank),
+            MemoryFigures(one.free, one.total, one.model, one.conditioning, one.kept),
         )
         for rank, (name, one) in enumerate(zip(names, pool.memory, strict=False))
     )

@@ -50,11 +50,29 @@ class DeviceStatus:
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes on a rank's device; ``model``: held by the rank's models."""
+    """Bytes on a rank's device; ``model``: held by the rank's models, ``conditioning`` of a run,
+    ``kept`` of evaluations before: keys and values, CUDA graphs, and the memory of messages.
+    """
 
     free: int
     total: int
     model: int
+    conditioning: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class SharedFigures:
+    """Bytes that ComfyUI's process holds for a pool. ``arena``: of the memory that it shares with
+    workers, of which ``registered`` are pinned for GPUs, and ``conditioning`` is prompts;
+    ``copies`` of these on its own GPU. ``patched``: of sets of patched weights that ranks share.
+    """
+
+    arena: int = 0
+    registered: int = 0
+    conditioning: int = 0
+    copies: int = 0
+    patched: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,9 +111,9 @@ class RingKernels:
 class PoolStatus:
     """``id`` is the same for as long as ComfyUI runs. ``models``: least recently used first.
     ``loads``, ``patchings`` (of sets of weight patches) and ``conditioning_uploads`` are counted
-    since the pool started. ``kernels`` where it has a ring. ``why`` this layout; ``shares``: what
-    slower devices take; ``fault``: why it takes no requests, with the last log lines of the worker
-    that died.
+    since the pool started; ``shared``: what it takes of main memory. ``kernels`` where it has a
+    ring. ``why`` this layout; ``shares``: what slower devices take; ``fault``: why it takes no
+    requests, with the last log lines of the worker that died.
     """
 
     id: str
@@ -108,6 +126,7 @@ class PoolStatus:
     loads: int = 0
     patchings: int = 0
     conditioning_uploads: int = 0
+    shared: SharedFigures = SharedFigures()
     kernels: RingKernels = RingKernels()
     why: tuple[Text, ...] = ()
     shares: tuple[Text, ...] = ()

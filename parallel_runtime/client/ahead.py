@@ -103,10 +103,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Images:
-    """Counts images that were handed over, and that were sampled and thrown away."""
+    """Counts images that were handed over, and that were sampled and thrown away. ``held``: the
+    bytes of those that wait.
+    """
 
     used: int = 0
     dropped: int = 0
+    held: int = 0
 
 
 class LookAhead:
@@ -130,6 +133,12 @@ class LookAhead:
         self._differing: dict[tuple[str, str, str], tuple[Graph, frozenset[Place] | None]] = {}
         self._useless: set[str] = set()  # nodes of this queue whose results were of no use
         self.images = Images()
+
+    @property
+    def held_bytes(self) -> int:
+        """Returns the bytes of what was sampled ahead and waits. May be asked from any thread."""
+        held = {id(one): one.nbytes for kept in list(self._kept.values()) for one in kept.tensors}
+        return sum(held.values())
 
     def is_wanted(self, by_pool: bool | None) -> bool:
         """Returns whether prompts may be sampled at once; None: the pool does not say."""
@@ -258,8 +267,7 @@ class LookAhead:
                 return [], {}
             found = [*self._started(asked, place, self._done_before(moment), alike)]
             shared = describe(asked) if found else {}
-            held = {id(one): one.nbytes for kept in list(self._kept.values()) for one in kept.tensors}
-            held_bytes = sum(held.values()) + sum(one.nbytes for one in tensors_of(shared))
+            held_bytes = self.held_bytes + sum(one.nbytes for one in tensors_of(shared))
             room = min((self._most_bytes - held_bytes) // asked.keeps_bytes(), asked.have_room())
         except Exception as error:  # noqa: BLE001 - then nothing is sampled ahead
             log.warning("[PipeMesh] The queue could not be looked at:", exc_info=error)

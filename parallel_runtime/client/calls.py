@@ -16,6 +16,7 @@ import torch
 from .branch import Branch
 
 NEAR = 0.5  # correlation: a tile stays well above it from step to step, another tile is well below
+KEPT_LATENTS = 256 << 20  # bytes, on the sampler's device; windows that shift are new branches at every step
 IN_PLACE = 0.99  # likewise; the model's input is the sampler's latent, scaled and rounded
 
 
@@ -27,7 +28,8 @@ class Calls:
     def __init__(self):
         self._counts: Counter[Branch] = Counter()
         self._numbers: Counter[Branch] = Counter()  # likewise, in this evaluation of the sampler
-        self._latents: dict[Branch, list[torch.Tensor]] = {}  # as the branch saw them last
+        # As the branch saw them last; the branch of the latest last
+        self._latents: dict[Branch, list[torch.Tensor]] = {}
         self._sampled: torch.Tensor | None = None  # the sampler's latent
         self._moved: Callable[[], None] | None = None
 
@@ -64,8 +66,19 @@ class Calls:
             self._counts[branch] = 0
             tell, self._moved = self._moved, lambda: None  # once a run
             tell()
+        self._latents.pop(branch, None)
         self._latents[branch] = [latent.clone() for latent in latents]
+        self._forget_oldest()
         return branch
+
+    def _forget_oldest(self) -> None:
+        """Forgets branches beyond the bound: a call of theirs would be their first."""
+        held = sum(latent.nbytes for latents in self._latents.values() for latent in latents)
+        for branch in list(self._latents)[:-1]:
+            if held <= KEPT_LATENTS:
+                break
+            held -= sum(latent.nbytes for latent in self._latents.pop(branch))
+            del self._counts[branch]
 
     def _is_of(self, branch: Branch, latents: Sequence[torch.Tensor]) -> bool:
         if len(latents) == 1 and self._sampled is not None and in_place(latents[0], self._sampled):

@@ -23,6 +23,7 @@ from ..families.plan import COMPILE
 
 VARIABLE = "PIPEMESH_GRAPHS"
 MOST = 8  # graphs of a model
+KEYS = 64  # of evaluations that were held up, or are not recorded
 # Evaluations that the CPU held up before one is recorded. On an H100 a rank took as long to
 # record as 10 to 25 replays spare (lab/docs/CUDA.md): what is recorded then costs at most as much
 # again as had been lost without, and what is evaluated fewer times is never recorded.
@@ -154,6 +155,8 @@ class RecordedForward:
         as many while graphs that the model has have not paid. A size that changes after every 20
         evaluations would cost a recording each time.
         """
+        if len(self._held_up) > KEYS:  # an option that is another number in every step makes a new one
+            self._held_up.clear()
         self._held_up[key] += 1
         return self._held_up[key] >= self._worth * (1 if self._have_paid(self._recordings) else 2)
 
@@ -191,6 +194,8 @@ class RecordedForward:
         if not self._has_told:
             log.warning("[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
         self._has_told = True
+        if len(self._refused) > KEYS:
+            self._refused.clear()
         self._refused.add(key)
 
     def replay(self, key: Hashable, arguments: dict[str, Any], sent_bytes: Counter[str]) -> Any:

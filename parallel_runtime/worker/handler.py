@@ -75,8 +75,7 @@ class RequestHandler:
         self.models: dict[str, ResidentModel | ResidentVAE] = {}
         self._mesh = mesh
         self._device = device
-        self._memory = memory
-        self._io = io
+        self._memory, self._io = memory, io
         self._away = bool(machines) and machines[mesh.rank] > 0
         self._spans_machines = len({*machines}) > 1
         self._joining = joining
@@ -129,9 +128,8 @@ class RequestHandler:
         """Returns how many of a patch's messages between stages have gone through."""
         if not isinstance(request, (Forward, EndRun)):
             return "all"
-        return (
-            self.models[request.model].method.facts.messages_done if request.model in self.models else "none"
-        )
+        model = self.models.get(request.model)
+        return "none" if model is None else model.method.facts.messages_done
 
     def _load(self, request: Load, segments: list[Segment], rank: CountingRank) -> None:
         if request.model in self.models:

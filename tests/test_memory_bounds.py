@@ -1,0 +1,158 @@
+"""What ComfyUI's process and the ranks keep stays within its bound, whatever is sampled one after
+the other, and is back to it after a run: bytes of the arena, of memory that is registered with
+GPUs, of copies on the UI's GPU, and of what ranks keep.
+"""
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+from greenlet import getcurrent
+from pipemesh.nodes.status.collection import shared_figures
+from pipemesh.parallel_runtime.client import calls, runs
+from pipemesh.parallel_runtime.client.branch import Branch
+from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
+from pipemesh.parallel_runtime.client.evaluations import Work
+from pipemesh.parallel_runtime.client.session import Sessions
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods import recorded
+from pipemesh.parallel_runtime.wire.arena import Arena
+from pipemesh.parallel_runtime.worker import device_memory
+from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
+
+from .joint_model import CONDS
+from .late_device import late_device
+from .late_pool import pooled
+from .late_ranks import own_gpu
+
+CONDITIONING, FIRST, BOUND = 1 << 10, 16 << 10, 64 << 10  # bytes, in the place of the product's
+RESIDUALS = 512 << 10
+MODELS = tuple(f"m{number}" for number in range(10))
+STEPS = 20
+NAMED = 4 << 10  # what one evaluation names, writes and makes
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for made, bounds in (
+        (ConditioningCache, (CONDITIONING,)),
+        (Arena, (FIRST, BOUND)),
+        (ArenaIO, (CONDITIONING,)),
+    ):
+        monkeypatch.setattr(made.__init__, "__defaults__", bounds)
+
+
+def text(seed):
+    return torch.randn(1, 5, 6, generator=torch.Generator().manual_seed(seed)).to(own_gpu())
+
+
+def evaluated(remote, run, seed, step=0, **options):
+    """Whether the output is finite, of the text of ``seed`` in a window of its own."""
+    arguments = {name: CONDS[0][name].to(own_gpu()) for name in ("img", "mask")}  # these are of no cond
+    arguments |= {"txt": text(seed), "transformer_options": options}
+    work = Work(arguments, Branch(window=(step,)))
+    (output,) = remote.evaluations.dispatch(run, [work], lambda: False)
+    return bool(output.isfinite().all())
+
+
+def test_windows_that_shift_models_in_turn_and_residuals_once_leave_what_the_page_says():
+    within, after, outputs = [], [], []
+
+    def sample(remote):
+        session, seeds, own = remote.sessions.latest, count(), getcurrent().gpu
+
+        def memory():
+            return shared_figures(session), max(one.conditioning for one in session.pool.memory)
+
+        for model in MODELS:
+            run = remote.runs.begin(model)
+            for step in range(STEPS):
+                options = {}
+                if (model, step) == ("m3", 7):
+                    options = {"residuals": torch.ones(RESIDUALS // 4).to(own_gpu())}
+                outputs.append(evaluated(remote, run, next(seeds), step, **options))
+                del options
+                within.append((*memory(), own.held_bytes))
+            remote.runs.end(model)
+            after.append((*memory(), sum(own.box.registered.values())))
+
+    pooled(Layout(), sample, at_once=True, pins=True, models=MODELS)
+    assert outputs == [True] * len(MODELS) * STEPS
+    for shared, in_rank, on_gpu in within:
+        assert max(shared.conditioning, shared.copies, on_gpu) <= CONDITIONING
+        assert in_rank <= CONDITIONING + NAMED
+    assert max(shared.arena for shared, *_ in within) > RESIDUALS, "there was room for them"
+    assert max(on_gpu for *_, on_gpu in within) > CONDITIONING // 2, "a bound that is used"
+    for shared, in_rank, registered in after:
+        assert shared.arena == shared.registered <= BOUND and registered <= 2 * BOUND
+        assert in_rank == 0
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)
+def test_ranks_tell_what_their_methods_keep(layout, monkeypatch):
+    monkeypatch.setattr(device_memory, "MEMORY_KEPT_S", -1.0)
+    told = []
+
+    def sample(remote):
+        pool = remote.sessions.latest.pool
+        run = remote.runs.begin("m")
+        for seed in range(2):
+            assert evaluated(remote, run, seed)
+            told.append([one.kept for one in pool.memory])
+        remote.runs.end("m")
+        told.append([one.kept for one in pool.memory])
+
+    pooled(layout, sample, at_once=True)
+    *_, during, after = told
+    keys_and_values = 2 * 2 * 4 * (5 + 13) * 6 if layout.stages > 1 else 0  # of a stage's two blocks
+    assert all(one >= max(1, keys_and_values) for one in during), told
+    assert all(before - left >= keys_and_values for before, left in zip(during, after, strict=True))
+
+
+def test_layouts_in_turn_leave_nothing_of_their_pools_on_the_uis_gpu():
+    with late_device() as box:
+        known = []
+        for number in range(20):
+            facts = SimpleNamespace(speeds=(), everyone=(0,), stages=1)
+            pool = SimpleNamespace(arena=Arena(), facts=facts, idle=True)
+            handle = SimpleNamespace(
+                layout=Layout(), ensure=lambda *_, pool=pool: pool, live=lambda pool=pool: pool
+            )
+            known.append(Sessions(handle))
+            session = known[-1].open(lambda: False)
+            session.conditioning.put(Branch(), "context", text(number))
+            assert session.conditioning.copied_bytes == box.own.held_bytes == 120
+            pool.arena.close()
+    assert box.own.held_bytes == 0
+
+
+def test_latents_by_which_calls_are_told_apart_are_forgotten_beyond_their_bound(monkeypatch):
+    latent = torch.ones(1, 16)
+    monkeypatch.setattr(calls, "KEPT_LATENTS", 4 * latent.nbytes)
+    known, moved = calls.Calls(), []
+    known.watch(lambda: moved.append("moved"))
+    for step in range(200):
+        known.begin_evaluation(torch.zeros(2, 16))
+        for window in (-1, step):
+            branch = known.own_branch(Branch(window=(window,)), [latent])
+            known.count(branch)
+    assert len(known._latents) == 4 and len(known._counts) == 4 and not moved
+    assert known.count(Branch(window=(-1,))) == 200, "of one that comes every time"
+
+
+def test_names_and_figures_are_forgotten_beyond_their_bounds(monkeypatch):
+    monkeypatch.setattr(runs, "MOST_EVALUATIONS", 10)
+    known = runs.Runs(SimpleNamespace(live=None))
+    for evaluations in (1, 2, 3, 6, 11, 4):
+        known.begin("m").evaluations += [None] * evaluations
+        known.begin("short")
+        assert sum(len(run.evaluations) for run in list(known.recent)[:-2]) <= 10
+    for _ in range(100):
+        known.begin("m")
+    assert len(known.recent) == runs.KEPT
+    graphs = recorded.RecordedForward()
+    for step in range(200):
+        graphs.pays(("an option", step))
+        graphs.refuse("a node's object", ("an option", step))
+    assert max(len(graphs._held_up), len(graphs._refused)) <= recorded.KEYS + 1
