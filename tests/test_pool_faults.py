@@ -17,11 +17,12 @@ from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, Refused, SharedMemoryFull
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
 from .holdings import Holdings
 from .models import write_model
+from .patched import advanced, custom
 from .test_arena import largest_file
 
 
@@ -171,6 +172,35 @@ def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(h
         picture(parallel, (1024, 1024))
     assert handle.live() is pool
     assert is_right(parallel, truth)
+
+
+def test_an_error_in_every_group_is_one_sentence_and_the_same_pool_goes_on(
+    checkpoint, clients, truth, monkeypatch
+):
+    """Of three prompts of the wrong width one rank has two, and owes an answer when both failed."""
+    client = clients(1, cfg=2)
+    model = parallelize(load(checkpoint), client, holds_ui_device=False)
+    assert is_right(model, truth)
+    pool = client.session.pool
+
+    def answers(listen):
+        came = []
+        while len(came) < 3:
+            came += listen(1.0)
+        ranks = [rank for rank, _ in came]
+        for said in sorted(came, key=lambda said: ranks.count(said[0])):
+            yield [said]
+
+    narrow = [[[text[..., :-1], more] for text, more in conditioning(1, tokens)] for tokens in (50, 13, 13)]
+    with monkeypatch.context() as patch:
+        said = answers(pool.ranks.listen)
+        patch.setattr(pool.ranks, "listen", lambda _: next(said))
+        with pytest.raises(
+            ModelError, match=r"^Rank [01] on cpu failed while computing: RuntimeError.* ready"
+        ):
+            advanced(model, custom("DualCFGGuider", model, *narrow, 3.0, 2.0, "regular"), steps=1)
+    assert is_right(model, truth)
+    assert client.session.pool is pool and pool.is_whole
 
 
 @contextmanager

@@ -15,7 +15,16 @@ from ...parallel_runtime.wire.arena import Board
 from ...parallel_runtime.wire.messages import Forward, Request
 from .progress import Progress
 from .ranks import Lost, Ranks
-from .verdict import Facts, Meets, SentRequest, connected, judge, sentence_of_stall, wait_after_failure
+from .verdict import (
+    Facts,
+    Meets,
+    SentRequest,
+    connected,
+    is_out_of_step,
+    judge,
+    sentence_of_stall,
+    wait_after_failure,
+)
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 10.0  # for ranks to leave what was cancelled; after that the next run waits for them
@@ -136,27 +145,24 @@ class Conversation:
         leave: bool,
         until: float = math.inf,
     ) -> bool:
-        """Takes answers until all ``wanted`` are there, and after a failure until no connected
-        request owes one.
+        """Takes answers until all ``wanted`` are there, and those that failures leave in doubt.
 
         ``leave``: a cancel is passed on to the ranks, which then have ``CANCEL_WAIT_S``; ``settle``
         waits for those that need longer. Returns whether it was cancelled. Raises Lost where ranks
         hang, but not while it waits for a limited time.
         """
         cancelled = False
-        side: list[SentRequest] = []  # that a failure may keep from answering
-        while any(one.owing for one in [*wanted, *side]) and time.monotonic() <= until:
+        doubtful: list[SentRequest] = []
+        while any(one.owing for one in [*wanted, *doubtful]):
+            limit = min([until, *(one.due for one in doubtful)])
+            if time.monotonic() > limit:
+                break
             said = self._ranks.listen(POLL_S)
             for rank, answer in said:
                 request = self.in_flight.get(getattr(answer, "request", 0))  # Ready answers the start
                 if request is not None:
                     request.take(rank, answer)
-            failing = [one for one in self.in_flight.values() if one.has_failed]
-            if failing and not side:
-                side = connected(list(self.in_flight.values()), failing)
-                until = min(until, time.monotonic() + wait_after_failure(failing))
-                if any(one.meets is Meets.STAGES for one in failing):
-                    self._cancel()
+            doubtful = self._in_doubt(cancelled)
             if not said:
                 owing = sorted(set().union(*(one.owing for one in self.in_flight.values())))
                 self._progress.look(
@@ -165,15 +171,29 @@ class Conversation:
                     is_wanted=any(one.awaited for one in wanted),
                 )
                 self._ranks.check(owing)
-                if until == math.inf:  # else the wait ends by itself
+                if limit == math.inf:  # else the wait ends by itself
                     self._fail_if_stalled(owing)
             if not cancelled and interrupted():
                 cancelled = True
                 if not leave:
                     break
                 self._cancel()
-                until = self._leave_by
+                until = min(until, self._leave_by)
         return cancelled
+
+    def _in_doubt(self, is_stopped: bool) -> list[SentRequest]:
+        """Returns the requests that ranks owe answers to because a rank has failed, or that left
+        ranks out of step; gives each the time until which it is waited for.
+        """
+        doubtful: list[SentRequest] = []
+        for side in connected(list(self.in_flight.values())):
+            if any(one.meets is Meets.STAGES and one.has_failed and one.due == math.inf for one in side):
+                self._cancel()
+            due = time.monotonic() + wait_after_failure(side, is_stopped)
+            for one in side:
+                one.due = min(one.due, due)
+            doubtful += [one for one in side if one.owing or is_out_of_step(one)]
+        return doubtful
 
     def _fail_if_stalled(self, owing: Sequence[int]) -> None:
         """Raises Lost."""
@@ -184,23 +204,24 @@ class Conversation:
             raise Lost(sentence_of_stall(where, phase, stall_s), rank)
 
     def _pass_judgement(self, *, forgiven: bool = False) -> None:
-        """Raises the error of what failed in flight. Then all that was answered in connected groups
-        is over.
+        """Raises the error of what failed in flight, a loss of the pool first. Then what was
+        connected with it is over. What ranks will still answer by themselves is left to whoever
+        collects or settles it.
         """
-        requests = list(self.in_flight.values())
-        failing = [one for one in requests if one.has_failed]
-        if not failing:
+        verdicts = []
+        for side in connected(list(self.in_flight.values())):
+            if any(one.owing for one in side) and math.isinf(wait_after_failure(side)):
+                continue
+            verdict = judge(side, self._facts, forgiven=forgiven)
+            if verdict is not None:
+                verdicts.append((*verdict, side))
+        if not verdicts:
             return
-        side = connected(requests, failing)
-        verdict = judge(side, self._facts, forgiven=forgiven)
-        if verdict is None:
-            return
-        error, rank = verdict
+        error, rank, side = min(verdicts, key=lambda one: not isinstance(one[0], PoolFailed))
         if isinstance(error, PoolFailed):
             raise Lost(str(error), rank)
         for one in side:
-            if not one.owing:
-                del self.in_flight[one.number]
+            del self.in_flight[one.number]
         raise error
 
 

@@ -19,6 +19,7 @@ from .supervisor import NEVER_STARTED, SERVER_ENDED
 
 LEAVE_WAIT_S = 10.0  # for the others to leave early, after one rank has failed
 OTHERS_WAIT_S = 3.0  # for the others to fail too, where they may be waiting for a rank that failed
+STOPPED_WAIT_S = 1.0  # likewise, if the run was stopped
 AGAIN = "run again, a fresh pool will be started"
 DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
@@ -37,7 +38,8 @@ class Meets(Enum):
 @dataclass
 class SentRequest:
     """A request that ``group`` was sent. ``owing``: the ranks that have not answered; ``title``: of
-    the model that it asks for; ``awaited``: a caller will collect the answers.
+    the model that it asks for; ``awaited``: a caller will collect the answers; ``due``: when its
+    ranks must have answered, because a rank has failed that they may be waiting for.
     """
 
     number: int
@@ -46,6 +48,7 @@ class SentRequest:
     meets: Meets = Meets.NOBODY
     title: str = ""
     awaited: bool = True
+    due: float = math.inf
     answers: dict[int, FromRank] = field(default_factory=dict)
     has_failed: bool = False
 
@@ -79,23 +82,34 @@ class Facts:
         return f"Rank {rank} on {self.names[rank]}"
 
 
-def wait_after_failure(failing: Sequence[SentRequest]) -> float:
-    """Returns the seconds to wait for the other ranks after these requests failed on some: infinite
-    where they answer by themselves, however long that takes.
+def wait_after_failure(side: Sequence[SentRequest], is_stopped: bool = False) -> float:
+    """Returns the seconds to wait for the other ranks of ``connected`` requests after some have
+    failed: infinite if they answer by themselves, however long that takes. If the run
+    ``is_stopped``, ranks that may never answer get less.
     """
+    failing = [one for one in side if one.has_failed]
     if not all(failure.messages_done == "all" for one in failing for failure in one.failures.values()):
-        return OTHERS_WAIT_S
+        return min(OTHERS_WAIT_S, STOPPED_WAIT_S) if is_stopped else OTHERS_WAIT_S
     return LEAVE_WAIT_S if any(one.meets is Meets.STAGES for one in failing) else math.inf
 
 
-def connected(requests: Sequence[SentRequest], failing: Sequence[SentRequest]) -> list[SentRequest]:
-    """Returns those of ``requests`` whose ranks may wait for ranks of ``failing``: they share one,
-    or share one with a request that does. Other groups work on and have no part in the verdict.
+def connected(requests: Sequence[SentRequest]) -> list[list[SentRequest]]:
+    """Returns each failed request together with those whose ranks may wait for its ranks: they
+    share one, or share one with a request that does. Other groups work on and have no part in its
+    verdict.
+
+    Example: rank 0 failed in a request of ranks 0 and 1, which were asked twice, and rank 3 in one
+    of ranks 2 and 3: that is a list of two requests, and a list of one.
     """
-    ranks = {rank for one in failing for rank in one.group}
-    while grown := {rank for one in requests if ranks & {*one.group} for rank in one.group} - ranks:
-        ranks |= grown
-    return [one for one in requests if ranks & {*one.group}]
+    sides: list[list[SentRequest]] = []
+    for failed in (one for one in requests if one.has_failed):
+        if any(failed is one for side in sides for one in side):
+            continue
+        ranks = {*failed.group}
+        while grown := {rank for one in requests if ranks & {*one.group} for rank in one.group} - ranks:
+            ranks |= grown
+        sides.append([one for one in requests if ranks & {*one.group}])
+    return sides
 
 
 def judge(

@@ -1,0 +1,177 @@
+"""What the pool waits for once ranks have failed, and what it makes of it: in every order of
+answers, on a clock that the test moves.
+"""
+
+from itertools import permutations, product
+from types import SimpleNamespace
+
+import pytest
+from pipemesh.launcher.pool import conversation
+from pipemesh.launcher.pool.conversation import Conversation
+from pipemesh.launcher.pool.ranks import Lost
+from pipemesh.launcher.pool.verdict import Facts
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PipeMeshError, RunCancelled
+from pipemesh.parallel_runtime.wire.messages import Done, Failed
+
+from .fake_pools import MAKE
+from .test_verdict import MEMORY
+
+LONG_S, NEVER_S = 100.0, 1e9
+DONE, ERROR, FULL, UNEVEN, UNTOUCHED = "done", "error", "memory", "some", "none"
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Ranks:
+    """Stands for ``Ranks``: ``script`` has (second, rank, request, deed); one answer at a time."""
+
+    def __init__(self, clock, script):
+        self._clock, self._script = clock, sorted(script)
+
+    def listen(self, wait_s):
+        if not self._script or self._script[0][0] > self._clock.now + wait_s:
+            self._clock.now += wait_s
+            assert self._clock.now < LONG_S, "who waits does so for ever"
+            return []
+        second, rank, number, deed = self._script.pop(0)
+        self._clock.now = max(self._clock.now, second)
+        return [(rank, answer(number, deed))]
+
+    def send(self, *sent):
+        pass
+
+    def cancel(self, number):
+        pass
+
+    def check(self, owing):
+        pass
+
+
+def answer(number, deed):
+    if deed == DONE:
+        return Done(request=number, memory=MEMORY)
+    where = {"request": number, "phase": "computing", "memory": MEMORY, "text": "that", "trace": ""}
+    if deed in (UNEVEN, UNTOUCHED):
+        return Failed(kind=ERROR, messages_done=deed, **where)
+    return Failed(kind=deed, **where)
+
+
+@pytest.fixture
+def talking(monkeypatch):
+    """ranks, script -> a conversation with them, and its clock, which is at 0; no rank stalls."""
+
+    def talking(ranks, script, stages=1):
+        clock = Clock()
+        monkeypatch.setattr(conversation, "time", clock)
+        board = SimpleNamespace(phase=lambda rank: "computing", progress=lambda rank: 0)
+        progress = SimpleNamespace(look=lambda *_, **__: None, clear=lambda: None, end=lambda: None)
+        made = Conversation(Ranks(clock, script), board, Facts(("cpu",) * ranks, stages), NEVER_S, progress)
+        return made, clock
+
+    return talking
+
+
+def submitted(talk, *groups, kind="Forward"):
+    for number, group in enumerate(groups, 1):
+        talk.submit(MAKE[kind](number), group, (), never)
+
+
+def never():
+    return False
+
+
+def outcome(talk):
+    """What a caller hears who collects in order and abandons the rest after an error."""
+    try:
+        for number in list(talk.in_flight):
+            talk.collect(number, never)
+    except PipeMeshError as error:
+        talk.abandon()
+        return type(error)
+    return None
+
+
+ERRORS = {DONE: None, ERROR: ModelError, FULL: OutOfMemory}
+
+
+def orders(answers):
+    """Every order of (rank, request) in which each rank answers its requests in turn."""
+    for order in permutations(answers):
+        if all(one <= other for at, one in enumerate(order) for other in order[at:] if one[0] == other[0]):
+            yield order
+
+
+@pytest.mark.parametrize(
+    ("groups", "times"),
+    [(((0,), (1,)), 2), (((0, 1), (2, 3)), 1)],
+    ids=["two evaluations for each rank", "two ranks for each evaluation"],
+)
+def test_groups_that_fail_evenly_leave_the_pool_up_in_every_order_of_their_answers(talking, groups, times):
+    """Whichever fails first, one that fails behind it is waited for too."""
+    asked = groups * times
+    for order in orders([(rank, number) for number, group in enumerate(asked, 1) for rank in group]):
+        for deeds in product(ERRORS, repeat=2):
+            script = [
+                (float(at), rank, number, deeds[(number - 1) % 2]) for at, (rank, number) in enumerate(order)
+            ]
+            talk, _ = talking(4, script)
+            submitted(talk, *asked)
+            assert outcome(talk) in ({*map(ERRORS.get, deeds)} - {None} or {None})
+            assert not talk.in_flight
+
+
+def test_a_group_that_has_failed_evenly_sets_no_limit_to_another(talking):
+    """No stage of the first has room, which they say at once; a rank of the second is slow."""
+    script = [(0.0, 0, 1, UNTOUCHED), (0.0, 1, 1, UNTOUCHED), (1.0, 2, 2, ERROR), (9.0, 3, 2, DONE)]
+    talk, clock = talking(4, script, stages=2)
+    submitted(talk, (0, 1), (2, 3))
+    with pytest.raises(ModelError):
+        talk.collect(2, never)
+    assert clock.now == 9.0
+
+
+@pytest.mark.parametrize("awaited", [1, 2])
+def test_a_rank_out_of_step_ends_the_pool_whatever_another_group_failed_with(talking, awaited):
+    """Also one that would go on working for long."""
+    for behind in ([(0.5, 3, 2, ERROR)], [(0.5, 3, 2, DONE)], []):
+        script = [(0.0, 2, 2, ERROR), (0.2, 0, 1, UNEVEN), *behind]
+        talk, clock = talking(4, script)
+        submitted(talk, (0, 1), (2, 3))
+        with pytest.raises(Lost, match=r"^Rank 0 on cpu failed while computing"):
+            talk.collect(awaited, never)
+        assert clock.now < 10.0
+
+
+# -- Stop
+
+
+@pytest.mark.parametrize("deed", [UNEVEN, UNTOUCHED])
+def test_stop_makes_the_wait_for_a_silent_rank_shorter(talking, deed):
+    """Pressed before the other rank failed, or behind it."""
+    waited = []
+    for failed_at, stopped_at in ((0.0, NEVER_S), (0.0, 0.5), (0.5, 0.0)):
+        talk, clock = talking(2, [(failed_at, 0, 1, deed)])
+        submitted(talk, (0, 1))
+        with pytest.raises(Lost, match=r"^Rank 0 on cpu failed while computing"):
+            talk.collect(1, lambda at=stopped_at, clock=clock: clock.now >= at)
+        waited.append(clock.now)
+    assert max(waited[1:]) < waited[0]
+
+
+@pytest.mark.parametrize("deed", [ERROR, FULL])
+@pytest.mark.parametrize("kind", ["Load", "Forward"])
+def test_a_rank_that_answers_long_after_another_failed_and_stop_was_pressed_costs_no_pool(
+    talking, kind, deed
+):
+    talk, clock = talking(2, [(0.0, 0, 1, deed), (60.0, 1, 1, DONE)])
+    submitted(talk, (0, 1), kind=kind)
+    with pytest.raises(RunCancelled):
+        talk.collect(1, lambda: clock.now > 0.5)
+    assert clock.now < 60.0 and 1 in talk.in_flight
+    talk.settle(never)
+    assert not talk.in_flight
