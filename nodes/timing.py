@@ -178,7 +178,7 @@ class Steps:
         if self.run is not None and stepped is not None:
             self._stepped[self.run] = replace(stepped, done=stepped.total)
 
-    def __call__(self, step: int, *args: Any) -> Any:
+    def __call__(self, step: int, *args: Any, **kwargs: Any) -> Any:
         if step == 0:  # a sampling that begins anew
             self._ends.clear()
             patcher = self._guider.model_patcher
@@ -189,7 +189,7 @@ class Steps:
         if self.run is not None and len(args) >= OF_ALL:
             total = args[OF_ALL - 1]
             self._stepped[self.run] = Stepped(min(step + 1, total), total, self.step_s)
-        return self._callback(step, *args) if self._callback is not None else None
+        return self._callback(step, *args, **kwargs) if self._callback is not None else None
 
 
 def pool_of(patcher: Any) -> RemotePool | None:

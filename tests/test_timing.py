@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.launcher.pool.devices import Device, Placement, place
-from pipemesh.nodes.auto.seam import GuiderSeam, with_callback
+from pipemesh.nodes.auto.seam import ARGUMENTS, GuiderSeam, with_argument
 from pipemesh.nodes.latest import Latest
 from pipemesh.nodes.status.sums import times_as_long
 from pipemesh.nodes.timing import Speed, StepTimes
@@ -176,13 +176,13 @@ def test_no_more_kinds_are_remembered_than_can_be_of_use():
     assert list(kept.items()) == [("a", "A"), ("c", "C"), ("d", "D")]
 
 
-def test_the_callback_is_handed_over_as_the_other_was():
-    assert with_callback((1, 2, 3, 4, None, "theirs", True), {}, "ours") == (
-        (1, 2, 3, 4, None, "ours", True),
-        {},
-    )
-    assert with_callback((1, 2), {"callback": "theirs"}, "ours") == ((1, 2), {"callback": "ours"})
-    assert with_callback((1, 2), {}, "ours") == ((1, 2), {"callback": "ours"})
+def test_an_argument_is_handed_over_as_the_other_was():
+    def handed_over(*args, **kwargs):
+        return with_argument(ARGUMENTS, "callback", "ours", args, kwargs)
+
+    assert handed_over(1, 2, 3, 4, None, "theirs", True) == ((1, 2, 3, 4, None, "ours", True), {})
+    assert handed_over(1, 2, callback="theirs") == ((1, 2), {"callback": "ours"})
+    assert handed_over(1, 2) == ((1, 2), {"callback": "ours"})
 
 
 def test_stock_samplings_and_those_of_a_pool_are_timed_where_auto_mode_takes_hold(pair, client):

@@ -3,14 +3,18 @@
 import math
 
 import comfy.model_management as mm
+import comfy.utils
 import comfy_extras.nodes_upscale_model as host
 import hypothesis
 import pytest
 import torch
 from comfy.model_patcher import CoreModelPatcher
+from comfy_api.latest import io
 from hypothesis import strategies as st
 from pipemesh.nodes.auto.decoding import TRIES, VAETimes
+from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.seam import OF_UPSCALERS, UPSCALER, HostChanged, UpscalerSeam
+from pipemesh.nodes.auto.switch import Switch
 from pipemesh.parallel_runtime.client.remote_upscaler import UpscalerInPool, largest_share
 from pipemesh.parallel_runtime.errors import Refused
 from spandrel import ImageModelDescriptor, ModelLoader
@@ -164,6 +168,51 @@ def test_what_a_prompt_waited_for_an_upscale_model_is_noted_with_who_computed_it
         *[("upscale", False)] * TRIES,
         ("upscale", True),
     ]
+
+
+class LaterNode(NODE):
+    """As of a ComfyUI to come: it moves the model, asks for more of it, and has an input more."""
+
+    @classmethod
+    def execute(cls, upscale_model, image, tile=512, *, train=False):
+        steps = (mm.load_models_gpu, comfy.utils.tiled_scale, mm.raise_non_oom)
+        device, made = upscale_model.patcher.load_device, []
+        model = upscale_model.train(False) if train else upscale_model.to(device).eval()
+        assert model.input_channels == 3 and model.dtype == torch.float32
+        for part in (image, 1 - image):
+            x = part.movedim(-1, -3).to(device)
+            scale = upscale_model.scale
+            made.append(comfy.utils.tiled_scale(x, lambda a: model(a), tile, tile, 32, upscale_amount=scale))
+        return io.NodeOutput(torch.cat(made), steps)
+
+    upscale = execute
+
+
+@pytest.fixture
+def later_node(monkeypatch, switched):
+    """Auto mode that finds this node in ComfyUI."""
+    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, UPSCALER, LaterNode)
+    own = [vars(LaterNode)[name] for name in OF_UPSCALERS]
+    auto = Auto(lambda: switched.runtime, Switch({}, lambda: switched.file), switched.notices, switched.times)
+    auto.install()
+    yield
+    auto.remove()
+    assert [vars(LaterNode)[name] for name in OF_UPSCALERS] == own
+
+
+def test_a_later_node_that_asks_for_more_is_served_and_given_what_it_was_given(
+    later_node, switched, requests
+):
+    model, image = upscaler(), picture(1, 40, 560)
+    truth, *_ = (LaterNode.execute(upscale_model=model, image=image, tile=256).args[0] for _ in range(TRIES))
+    assert not requests["Forward"]
+    assert torch.equal(LaterNode().upscale(model, image, 256).args[0], truth) and requests["Forward"]
+    assert not switched.said()
+    LaterNode.execute(model, image=image, train=True)
+    (said,) = switched.said()
+    assert "Upscale Image (using Model) of this ComfyUI asks an upscale model for train, which" in said
+    with pytest.raises(TypeError, match="upscale_model"):
+        LaterNode.execute(image=image)
 
 
 @hypothesis.settings(max_examples=20)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -41,6 +41,7 @@ USED = {"patcher", "scale", "load_models_gpu", "tiled_scale", "raise_non_oom"}  
 UPSCALER, OF_UPSCALERS = "ImageUpscaleWithModel", ("execute", "upscale")
 UPSCALE = "upscale"  # the name of the work, whichever of them is called
 OF_VAES = ("decode", "decode_tiled", "encode", "encode_tiled")
+OF_NODE = ("upscale_model", "image")  # arguments of the node that upscales
 # Of CFGGuider.sample, the first ones
 ARGUMENTS = (
     *("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback"),
@@ -137,7 +138,7 @@ class GuiderSeam(Seam):
                 return stock(guider, *args, **kwargs)
             given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
             steps = self._times.watch(guider, given.get("noise"), given.get("sampler"), given.get("callback"))
-            args, kwargs = with_callback(args, kwargs, steps)
+            args, kwargs = with_argument(ARGUMENTS, "callback", steps, args, kwargs)
             self._inside.append(guider)
             try:
                 run = Run(functools.partial(stock, guider, *args, **kwargs), steps, given)
@@ -160,12 +161,16 @@ class GuiderSeam(Seam):
         return outer_sample
 
 
-def with_callback(args: tuple, kwargs: dict[str, Any], callback: Callable) -> tuple[tuple, dict[str, Any]]:
-    """Returns the arguments with another callback, given as the other was: by its place or name."""
-    place = ARGUMENTS.index("callback")
+def with_argument(
+    names: Sequence[str], name: str, value: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments of a function that begin with these ``names``, one of them another,
+    given as it was: by its place or name.
+    """
+    place = names.index(name)
     if len(args) > place:
-        return (*args[:place], callback, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "callback": callback}
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
 
 
 def require_uses(module: Any, needed: Iterable[tuple[str, Iterable[str]]]) -> None:
@@ -244,14 +249,20 @@ class UpscalerSeam(Seam):
 
     def _around_work(self, stock: Any) -> Any:
         @functools.wraps(stock.__func__)
-        def execute(node: Any, upscale_model: Any, image: Any) -> Any:
+        def execute(node: Any, *args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(OF_NODE, args, strict=False)), **kwargs}
+            if not self.is_in or not given.keys() >= {*OF_NODE}:
+                return stock.__func__(node, *args, **kwargs)
+            upscale_model, image = (given[name] for name in OF_NODE)
+
             def timed(model: Any) -> Any:
                 began = time.perf_counter()
-                output = stock.__func__(node, model, image)
+                places, names = with_argument(OF_NODE, OF_NODE[0], model, args, kwargs)
+                output = stock.__func__(node, *places, **names)
                 if model.scale:  # else ranks are being given its tiles
                     self._note(UPSCALE, time.perf_counter() - began, model is not upscale_model)
                 return output
 
-            return self._use(upscale_model, UPSCALE, image, timed) if self.is_in else timed(upscale_model)
+            return self._use(upscale_model, UPSCALE, image, timed)
 
         return classmethod(execute)

@@ -74,7 +74,7 @@ class Conds:
             return options
         return {**options, "context_handler": WindowsTogether(handler, self._must_wait, self._beside, groups)}
 
-    def calc_cond_batch(self, executor, model, conds, x, timestep, model_options):
+    def calc_cond_batch(self, executor, model, conds, x, timestep, model_options, *args, **kwargs):
         """A CALC_COND_BATCH wrapper: does what ComfyUI's batch of conds does, each side by
         itself, and computes the next calls of all sides together.
         """
@@ -84,11 +84,11 @@ class Conds:
         has_state = must_run_conds_in_sequence(patcher, conds, model_options)
         self._origins = origins_by_cond(conds) if self._is_known and not has_state else {}
         if len(present) < 2 or self._in_sequence() or has_state:
-            return executor(model, conds, x, timestep, model_options)
+            return executor(model, conds, x, timestep, model_options, *args, **kwargs)
 
         def alone(index: int) -> torch.Tensor:
             only = [cond if number == index else None for number, cond in enumerate(conds)]
-            return executor(model, only, x, timestep, model_options)[index]
+            return executor(model, only, x, timestep, model_options, *args, **kwargs)[index]
 
         outputs = self._beside([partial(alone, index) for index in present], patcher)
         by_index = dict(zip(present, outputs, strict=True))

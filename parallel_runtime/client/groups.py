@@ -88,9 +88,16 @@ class InGroups:
         latent_image=None,
         denoise_mask=None,
         disable_pbar=False,
+        *args,
+        **kwargs,
     ):
-        """A SAMPLER_SAMPLE wrapper, of a pool that computes several images at once."""
+        """A SAMPLER_SAMPLE wrapper, of a pool that computes several images at once: one alone if
+        this ComfyUI gives the sampler more than is known.
+        """
         assert self._ahead is not None
+        if args or kwargs:
+            given = guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
+            return executor(*given, *args, **kwargs)
         asked = Asked(
             executor.class_obj,
             guider,

@@ -111,6 +111,8 @@ class Patchwise:
         latent_image=None,
         denoise_mask=None,
         disable_pbar=False,
+        *args,
+        **kwargs,
     ):
         """A SAMPLER_SAMPLE wrapper."""
         self._text = text_tokens(guider.conds) if len(self._plan.streams) > 1 else 0
@@ -131,9 +133,8 @@ class Patchwise:
 
         def sampler(own_callback: Any, first: bool) -> torch.Tensor:
             quiet = disable_pbar or not first
-            return executor(
-                guider, sigmas, dict(extra_args), own_callback, noise, latent_image, denoise_mask, quiet
-            )
+            given = guider, sigmas, dict(extra_args), own_callback, noise, latent_image, denoise_mask, quiet
+            return executor(*given, *args, **kwargs)
 
         def free() -> torch.Tensor:
             cut = self._cut(noise.shape)

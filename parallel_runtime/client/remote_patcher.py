@@ -84,31 +84,30 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
 
     # -- for ComfyUI's memory manager
 
-    def model_size(self) -> int:
+    def model_size(self, *_args: Any, **_kwargs: Any) -> int:
         return self.remote.share_of(self.model.diffusion_model) if hasattr(self, "remote") else 0
 
-    def loaded_size(self) -> int:
+    def loaded_size(self, *_args: Any, **_kwargs: Any) -> int:
         is_held = hasattr(self, "remote") and self.remote.pool.residency.held(self.remote.model)
         return self.model_size() if is_held else 0
 
-    def current_loaded_device(self) -> torch.device:
+    def current_loaded_device(self, *args: Any, **kwargs: Any) -> torch.device:
         """Returns the UI's device where ranks hold the model: ComfyUI makes room there for the rest
         alone. Elsewhere the modules are on the CPU, so that at every run room would be made for all
         of it, and text encoder and VAE unloaded.
         """
-        return self.load_device if self.loaded_size() else super().current_loaded_device()
+        return self.load_device if self.loaded_size() else super().current_loaded_device(*args, **kwargs)
 
-    def get_free_memory(self, device: torch.device) -> int:
+    def get_free_memory(self, device: torch.device, *args: Any, **kwargs: Any) -> int:
         """Returns the free bytes of the rank that has least, as the run began; ComfyUI decides by
         it whether cond and uncond fit one batch. The same all through a run: other batches would
         be other branches.
         """
-        return super().get_free_memory(device) if self.remote.free_bytes is None else self.remote.free_bytes
+        free = self.remote.free_bytes
+        return super().get_free_memory(device, *args, **kwargs) if free is None else free
 
     @interrupting
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> int:
+    def partially_load(self, *_args: Any, **_kwargs: Any) -> int:
         """Brings the pool to this clone's weights and puts the remote forward in place. Raises
         Refused, ModelError, PoolFailed.
 
@@ -147,9 +146,9 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
             eldest.watch = self.watch
         return self.loaded_size() - before
 
-    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+    def unpatch_model(self, *args: Any, **kwargs: Any) -> None:
         self.eject_model()
-        give_back(self, self.stock_class, device_to, unpatch_weights)
+        give_back(self, self.stock_class, *args, **kwargs)
 
     def patch_model(
         self,
@@ -157,6 +156,8 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         lowvram_model_memory: int = 0,
         load_weights: bool = True,
         force_patch_weights: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         name, own = forward_patch(self.model.diffusion_model), self.object_patches
         state = self.in_block.state if self.in_block is not None else None
@@ -168,7 +169,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
             self.object_patches_backup.setdefault(instead, comfy.utils.ATTR_UNSET)
         try:
             model = super().patch_model(
-                device_to, lowvram_model_memory, load_weights=False, force_patch_weights=force_patch_weights
+                device_to, lowvram_model_memory, False, force_patch_weights, *args, **kwargs
             )
             self.watch = Watch(
                 model.diffusion_model,
@@ -185,9 +186,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         finally:
             self.object_patches = own
 
-    def partially_unload(
-        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
+    def partially_unload(self, *_args: Any, **_kwargs: Any) -> int:
         """Releases the whole model in the pool (its pages stay in the page cache); returns the
         bytes that the UI's device gets back.
         """
@@ -196,34 +195,34 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
             self.remote.release()
         return freed
 
-    def detach(self, unpatch_all: bool = True) -> Any:
+    def detach(self, unpatch_all: bool = True, *args: Any, **kwargs: Any) -> Any:
         """Releases the model in the pool if ComfyUI frees memory (``unpatch_all``); else it only
         switches between clones.
         """
         if unpatch_all:
             self.remote.release()
             self.remote.sampling.free()
-        return super().detach(unpatch_all)
+        return super().detach(unpatch_all, *args, **kwargs)
 
     # -- a run
 
-    def pre_run(self) -> None:
+    def pre_run(self, *args: Any, **kwargs: Any) -> None:
         """ComfyUI calls it before the first evaluation. Raises Refused."""
         self.remote.begin_run()
-        super().pre_run()
+        super().pre_run(*args, **kwargs)
 
-    def cleanup(self) -> None:
+    def cleanup(self, *args: Any, **kwargs: Any) -> None:
         """ComfyUI calls it after every run, however it ended."""
         self.remote.end_run()
-        super().cleanup()
+        super().cleanup(*args, **kwargs)
 
-    def patch_hooks(self, hooks: Any) -> None:
+    def patch_hooks(self, hooks: Any, *_args: Any, **_kwargs: Any) -> None:
         """Scheduled weight patches: the pool applies the set before the next evaluation."""
         combined = {} if hooks is None else self.get_combined_hook_patches(hooks)
         self.hook_set = hooked_id(self, combined, self.remote.pool.digests), combined
         self.current_hooks = hooks
 
-    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+    def unpatch_hooks(self, *_args: Any, **_kwargs: Any) -> None:
         self.hook_set = ("", {})
         self.current_hooks = None
 

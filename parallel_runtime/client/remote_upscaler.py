@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import comfy.utils
 import torch
 
 from ..crossing.upscalers import upscaler_source
+from ..errors import Refused
 from ..vae_modules import PUT_IN_PLACE
 from .remote_pool import RemotePool
 from .remote_vae import FirstStage, RemoteVAE, VAEPatcher, is_compared
@@ -22,6 +24,8 @@ from .tiles import OnTile, side_by_side
 PIXELS = 32  # rows and columns with which a model is tried
 WORK = "upscale"
 TILE, OVERLAP = 512, 32  # pixels, of the node's tiles
+UPSCALER_NODE = "Upscale Image (using Model)"
+PLAIN = (bool, int, float, str, list, tuple, dict, torch.device, torch.dtype, Enum, type(None))
 T = TypeVar("T")
 
 
@@ -80,14 +84,39 @@ class NoRoom(BaseException):
 
 
 class ForNode:
-    """Stands for an upscale model in a call of ComfyUI's node. The node halves its tiles so often
-    as it is told first that there is no room.
+    """Stands for ``model``, an upscale model, in a call of ComfyUI's node. The node halves its
+    tiles so often as it is told first that there is no room. What ranks have stays there when the
+    node moves the model; numbers and texts are the model's own.
     """
 
-    def __init__(self, patcher: VAEPatcher, scale: float, on_tile: OnTile, halved: int, why: str):
+    def __init__(self, model: Any, patcher: VAEPatcher, scale: float, on_tile: OnTile, halved: int, why: str):
+        self._model = model
         self.patcher = patcher
         self.scale = scale
         self._on_tile, self._halved, self._why = on_tile, halved, why
+
+    def to(self, *args: Any, **kwargs: Any) -> ForNode:
+        given = (*args, *kwargs.values())
+        if any(isinstance(one, (torch.dtype, torch.Tensor)) for one in given):
+            raise self._refused("to, with a dtype")
+        return self
+
+    cpu = cuda = eval = to
+
+    def __getattr__(self, name: str) -> Any:
+        """Is asked for what the node takes of the model beside that. Raises Refused for what is no
+        plain value: it would compute in ComfyUI, or change what ranks have already.
+        """
+        value = getattr(self._model, name)
+        if not isinstance(value, PLAIN):
+            raise self._refused(name)
+        return value
+
+    def _refused(self, name: str) -> Refused:
+        return Refused(
+            f"{UPSCALER_NODE} of this ComfyUI asks an upscale model for {name}, which ranks do not have:"
+            " update PipeMesh."
+        )
 
     def __call__(self, tile: torch.Tensor) -> torch.Tensor:
         if self._halved:
@@ -112,7 +141,7 @@ class UpscalerInPool:
         while True:
 
             def loop(scale: float, on_tile: OnTile, halved: int = halved, why: str = why) -> T:
-                return node(ForNode(self._patcher, scale, on_tile, halved, why))
+                return node(ForNode(self.remote.vae, self._patcher, scale, on_tile, halved, why))
 
             try:
                 return side_by_side(

@@ -278,37 +278,33 @@ class VAEPatcher(ModelPatcher):
 
     model: FirstStage
 
-    def model_size(self) -> int:
+    def model_size(self, *_args: Any, **_kwargs: Any) -> int:
         return self.model.remote.share()
 
-    def loaded_size(self) -> int:
+    def loaded_size(self, *_args: Any, **_kwargs: Any) -> int:
         return self.model_size() if self.model.remote.is_held() else 0
 
-    def current_loaded_device(self) -> torch.device:
+    def current_loaded_device(self, *_args: Any, **_kwargs: Any) -> torch.device:
         return self.load_device if self.model.remote.is_held() else self.offload_device
 
-    def get_free_memory(self, device: torch.device) -> int:
+    def get_free_memory(self, *args: Any, **kwargs: Any) -> int:
         """Returns the free bytes of the rank that has least: how many images ComfyUI gives to one
         call depends on it.
         """
         free = self.model.remote.free_bytes()
-        return super().get_free_memory(device) if free is None else free
+        return super().get_free_memory(*args, **kwargs) if free is None else free
 
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> int:
+    def partially_load(self, *_args: Any, **_kwargs: Any) -> int:
         before = self.loaded_size()
         self.model.remote.bring_up()
         return self.loaded_size() - before
 
-    def partially_unload(
-        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
+    def partially_unload(self, *_args: Any, **_kwargs: Any) -> int:
         freed = self.loaded_size()
         self.model.remote.release()
         return freed
 
-    def detach(self, unpatch_all: bool = True) -> Any:
+    def detach(self, unpatch_all: bool = True, *_args: Any, **_kwargs: Any) -> Any:
         if unpatch_all:
             self.model.remote.release()
         return self.model

@@ -39,18 +39,17 @@ class WindowsTogether(IndexListContextHandler):
         self._ahead: Lookahead[Callable[[], Any], Any] | None = None
         self._is_asking = False
 
-    def execute(
-        self, calc_cond_batch: Any, model: Any, conds: Any, x_in: Any, timestep: Any, model_options: Any
-    ) -> Any:
-        given = calc_cond_batch, model, conds, x_in, timestep, model_options
-        if self._in_sequence(model.current_patcher, conds, model_options):
-            return super().execute(*given)
+    def execute(self, calc_cond_batch: Any, model: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = partial(super().execute, calc_cond_batch, model, conds, *args, **kwargs)
+        options = signature(super().execute).bind(*stock.args, **kwargs).arguments["model_options"]
+        if self._in_sequence(model.current_patcher, conds, options):
+            return stock()
         self._ahead = Lookahead(lambda now: self._together(now, model.current_patcher), self._at_once)
         self._is_asking = True
         try:
-            super().execute(*given)
+            stock()
             self._is_asking = False
-            return super().execute(*given)
+            return stock()
         finally:
             self._ahead = None
 

@@ -217,9 +217,9 @@ def checksum(tensor: torch.Tensor) -> bytes:
     ).digest()
 
 
-def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> None:
+def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:
     """In the UI: takes ComfyUI's patches off the shared model, by a patcher of the class ``kind``
-    that put them on.
+    that put them on; the other arguments are those of its ``unpatch_model``.
 
     Each class keeps its own books on the model (ModelPatcherDynamic: pages on the GPU, pinned
     buffers, which of them are stale). Another class would leave them wrong.
@@ -229,7 +229,7 @@ def give_back(patcher: Any, kind: type, device: Any, unpatch_weights: bool) -> N
         patcher.get_clone_model_override()[1]
     )
     stock.hook_backup = patcher.hook_backup
-    stock.unpatch_model(device, unpatch_weights)
+    stock.unpatch_model(*args, **kwargs)
 
 
 def is_patched(patcher: Any) -> bool:
