@@ -22,6 +22,16 @@ __all__ = ["auto"]  # a fixture
 BY_HAND = replace(OPEN, is_open=False)
 
 
+class Cloned:
+    """What a node attaches to a MODEL, and its clones have another of."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def on_model_patcher_clone(self):
+        return Cloned(None)
+
+
 def their_node(model):
     """A node of another pack: its sampler finds its settings on the guider's MODEL object, and
     leaves its results there. Returns the image, and what the node finds on its own MODEL then.
@@ -29,6 +39,7 @@ def their_node(model):
     asked = []
     model.theirs_scale, model.theirs_step, model.theirs_once = 1.01, 0, True
     model.theirs_scaled = MethodType(lambda self, x: x * self.theirs_scale, model)
+    model.set_attachments("before", Cloned(asked))
     stocks = model.get_model_object
     model.get_model_object = lambda name: asked.append(name) or stocks(name)
 
@@ -43,6 +54,7 @@ def their_node(model):
             x = patcher.theirs_scaled(x)
             patcher.get_model_object("model_sampling")
         patcher.theirs_result = x.shape
+        patcher.set_attachments("theirs", patcher.get_attachment("before"))
         return x
 
     noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
@@ -60,6 +72,7 @@ def their_node(model):
         )
     del model.get_model_object
     found = model.theirs_step, model.theirs_scale, model.theirs_result, hasattr(model, "theirs_once")
+    assert model.get_attachment("theirs").of is asked, "not that of a clone"
     return image, (*found, len(asked))
 
 

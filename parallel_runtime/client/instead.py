@@ -17,7 +17,7 @@ HONOURED = ("add_", "apply_hooks", "get_", "is_", "memory_", "model_", "prepare_
 
 class Instead:
     """What a node sets, changes or deletes on this object or on the one that it is ``instead_of``
-    is so on both, but for ComfyUI's own fields.
+    is so on both, but for ComfyUI's own fields; of those, what nodes attach.
     """
 
     instead_of: Any = None
@@ -55,6 +55,7 @@ def take_place(made: Instead, of: Any) -> None:
                 " pool does not call: remove that node, or PipeMesh."
             )
         vars(made)[name] = bound(value, made)
+    vars(made)["attachments"] = of.attachments
     made.instead_of = of
 
 
