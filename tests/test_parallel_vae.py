@@ -73,12 +73,13 @@ def test_a_vae_in_a_pool_gives_what_stock_gives(case, stock, client, requests):
     assert relative_error(ours, truth) <= BOUND
 
 
-def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed(client, requests):
+@pytest.mark.parametrize("of_ours", [False, True])
+def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed(client, requests, of_ours):
     noisy = video_by_pixels(2, decode_timestep=0.1)
     vae = loaded(noisy.state_dict(), noisy.config)
     ours = parallel(vae, client)
     ours.decode(noise(1, 128, 2, 7, 4))
-    vae.first_stage_model.decode_timestep = 0.9
+    (ours if of_ours else vae).first_stage_model.decode_timestep = 0.9
     requests.clear()
     with pytest.raises(Refused, match=r"has changed this VAE's numbers .* free the node cache"):
         ours.decode(noise(1, 128, 2, 7, 4))

@@ -23,6 +23,7 @@ from comfy.sd import VAE
 from comfy.utils import ProgressBar
 
 from ..comm.bands import ROWS, Bands
+from ..crossing.by_reference import OF_PATCHERS
 from ..crossing.source import describe_vae, vae_name, vae_source
 from ..errors import OutOfMemory, Refused
 from ..layout import ALONE, Layout
@@ -44,6 +45,7 @@ BEHIND = (
     "This VAE is on the devices of a pool: put the node that copies it, changes it or chooses its device"
     " before PipeMesh Parallelize VAE, or leave that out."
 )
+NOTES = OF_PATCHERS | {"device"}
 Share = tuple[torch.Tensor, tuple[int, ...], int]  # of what is computed: samples, ranks, their width
 log = logging.getLogger("pipemesh")
 
@@ -259,6 +261,16 @@ class FirstStage:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.remote.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Changes the module itself, as a node means to, which ``bring_up`` finds; but for what
+        ComfyUI's memory manager notes.
+        """
+        is_own = name == "remote" or name in vars(FirstStage) or name in NOTES
+        if is_own or not hasattr(self.remote.module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.remote.module, name, value)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused(self.remote.behind)
