@@ -24,6 +24,7 @@ from ..launcher.cache import cache_folder
 from ..launcher.pool.devices import Device, Placement, on_devices
 from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.ahead import LookAhead
+from ..parallel_runtime.client.alone import RowsKnown
 from ..parallel_runtime.client.asked import Asked
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
@@ -31,7 +32,7 @@ from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.windows import windows_of
 from ..parallel_runtime.crossing.source import file_of
 from ..parallel_runtime.errors import RunCancelled
-from ..parallel_runtime.families import plan_or_whole
+from ..parallel_runtime.families import plan_or_whole, takes_rows_for_frames
 from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.memory import system_memory
@@ -60,9 +61,8 @@ AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 @dataclass(frozen=True)
 class Sampling:
     """What is about to be sampled: a latent (B, C, ...), or as many context ``windows`` of that
-    shape, its conds of every evaluation, how many evaluations there are, at one a step, and the
-    ``file`` of the model; empty if there is none. ``images``: prompts of the queue at once, so many
-    ``rounds`` of them.
+    shape, its conds of every evaluation, how many evaluations there are, one a step, and the
+    model's ``file``, if any. ``images``: prompts of the queue at once, in so many ``rounds``.
     """
 
     shape: tuple[int, ...]
@@ -112,11 +112,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A choice of a layout. ``plan`` is None where nothing could be predicted, and ``why`` says why
-    not; else ``why`` says by which speeds, as do ``known``, in a word, and the name of the ``box``.
-    ``awaits``: it is being counted, and no pool that suits it is up. ``first_s``: predicted for one
-    evaluation of the running prompt alone, in the layout that is best for that; ``images``: prompts
-    of the queue at once.
+    """A choice of a layout. ``plan`` is None if nothing could be predicted: then ``why`` says why
+    not, else by which speeds, as do ``known``, in a word, and the name of the ``box``. ``awaits``:
+    it is being counted, and no pool that suits it is up. ``images``: prompts of the queue at once.
+    ``first_s``: predicted for one evaluation of the one that runs, in its own best layout.
     """
 
     layout: Layout
@@ -175,9 +174,8 @@ class PastChoice(NamedTuple):
 
 
 class Planning:
-    """Chooses layouts, and remembers what it chose. ``counts``: of evaluations. ``speeds``: the
-    file with speeds that were measured on this machine; what else was measured lies beside it.
-    ``ahead`` knows what waits in the queue.
+    """Chooses layouts, and remembers what it chose. ``counts``: of evaluations. ``ahead`` knows
+    what waits in the queue. ``speeds``: the file with measured speeds; others lie beside it.
     """
 
     def __init__(
@@ -187,6 +185,7 @@ class Planning:
         self.ahead = ahead or LookAhead(lambda: None)
         self._speeds = speeds or cache_folder(os.environ) / SPEEDS
         self.counts = counts
+        self.rows = RowsKnown()
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
         self._made: deque[PastChoice] = deque(maxlen=AGAIN)  # the last choices
@@ -320,6 +319,7 @@ class Planning:
             warm_up=warm_up.evaluations,
             keeps=KEEPS.get(choice.weights, Job.keeps),
             merges=merges,
+            together=takes_rows_for_frames(model.diffusion_model),
         )
         made = self._predicted(job, here, approximate)
         kind = type(model), asked.shape, asked.branches, asked.evaluations, asked.images

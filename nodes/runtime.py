@@ -299,6 +299,7 @@ class Runtime:
                     ),
                     partial(self.trials.first, layout=placement.layout),
                     self.trials.not_judged,
+                    self.planning.rows,
                 ),
             )
         return self._pools[placement]

@@ -16,12 +16,13 @@ SEQUENCE_COST = 1.1  # what a forward costs where groups share its sequence, ove
 
 class Batch(NamedTuple):
     """The rows of one evaluation: those of each of ``branches`` one after another, ``items`` of
-    them, at a cost of ``weight`` each.
+    them, at a cost of ``weight`` each. ``together``: those of a branch are not cut.
     """
 
     branches: int
     items: int
     weight: float
+    together: bool = False
 
     @property
     def rows(self) -> int:
@@ -31,6 +32,8 @@ class Batch(NamedTuple):
         """Cut every branch into ``parts``, of these weights where they are given, fewer where it
         has fewer rows: (start, end) of each.
         """
+        if self.together:
+            parts, weights = 1, ()
         split = Split.by(tuple(weights), self.items, parts if weights else min(parts, self.items))
         within = [(start, size) for start, size in zip(split.starts, split.sizes, strict=True) if size]
         starts = range(0, self.rows, self.items)

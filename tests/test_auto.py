@@ -21,7 +21,7 @@ from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.wire.tree import NotPlain
 
 from .conftest import ALL
-from .foreign_pack import halved_keys, unet, without_plan
+from .foreign_pack import halved_keys, unet, video_unet, without_plan
 from .models import conditioning, load, run, with_lora
 from .shared_runtime import SharedRuntime, settings
 
@@ -220,6 +220,22 @@ def test_what_the_pool_cannot_honour_is_stocks_result_to_the_bit_with_one_notice
     assert "PipeMesh Parallelize" not in notice and "remove the node" not in notice
     assert not auto._runtime().wait.lasts, "the wait that planning began is over"
     assert not requests["Forward"]
+
+
+def test_frames_of_one_video_are_on_one_gpu_with_a_notice_and_no_prompt_tries_the_pool(
+    auto, settings, requests, notices
+):
+    model, latent = video_unet(), torch.zeros(4, 4, 8, 8)
+    truth = run(model, latent=latent)
+    settings(True)
+    requests.clear()
+    for prompt in ("1", "2"):
+        with CurrentNodeContext(prompt_id=prompt, node_id="3"):
+            assert torch.equal(run(model, latent=latent), truth)
+    assert not requests, "nothing is loaded"
+    assert [
+        one.removeprefix("On one GPU: The rows of this batch are the frames of one") for one in said(notices)
+    ] == [" video, which the model computes together, and there is no other prompt for another GPU."] * 2
 
 
 def failing(monkeypatch, error, times=1000):

@@ -56,7 +56,7 @@ from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .bounds import assert_same
-from .foreign_pack import unet
+from .foreign_pack import unet, video_unet
 from .in_groups import GroupsHere
 from .models import VIDEO, run
 from .patched import in_windows
@@ -122,6 +122,15 @@ def test_context_windows_are_planned_for_as_evaluations_of_their_own_size():
 
 
 # -- what is chosen
+
+
+def test_the_frames_of_a_video_are_not_shared_out_and_its_two_prompts_are():
+    choice = replace(OPEN, placement=place(Layout(ulysses=4), "cpu", "auto", ()))
+    layouts = [
+        planning().choose(video_unet().model, choice, asked(branches, batch=6), ()).layout
+        for branches in (1, 2)
+    ]
+    assert layouts[0].data == layouts[1].data == layouts[0].cfg == 1 and layouts[1].cfg == 2
 
 
 def test_prompts_and_images_go_to_groups_and_one_alone_is_shared_by_all_ranks():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ from comfy.model_patcher import ModelPatcher
 from ...parallel_runtime.client.asked import Asked
 from ...parallel_runtime.client.remote_patcher import RemotePatcher
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.families import FRAMES_ALONE, takes_rows_for_frames
+from ...parallel_runtime.planner.counts import NotCounted
 from ...parallel_runtime.refusals import require_whole_groups
 from ..planning import PlannedLayout, Sampling, placed
 from ..runtime import Runtime
@@ -34,6 +36,16 @@ def in_chosen_layout(
     planned = runtime.plan(first, choice, asked, partial(Asked.to_come, guider, given))
     own = placed(choice, planned)
     return {name: runtime.parallelize(model, own, choice) for name, model in models.items()}, planned
+
+
+def require_more_than_frames(model: ModelPatcher, guider: Any, given: Mapping[str, Any]) -> None:
+    """Raises Refused if there is nothing to share out but the frames of one video, before a pool is
+    started for it.
+    """
+    if takes_rows_for_frames(model.model.diffusion_model):
+        with suppress(NotCounted):
+            if Sampling.of(guider, given.get("noise"), given.get("sigmas")).branches == 1:
+                raise Refused(FRAMES_ALONE)
 
 
 def require_several(planned: PlannedLayout, model: ModelPatcher, choice: Choice) -> None:

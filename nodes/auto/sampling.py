@@ -24,7 +24,14 @@ from ..latest import Latest
 from ..notices import Notices, executed_now
 from ..runtime import Runtime
 from ..timing import Key, StepTimes
-from .layouts import in_chosen_layout, in_place_of, laid_out_anew, note, require_several
+from .layouts import (
+    in_chosen_layout,
+    in_place_of,
+    laid_out_anew,
+    note,
+    require_more_than_frames,
+    require_several,
+)
 from .seam import Run
 
 GIVEN_UP = "On one GPU: the pool has failed in this prompt already."
@@ -131,6 +138,7 @@ class PoolSampling:
             raise LayoutError(why_one_gpu())
         for model in models.values():
             self._runtime.trials.require(type(model.model.diffusion_model), model.model)
+            require_more_than_frames(model, guider, run.given)
         parallel, planned = in_chosen_layout(self._runtime, guider, models, choice, run.given)
         require_several(planned, next(iter(models.values())), choice)
         if slower := self._times.why_slower(run.steps.key, planned.layout):

@@ -18,27 +18,26 @@ from torch.utils._pytree import tree_map_only
 
 from ..branches import plan_branches
 from ..crossing.rows import Constants, latents_of, put_together, take, tensors_in
-from ..errors import Refused
+from ..errors import ModelError
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
-from .alone import Change, Judge, Shared, Watch, as_it_is, nobody
+from .alone import Change, Shared, Watch, as_it_is, nobody
 from .asked import Asked
 from .branch import SampleCall
 from .conds import Conds, WithRoom
 from .evaluations import Work
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
+from .rows_apart import RowsApart
 from .run import Run
 from .separable import WRAPPER_KEY
 from .timelines import RandomState
 
-ROUNDING = 1e-3  # of the output's scale: what batches of other sizes differ by
-
 
 class InGroups:
     """Samples one MODEL on the groups of a pool. ``model``: its name there; ``with_room``: as in
-    ``Conds``; ``can_join``: groups can share a sequence of its tokens. ``untried``: the class of a
-    model that nobody has sampled so: its rows apart are compared, in place of what a run watches.
+    ``Conds``; ``can_join``: groups can share a sequence of its tokens. ``rows``: compares those of
+    a batch that are computed apart, in place of what a run watches; None of a model with a plan.
     What is compared is computed by the first rank alone too. ``ahead``: samples what waits in the
     queue beside what runs, where groups of ranks are there for it; None: nobody does.
     """
@@ -51,12 +50,12 @@ class InGroups:
         model: str,
         with_room: WithRoom,
         can_join: bool = True,
-        untried: str = "",
+        rows: RowsApart | None = None,
         ahead: LookAhead | None = None,
     ):
         self._ahead = ahead
-        self._untried = untried
-        self._watch: Watch = RowsApart(untried).watch if untried else nobody
+        self._rows = rows
+        self._watch: Watch = rows.watch if rows is not None else nobody
         self._pool = pool
         self._model = model
         self._constants = Constants(pool.layout.groups)
@@ -121,12 +120,16 @@ class InGroups:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first
         evaluation that several ranks compute.
         """
-        if not self._untried:
+        if self._rows is None:
             self._watch = watch
+        else:
+            self._rows.begin_run()
 
     def _compute(self, calls: Sequence[SampleCall], makes_room: bool = True) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
         batches = tuple(constants.batch_of(call.arguments) for call in calls)
+        if self._rows is not None:
+            self._rows.require_several(batches)
         session = pool.sessions.latest
         speeds = session.group_speeds if session is not None else ()
         held = session.models.get(self._model) if session is not None else None
@@ -140,7 +143,11 @@ class InGroups:
                 rows = take(rows, start, end, batches[number], constants.names)
                 branch = replace(branch, rows=(start, end))
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
-        outputs = pool.evaluations.dispatch(run, works, interrupted, makes_room)
+        try:
+            outputs = pool.evaluations.dispatch(run, works, interrupted, makes_room)
+        except ModelError as error:
+            self._judge_failure(run, calls, len(works), error)
+            raise
         pieces: list[list[Any]] = [[] for _ in calls]
         works_of: list[list[Work]] = [[] for _ in calls]
         for share, work, output in zip(plan.shares, works, outputs, strict=True):
@@ -164,12 +171,16 @@ class InGroups:
 
     def _judge(self, run: Run, call: SampleCall, works: Sequence[Work], made: list[torch.Tensor]) -> None:
         watch = self._watch
-        if not self._untried:
+        if self._rows is None:
             self._watch = nobody
-        judge = watch(tuple(one.shape for one in latents_of(call.arguments)))
+        judge = watch(shapes_of(call))
         if judge is not None:
-            alone = Work(call.arguments, call.branch, (0,), ALONE)
-            judge(Shared(made, partial(self._again, run, works), partial(self._again, run, [alone])))
+            judge(Shared(made, partial(self._again, run, works), partial(self._again, run, [alone(call)])))
+
+    def _judge_failure(self, run: Run, calls: Sequence[SampleCall], works: int, error: ModelError) -> None:
+        if self._rows is not None and len(calls) < works:
+            several = partial(self._again, run, [alone(call) for call in calls])
+            self._rows.judge_failure(shapes_of(calls[0]), error, several)
 
     def _again(
         self,
@@ -189,42 +200,10 @@ class InGroups:
         return tensors_in(put_together(outputs))
 
 
-class RowsApart:
-    """Compares the first evaluation of each shape whose rows were computed apart, of a class that
-    nobody has sampled so.
-    """
-
-    def __init__(self, model_class: str):
-        self._class = model_class
-        self._compared: set[tuple[torch.Size, ...]] = set()
-
-    def watch(self, shapes: tuple[torch.Size, ...]) -> Judge | None:
-        return None if shapes in self._compared else partial(self._judge, shapes)
-
-    def _judge(self, shapes: tuple[torch.Size, ...], shared: Shared) -> None:
-        require_rows_alone(self._class, shared.made, shared.alone())
-        self._compared.add(shapes)
+def shapes_of(call: SampleCall) -> tuple[torch.Size, ...]:
+    return tuple(one.shape for one in latents_of(call.arguments))
 
 
-def require_rows_alone(model_class: str, apart: list[torch.Tensor], together: list[torch.Tensor]) -> None:
-    """Raises Refused where rows that were computed apart are not what a model makes of all of them:
-    further from it than rounding explains, or nearer to another row.
-    """
-    for rows, whole in zip(apart, together, strict=True):
-        of_each, scale = distances(rows, whole), float(whole.float().square().mean().sqrt())
-        least = scale * max(ROUNDING, 4 * torch.finfo(whole.dtype).eps)
-        others = [
-            float(one) for shift in range(1, len(whole)) for one in distances(whole, whole.roll(shift, 0))
-        ]
-        nearest = min((one for one in others if one > scale * ROUNDING), default=2 * least)
-        if float(of_each.max()) > min(least, nearest / 2):
-            raise Refused(
-                f"{model_class} has no token plan, and its images cannot be shared out: computed apart, its"
-                f" first evaluation is {float(of_each.max()) / scale:.1%} off from that of one GPU. Sample it"
-                " on one GPU, without PipeMesh Parallelize."
-            )
-
-
-def distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Returns how far each row is from another tensor's (root mean square)."""
-    return (rows.float() - others.float()).square().flatten(1).mean(1).sqrt()
+def alone(call: SampleCall) -> Work:
+    """Returns the work of the first rank that computes an evaluation by itself."""
+    return Work(call.arguments, call.branch, (0,), ALONE)

@@ -54,6 +54,7 @@ from .patchwise import SAMPLING, Patchwise
 from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward, set_later
 from .remote_pool import RemotePool
+from .rows_apart import RowsApart
 from .separable import WRAPPER_KEY
 from .wait import waited_for
 from .windows import windows_of
@@ -367,9 +368,12 @@ def parallelize(
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching, notice)
     else:
-        untried = "" if plan.is_tried else type(patcher.model.diffusion_model).__name__
+        rows = None
+        if not plan.blocks and pool.layout.groups > 1:
+            rows = RowsApart(pool.admission.rows, patcher.model.diffusion_model, plan.is_tried)
+            rows.require()
         ahead = None if weights == "sharded" else ahead
-        sampling = InGroups(pool, source.model, with_room, can_join and bool(plan.blocks), untried, ahead)
+        sampling = InGroups(pool, source.model, with_room, can_join and bool(plan.blocks), rows, ahead)
     remote = Remote(
         pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
     )

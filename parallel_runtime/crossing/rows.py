@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..branches import Batch
 from .in_block import runs_code_in_blocks
 
+# The argument of a model that takes the rows of a branch for so many frames of one video
+FRAMES = "num_video_frames"
 OPTIONS, SIDES, SIGMAS = "transformer_options", "cond_or_uncond", "sigmas"
 
 
@@ -31,7 +33,8 @@ ALL_ROWS = Batch(1, 1, 1.0)
 
 def batch_of(arguments: dict[str, Any], constants: Collection[str] = ()) -> Batch:
     """Counts the rows that can be computed apart; one where a tensor's rows are not known to be
-    those of the batch. ``constants``: arguments that ComfyUI does not batch.
+    those of the batch. Those of a branch stay together where they are frames of one video.
+    ``constants``: arguments that ComfyUI does not batch.
     """
     rows = latents_of(arguments)[0].shape[0]
     weight = cost_of_row(arguments)
@@ -39,7 +42,8 @@ def batch_of(arguments: dict[str, Any], constants: Collection[str] = ()) -> Batc
     if rows < 2 or not all(is_along(tensor, rows) for tensor in tensors_in(batched)):
         return Batch(1, 1, weight * rows)
     branches = len(arguments.get(OPTIONS, {}).get(SIDES, ())) or 1
-    return Batch(branches, rows // branches, weight) if rows % branches == 0 else Batch(1, rows, weight)
+    branches = branches if rows % branches == 0 else 1
+    return Batch(branches, rows // branches, weight, arguments.get(FRAMES) is not None)
 
 
 def is_along(tensor: torch.Tensor, rows: int) -> bool:

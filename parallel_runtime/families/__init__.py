@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from .plan import Kept, TokenPlan
+from .without_plan import FRAMES_ALONE as FRAMES_ALONE
 from .without_plan import NOT_AT_HAND as NOT_AT_HAND
 from .without_plan import NOT_YET as NOT_YET
 from .without_plan import ON_ONE_GPU as ON_ONE_GPU
@@ -17,6 +18,7 @@ from .without_plan import UNTRIED as UNTRIED
 from .without_plan import WHOLE as WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
 from .without_plan import name_of as name_of
+from .without_plan import takes_rows_for_frames as takes_rows_for_frames
 from .without_plan import whole_plan
 from .without_plan import why_named_without as why_named_without
 from .without_plan import why_no_plan as why_no_plan

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from torch import nn
+
 from .plan import Leave, TokenPlan
 
 NOT_YET = "no plan has been written yet"
@@ -41,6 +43,16 @@ ON_ONE_GPU: Mapping[str, str] = {
     "comfy.ldm.rt_detr.rtdetr_v4:RTv4": NO_SAMPLER,
     "comfy.ldm.sam3.detector:SAM3Model": NO_SAMPLER,
 }
+# Layers by which a UNet takes the rows of a batch for the frames of one video
+OF_FRAMES = (
+    "comfy.ldm.modules.attention:SpatialVideoTransformer",
+    "comfy.ldm.modules.diffusionmodules.openaimodel:VideoResBlock",
+)
+FRAMES_ALONE = (
+    "The rows of this batch are the frames of one video, which the model computes together, and there is no"
+    " other prompt for another GPU: sample with a cfg above 1 and set cfg of PipeMesh Pool to 2, or sample"
+    " on one GPU, without PipeMesh Parallelize."
+)
 
 # Of models that groups of one rank each compute, with branches and images shared out among them
 WHOLE = TokenPlan(
@@ -56,6 +68,11 @@ UNTRIED = replace(WHOLE, family="untried", models=())  # of those that nobody ha
 
 def name_of(model_class: type) -> str:
     return f"{model_class.__module__}:{model_class.__qualname__}"
+
+
+def takes_rows_for_frames(model: nn.Module) -> bool:
+    """Returns whether a model computes the rows of a batch as the frames of one video."""
+    return any(name_of(type(module)) in OF_FRAMES for module in model.modules())
 
 
 def whole_plan(model_class: type) -> TokenPlan | None:

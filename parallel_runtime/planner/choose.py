@@ -109,7 +109,7 @@ def legal_layouts(job: Job, world_size: int) -> Iterator[Layout]:
         "ring": world_size if job.whole.attended and job.merges else 1,  # else the forward cannot be cut so
         "pipefusion": len(job.whole.block_flops),
         "cfg": job.branches,
-        "data": job.batch,
+        "data": 1 if job.together else job.batch,
     }
     if job.patches:
         most["pipefusion"] = min(most["pipefusion"], job.patches)

@@ -269,5 +269,8 @@ def joined(job: Job, layout: Layout, speeds: Sequence[int], apart: bool = False)
 def branches_of(job: Job, layout: Layout, speeds: Sequence[int], widths: Sequence[int] = (1,)) -> BranchPlan:
     """Share out a job's branches and images over a layout's groups, as its runs do."""
     return plan_branches(
-        [Batch(1, job.batch, 1.0)] * job.branches, layout.groups, widths, group_speeds(speeds, layout.groups)
+        [Batch(1, job.batch, 1.0, job.together)] * job.branches,
+        layout.groups,
+        widths,
+        group_speeds(speeds, layout.groups),
     )

@@ -14,7 +14,8 @@ class Job:
     """``whole``: one evaluation of one branch at batch 1. ``evaluations`` of a run; ``branches`` in
     each, 2 with CFG. Of a pipeline: ``patches``, 0 for one more than stages, and ``warm_up``
     evaluations that are whole. ``keeps``: the ways in which ranks may keep weights. ``merges``:
-    whether parts of its attention can be merged, as a ring does.
+    whether parts of its attention can be merged, as a ring does. ``together``: the batch is one
+    video, whose frames are not shared out.
     """
 
     whole: Whole
@@ -25,6 +26,7 @@ class Job:
     warm_up: int = 1
     keeps: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
     merges: bool = True
+    together: bool = False
 
     def patches_of(self, stages: int) -> int:
         return 1 if stages == 1 else self.patches or stages + 1

@@ -36,6 +36,42 @@ def unet(kind: str = "SD15") -> Any:
     return random_model(getattr(comfy.supported_models, kind)({**config, "use_temporal_attention": False}))
 
 
+def video_unet() -> Any:
+    """A MODEL of ComfyUI's whose batch is the frames of one video, which its layers mix."""
+    import comfy.supported_models
+
+    config = {
+        "image_size": 32,
+        "in_channels": 8,
+        "out_channels": 4,
+        "model_channels": 64,
+        "num_res_blocks": [1],
+        "channel_mult": [1],
+        "transformer_depth": [1],
+        "context_dim": 64,
+        "transformer_depth_middle": 1,
+        "transformer_depth_output": [1, 1],
+        "legacy": False,
+        "use_spatial_transformer": True,
+        "use_linear_in_transformer": True,
+        "num_heads": -1,
+        "num_head_channels": 32,
+        "num_classes": "sequential",
+        "adm_in_channels": 768,
+        "use_temporal_attention": True,
+        "use_temporal_resblock": True,
+        "extra_ff_mix_layer": True,
+        "use_spatial_context": True,
+        "merge_strategy": "learned_with_images",
+        "merge_factor": 0.0,
+        "video_kernel_size": [3, 1, 1],
+        "disable_temporal_crossattention": False,
+    }
+    made = comfy.supported_models.SVD_img2vid(config)
+    made.unet_config.update(config)
+    return random_model(made)
+
+
 def random_model(config: Any) -> Any:
     from comfy.model_patcher import ModelPatcher
 

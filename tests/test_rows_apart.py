@@ -1,0 +1,170 @@
+"""Models whose rows of a batch are not images by themselves: frames of one video stay together, and
+what mixes rows is found by comparing, whatever its class is called.
+"""
+
+import sys
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from pipemesh.parallel_runtime.branches import Batch, plan_branches
+from pipemesh.parallel_runtime.client.alone import Admission
+from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
+from pipemesh.parallel_runtime.layout import Layout
+from torch import nn
+
+from .bounds import assert_same
+from .foreign_pack import unet, video_unet
+from .in_groups import GroupsHere, in_groups
+from .models import run
+
+FRAMES = 4
+sampled = partial(run, steps=2, latent=torch.zeros(FRAMES, 4, 8, 8))
+ALONE = "^The rows of this batch are the frames of one video, .*: sample with a cfg above 1 and set cfg of"
+MIXED = "^UNetModel has no token plan, and its images cannot be shared out: computed apart, its first"
+DATA = Layout(data=2)
+
+
+@pytest.mark.parametrize("layout", [Layout(cfg=2), DATA, Layout(cfg=2, data=2)], ids=str)
+def test_a_videos_frames_stay_together_and_its_two_prompts_go_to_two_groups(layout):
+    stock, (ours, pool) = video_unet(), in_groups(layout, video_unet())
+    assert_same(partial(sampled, cfg=2.5), ours, stock)
+    assert {rows for _, rows, _ in pool.asked} == {FRAMES}
+    assert len({ranks for ranks, _, _ in pool.asked}) == 2
+    assert len(pool.asked) == 4, "of which nothing is compared"
+
+
+@pytest.mark.parametrize("layout", [Layout(cfg=2), DATA], ids=str)
+def test_frames_alone_are_refused_before_anything_is_computed(layout):
+    ours, pool = in_groups(layout, video_unet())
+    with pytest.raises(Refused, match=ALONE):
+        sampled(ours, cfg=1.0)
+    assert not pool.asked
+
+
+def test_frames_of_one_group_or_a_single_one_are_nothing_to_refuse():
+    for layout, frames in ((Layout(), FRAMES), (DATA, 1)):
+        stock, (ours, _) = video_unet(), in_groups(layout, video_unet())
+        assert_same(partial(run, steps=2, latent=torch.zeros(frames, 4, 8, 8)), ours, stock)
+
+
+class MotionModule(nn.Module):
+    """Layers as nodes put behind those of an image model: each pixel attends over all rows."""
+
+    def __init__(self, channels, least=1):
+        super().__init__()
+        self.norm, self.least = nn.BatchNorm2d(channels, track_running_stats=False), least
+
+    def forward(self, x):
+        if len(x) % self.least:
+            raise ModelError(f"Rank 1 failed while computing: shape {tuple(x.shape)} is invalid")
+        rows = x.flatten(1)
+        return x + (torch.softmax(rows @ rows.T / rows.shape[1], 0) @ rows).view_as(x)
+
+
+class Normalised(MotionModule):
+    def forward(self, x):
+        return self.norm(x)
+
+
+def animated(kind=MotionModule, **options):
+    made = unet()
+    made.model.diffusion_model.middle_block.append(kind(64, **options))
+    return made
+
+
+@pytest.fixture
+def of_comfyui(monkeypatch):
+    """Makes MODELs that have such layers as a newer ComfyUI may."""
+    home = ModuleType("comfy.ldm.motion")
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+
+    def made(kind=MotionModule, **options):
+        if not hasattr(home, kind.__name__):
+            setattr(home, kind.__name__, type(kind.__name__, (kind,), {"__module__": home.__name__}))
+        return animated(getattr(home, kind.__name__), **options)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", [MotionModule, Normalised])
+def test_layers_that_mix_rows_are_found_once_in_a_class_that_is_known(kind, of_comfyui):
+    known = Admission()
+    ours, pool = in_groups(DATA, of_comfyui(kind), admission=known)
+    with pytest.raises(Refused, match=rf"{MIXED} evaluation is [\d.]+% off from that of one GPU"):
+        sampled(ours)
+    assert len(pool.asked) == 3, "two rows each, and all of them"
+    with pytest.raises(Refused, match=MIXED):
+        in_groups(DATA, of_comfyui(kind), admission=known)
+    in_groups(Layout(), of_comfyui(kind), admission=known)
+    in_groups(DATA, unet(), admission=known)
+
+
+def test_such_layers_of_a_pack_are_refused_by_their_name():
+    ours, pool = in_groups(DATA, animated())
+    with pytest.raises(Refused, match=r"middle_block\.3 .* is of a class of another pack \(.*MotionModule\)"):
+        sampled(ours)
+    assert not pool.asked
+
+
+def test_layers_that_fail_at_some_of_the_rows_are_found_too(of_comfyui):
+    says = MIXED + r" evaluation fails \(Rank 1 .* is invalid\), and on one GPU it does not\. Sample it on"
+    known = Admission()
+    ours, _ = in_groups(DATA, of_comfyui(least=FRAMES), admission=known)
+    with pytest.raises(Refused, match=says):
+        sampled(ours)
+    with pytest.raises(Refused, match=says):
+        in_groups(DATA, of_comfyui(least=FRAMES), admission=known)
+
+
+def test_what_fails_on_one_gpu_too_or_loses_the_pool_keeps_its_error(of_comfyui):
+    class Lost(GroupsHere):
+        def _computed(self, arguments, part, group):
+            if len(self.asked) + len(group) and arguments["x"].shape[0] == FRAMES:
+                raise PoolFailed("rank 0 was killed")
+            return super()._computed(arguments, part, group)
+
+    for made, least in ((GroupsHere, 3), (Lost, FRAMES)):
+        known = Admission()
+        ours, _ = in_groups(DATA, of_comfyui(least=least), made=made, admission=known)
+        with pytest.raises(ModelError, match="is invalid"):
+            sampled(ours)
+        in_groups(DATA, of_comfyui(least=least), admission=known)
+
+
+def test_images_are_shared_out_and_compared_once_for_each_form_of_model():
+    known, stock = Admission(), unet("SDXL")
+    for rows in ([2, 2, FRAMES, 2, 2], [2, 2, 2, 2]):
+        ours, pool = in_groups(DATA, unet("SDXL"), admission=known)
+        assert_same(sampled, ours, stock)
+        assert [asked for _, asked, _ in pool.asked][: len(rows)] == rows
+
+
+def test_rounding_in_small_numbers_is_decided_in_fp32():
+    """A batch of other kernels than its rows': another order of adding up, 3 % of bf16's scale."""
+
+    class Rounds(GroupsHere):
+        in_fp32 = 0
+
+        def _computed(self, arguments, part, group):
+            out = super()._computed(arguments, part, group)
+            self.in_fp32 += out.dtype == torch.float32
+            rounding = 4e-2 if out.dtype == torch.bfloat16 and len(out) == FRAMES else 0.0
+            return out * (1 + rounding)
+
+    model = unet()
+    model.model.diffusion_model.to(torch.bfloat16).dtype = torch.bfloat16
+    model.model.manual_cast_dtype = None
+    ours, pool = in_groups(DATA, model, made=Rounds)
+    assert sampled(ours).isfinite().all()
+    assert pool.in_fp32 == 3
+
+
+@pytest.mark.parametrize("speeds", [(), (100.0, 60.0)])
+def test_branches_that_stay_together_are_shared_out_whole(speeds):
+    for branches, groups in ((1, 1), (2, 2), (3, 2)):
+        plan = plan_branches([Batch(branches, 6, 1.0, together=True)], 2, (1,), speeds)
+        cuts = [(share.start, share.end) for share in plan.shares]
+        assert cuts == [(6 * number, 6 * number + 6) for number in range(branches)]
+        assert len({share.group for share in plan.shares}) == groups
