@@ -11,7 +11,10 @@ import comfy.sample
 import comfy.samplers
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_extras.nodes_custom_sampler import Guider_DualModel
 from pipemesh.lab.commands.parity import conditioning, stock_model
+from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -90,6 +93,31 @@ def test_a_node_that_keeps_its_settings_on_the_model_object_finds_them_there(aut
     assert_same(sampled, ours, stock)
     assert left[True] == left[False]
     assert sum(len(here.asked) for here, _ in runtime.pools.values()) == 6
+
+
+def test_both_models_of_a_guider_have_what_was_set_on_them(auto):
+    models, seen = [stock_model(5), stock_model(5)], []
+    runtime = PoolsHere(stock_model(5))
+    auto(runtime).switch.fixed = True
+    guider = Guider_DualModel(*models)
+    guider.set_conds(conditioning(1, 13), conditioning(2, 7))
+    for number, model in enumerate(models):
+        model.theirs = number
+
+    def sampler(denoise, x, *_args, **_kwargs):
+        sampled = [one for one in vars(denoise.inner_model).values() if isinstance(one, ModelPatcher)]
+        seen.extend((one.theirs, isinstance(one, RemotePatcher)) for one in sampled)
+        for one in sampled:
+            one.theirs += 10
+        return x
+
+    noise = torch.zeros(1, 16, 8, 10)
+    with torch.inference_mode():
+        guider.sample(
+            noise, noise, comfy.samplers.KSAMPLER(sampler), torch.linspace(1, 0, 2), disable_pbar=True
+        )
+    assert seen == [(0, True), (1, True)]
+    assert [model.theirs for model in models] == [10, 11]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import comfy.ldm.flux.model as flux
 import comfy.sample
@@ -13,6 +14,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.crossing.readers import Readers, words_of_class
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.every import SAMPLES
@@ -189,6 +191,17 @@ def test_code_of_nodes_that_ranks_run_is_looked_at_with_all_that_it_names_and_ho
     assert not Readers(flux.Flux, [], {}).of(option)
 
 
+def test_an_option_whose_name_is_no_text_stays_unless_code_of_nodes_may_ask_for_it(their_patch):
+    held = SimpleNamespace(readers=Readers(flux.Flux, [], {}), numbers={}, kept=None)
+    assert crossing_options({("a", 1): 2, "plain": 3}, held).items() >= {"plain": 3}.items()
+    assert ("a", 1) not in crossing_options({("a", 1): 2}, held)
+    held.readers = Readers(flux.Flux, [their_patch], {})
+    with pytest.raises(
+        Refused, match=r"The option a key of the tree .*where their_pack\.patches\.patch may read it"
+    ):
+        crossing_options({("a", 1): 2}, held)
+
+
 def test_of_a_class_that_comfyuis_files_do_not_have_nothing_is_known():
     kind = type("Theirs", (flux.Flux,), {"__module__": "theirs"})
     assert Readers(kind, [], {}).of("ExtraOptions") == "Theirs"
@@ -210,8 +223,6 @@ def test_comfyuis_transformers_ask_for_options_by_names_that_stand_in_their_code
 
 @pytest.mark.parametrize("name", ["uuids", "easycache", "context_window", "prefetch_dynamic_vbars"])
 def test_comfyuis_own_objects_that_only_its_process_reads_refuse_nothing(name):
-    from pipemesh.parallel_runtime.crossing.options import crossing_options
-
     assert name not in crossing_options({name: object(), "sigmas": 1.0})
 
 

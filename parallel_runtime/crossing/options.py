@@ -42,7 +42,7 @@ def crossing_options(
     for name, value in transformer_options.items():
         if name in OF_COMFYUI or (KEPT in crossing and kept is not None and name == kept.option):
             continue
-        if problem := why_not_plain(value, name):
+        if problem := why_not_plain({name: value}):
             reader = in_block.readers.of(name) if in_block is not None else WHOLE
             if not reader:
                 continue

@@ -32,8 +32,12 @@ class Readers:
         self._taken = taken
         self.of = cache(self._of)
 
-    def _of(self, option: str) -> str:
-        """Returns whose code may read the option, to be told; empty where none may."""
+    def _of(self, option: Any) -> str:
+        """Returns whose code may read the option, to be told; empty where none may. For one that is
+        no text ComfyUI's transformers do not ask.
+        """
+        if not isinstance(option, str):
+            return patch_name(self._code[0]) if self._code else ""
         words = words_of_class(name_of(self._transformer))
         if not words or is_named(option, words):
             return self._transformer.__name__
