@@ -199,7 +199,7 @@ def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, r
     ours = server._servers[sys.executable, None]
     held = psutil.Process(ours.process.pid).num_fds()
     for request in (b"{}", b"not json"):
-        socket.send_fds(ours._control, [request], [0])  # as where descriptors ran out on the way
+        socket.send_fds(ours.control, [request], [0])  # as where descriptors ran out on the way
     assert run("").exit_of(0, DEADLINE_S) == 0
     begun = time.monotonic()
     # It closes what it had of a rank after it has told of its end

@@ -16,13 +16,15 @@ def capacity(rounds: Sequence[Round]) -> float:
 
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
-    from .forwards import Forwards
+    from .forwards import SIZE, SMALL, Forwards
 
-    forwards = Forwards(tokens)
+    forwards = Forwards(tokens, ranks.choose(SIZE, SMALL))
     return ranks.measure({"alone": Phase(forwards.whole, alone=True), "both": Phase(forwards.whole)}, rounds)
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    for tokens in TOKENS:
-        rounds = merge(run(options.host, 2, "capacity:measure", tokens=tokens, rounds=options.rounds))
+    from .forwards import LEAST_TOKENS
+
+    for tokens in options.choose(TOKENS, (LEAST_TOKENS,)):
+        rounds = merge(run(options, 2, "capacity:measure", tokens=tokens, rounds=options.rounds))
         yield CaseFigures("capacity", f"two_forwards_{tokens}", rounds).estimated("capacity", capacity, "x")

@@ -13,6 +13,7 @@ import importlib
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from .figures import Figure, Options, number
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
+    from ...launcher.pool.fork_server import ServerProcess
 
 NAMES = (
     "capacity",
@@ -60,7 +62,8 @@ def table_row(figure: Figure) -> str:
     ).rstrip()
 
 
-def main(argv: list[str], host: ComfyInstall) -> int:
+def main(argv: list[str], host: ComfyInstall, server: ServerProcess | None = None) -> int:
+    """``server``: the smallest cases' processes are forked from it."""
     parser = argparse.ArgumentParser(
         prog="python3 -m lab bench",
         description="Measure how much PipeMesh gains and costs on this machine, as ratios taken in one run.",
@@ -70,8 +73,12 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=MIN_ROUNDS,
         help=f"rounds behind each ratio (default {MIN_ROUNDS}; fewer only to try)",
+    )
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="the smallest case of each, in one round: its figures come, and say nothing",
     )
     drawn = (
         "of pipefusion, when each stage was at work; of quality and distribution, samples, which another run"
@@ -90,6 +97,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, for against")
     options = parser.parse_args(argv)
+    if options.rounds is None:
+        options.rounds = 1 if options.smallest else MIN_ROUNDS
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: choose 1 or more")
     if options.prompts is not None and options.prompts < 2:
@@ -119,6 +128,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
                 prompts=options.prompts,
                 only=tuple(options.only),
                 against=options.against,
+                smallest=options.smallest,
+                server=server,
             )
         )
         while True:
@@ -126,6 +137,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
                 figure = next(figures, None)
             if figure is None:
                 break
+            if options.smallest:
+                figure = replace(figure, goal=None)
             missed += not figure.is_met
             print(json.dumps(figure.record()) if options.json else table_row(figure), flush=True)
     return 1 if missed else 0

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .figures import CaseFigures, Figure, Goal, Options, Round, estimate, ratio, typical
 from .lockstep import Phase, Ranks, merge, run, timed
+
+if TYPE_CHECKING:
+    from ...parallel_runtime.families.sample import Size
 
 KEPT = 0.9
 GAINS = 1.02  # stock's gain above which there is one to keep
@@ -46,9 +49,11 @@ def figures(case: str, rounds: Sequence[Round]) -> Iterator[Figure]:
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
     from ...parallel_runtime.layout import Layout
+    from .forwards import SIZE, SMALL
 
     layout = Layout(ulysses=DEGREES[0], ring=DEGREES[1])
-    with calls(ranks.connect(layout).sequence, tokens) as made:
+    how = ranks.choose(("inductor", SIZE), ("eager", SMALL))  # the smallest needs no compiler
+    with calls(ranks.connect(layout).sequence, tokens, *how) as made:
         return ranks.measure(
             {
                 name: Phase(partial(timed, call), alone=name.startswith("stock"))
@@ -59,7 +64,7 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> list[Round]:
 
 
 @contextmanager
-def calls(comm: Any, tokens: int, backend: str = "inductor") -> Iterator[dict[str, Callable[[], Any]]]:
+def calls(comm: Any, tokens: int, backend: str, size: Size) -> Iterator[dict[str, Callable[[], Any]]]:
     """Yield the evaluations to compare, each of a model of its own, as a rank of ``comm`` has
     them.
     """
@@ -69,7 +74,7 @@ def calls(comm: Any, tokens: int, backend: str = "inductor") -> Iterator[dict[st
     from ...parallel_runtime.methods.compiled import with_own_guards
     from .forwards import Forwards
 
-    stock, stock_compiled, in_ranks, compiled_ranks = (Forwards(tokens) for _ in range(4))
+    stock, stock_compiled, in_ranks, compiled_ranks = (Forwards(tokens, size) for _ in range(4))
     give_own_code(stock_compiled.model)
     compiled: Any = torch.compile(stock_compiled.model, **with_own_guards(backend=backend))
     compiled_ranks.arguments["transformer_options"] = {
@@ -106,7 +111,9 @@ def give_own_code(model: Any) -> None:
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    for tokens in TOKENS:
+    from .forwards import LEAST_TOKENS
+
+    for tokens in options.choose(TOKENS, (LEAST_TOKENS,)):
         asked = {"tokens": tokens, "rounds": options.rounds}
-        rounds = merge(run(options.host, DEGREES[0] * DEGREES[1], "compile:measure", **asked))
+        rounds = merge(run(options, DEGREES[0] * DEGREES[1], "compile:measure", **asked))
         yield from figures(f"ulysses2_{tokens}", rounds)

@@ -22,6 +22,7 @@ from .quality import DEFAULT, Cell, Pictures
 
 PROMPTS, FEW = 1000, 256  # captions; of the first distances
 DRAWN, AT_ONCE, DRAWN_SEED = 4096, 256, 4242
+LEAST, LEAST_STEPS = 2, 4  # captions, and pictures drawn, of the smallest case; steps of its pictures
 WITHIN = 0.05
 STOCK = DEFAULT.stock
 CELLS = (STOCK, DEFAULT, replace(STOCK, seed=1))
@@ -29,15 +30,17 @@ CELLS = (STOCK, DEFAULT, replace(STOCK, seed=1))
 
 def bench(options: Options) -> Iterator[Figure]:
     """The distances of few pictures come first; goals are of all."""
-    pictures = Pictures(options.prompts or PROMPTS, options.pictures, options.host)
+    prompts, count = options.choose((PROMPTS, DRAWN), (LEAST, LEAST))
+    pictures = Pictures(options.prompts or prompts, options.pictures, options)
     scenes = pictures.scenes
-    others = scenes_by_chance(DRAWN_SEED, DRAWN)
-    parts = (draw(others[start : start + AT_ONCE], DRAWN_SEED + start) for start in range(0, DRAWN, AT_ONCE))
+    others = scenes_by_chance(DRAWN_SEED, count)
+    parts = (draw(others[start : start + AT_ONCE], DRAWN_SEED + start) for start in range(0, count, AT_ONCE))
     drawn = torch.cat([pictures.features(part) for part in parts])
-    features = {cell: drawn[:0] for cell in CELLS}
+    sampled = options.choose(CELLS, tuple(replace(cell, steps=LEAST_STEPS) for cell in CELLS))
+    features = {cell: drawn[:0] for cell in sampled}
     for before, count in pairwise((0, *(few for few in (FEW,) if few < len(scenes)), len(scenes))):
         distances: dict[Cell, float] = {}
-        for cell in CELLS:
+        for cell in sampled:
             features[cell] = torch.cat((features[cell], pictures.features(pictures.of(cell, count)[before:])))
             distances[cell] = kernel_distance(features[cell], drawn)
             is_held = cell == DEFAULT and count == len(scenes)

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
+    from ...launcher.pool.fork_server import ServerProcess
 
 Sample = TypeVar("Sample")
+Chosen = TypeVar("Chosen")
 Round = dict[str, float]  # phase -> seconds, all measured one right after another
 
 LEVEL = 0.9
@@ -40,6 +42,8 @@ def estimate(
     """Estimate ``statistic`` with its bootstrap interval. A sample is resampled whole, so the
     phases of one round stay together.
     """
+    if len(samples) == 1:
+        return exactly(statistic(samples))
     draw = random.Random(seed)
     drawn = sorted(statistic(draw.choices(samples, k=len(samples))) for _ in range(DRAWS))
     return Estimate(
@@ -128,8 +132,26 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+class Where:
+    """Where a bench runs: with this ComfyUI, its processes forked from ``server``, or each a
+    program of its own without one; and how large it is: as its figures need it, or the
+    ``smallest`` that has them all.
+    """
+
+    server: ServerProcess | None
+    smallest: bool
+
+    @property
+    def comfyui(self) -> str:
+        """The folder of ComfyUI."""
+        raise NotImplementedError
+
+    def choose(self, usual: Chosen, least: Chosen) -> Chosen:
+        return least if self.smallest else usual
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Where):
     """The options of every bench. ``name``: which bench it is, of a module that is several."""
 
     host: ComfyInstall
@@ -139,3 +161,9 @@ class Options:
     prompts: int | None = None  # captions that benches of pictures sample; None is their own choice
     only: tuple[str, ...] = ()  # words that quality's cells have, or cases of against or trial
     against: Path | None = None  # another checkout
+    smallest: bool = False
+    server: ServerProcess | None = None
+
+    @property
+    def comfyui(self) -> str:
+        return str(self.host.comfyui)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +23,17 @@ from ...parallel_runtime.comm.ring import Ring
 from ...parallel_runtime.comm.shares import shares_of
 from ...parallel_runtime.families import plan_for
 from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.sample import Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceParallel
 from ...parallel_runtime.patches import Part
 from .lockstep import timed
 
 SAMPLE, SIZE = sample_with("bench")
+SMALL = replace(SIZE, blocks=(1, 2))  # of smallest cases
 CHANNELS = SAMPLE.latents["even"][1]
 TEXT_TOKENS, ROW_TOKENS = 64, 64
+LEAST_TOKENS = TEXT_TOKENS + 3 * ROW_TOKENS  # of smallest cases
 
 
 def sampled(
@@ -120,18 +124,18 @@ class Forwards:
     ``through`` time it, in seconds.
     """
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: int, size: Size = SIZE):
         assert tokens % ROW_TOKENS == 0 and tokens > TEXT_TOKENS
-        self.hidden, self.blocks = SIZE.hidden, sum(SIZE.blocks)
-        self.model: Any = SAMPLE.form.random_model(SIZE).model.diffusion_model
+        self.hidden, self.blocks = size.hidden, sum(size.blocks)
+        self.model: Any = SAMPLE.form.random_model(size).model.diffusion_model
         self._ranks: dict[tuple[SequenceComm, Callable[[], None]], OwnRank] = {}
         rows = (tokens - TEXT_TOKENS) // ROW_TOKENS
         generator = torch.Generator().manual_seed(0)
         self.arguments: dict[str, Any] = {
             "x": torch.randn(1, CHANNELS, 2 * rows, 2 * ROW_TOKENS, generator=generator),
             "timestep": torch.tensor([0.5]),
-            "context": torch.randn(1, TEXT_TOKENS, SIZE.text_dim, generator=generator),
-            "y": torch.randn(1, SIZE.pooled_dim, generator=generator),
+            "context": torch.randn(1, TEXT_TOKENS, size.text_dim, generator=generator),
+            "y": torch.randn(1, size.pooled_dim, generator=generator),
             "transformer_options": {},
         }
 

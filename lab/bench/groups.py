@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 EFFICIENCY = {"cfg": 0.97, "data": 0.97, "windows": 0.95}  # goals
 TOKENS, STEPS = 1024, 4
+LEAST_STEPS = 2  # of smallest cases
 SHORTER = 16  # tokens by which the negative prompt is shorter than the positive one
 BATCH, SCALE = {"data": 2}, {"cfg": 4.0}  # images, and cfg, else 1
 QUEUED = 4  # prompts that differ in the seed
-WINDOW, DIM = 18, 2  # rows of a context window, of which two have all rows of the latent
+DIM = 2  # of a latent, along which context windows lie
 
 
 def efficiency(rounds: Sequence[Round]) -> float:
@@ -45,8 +46,8 @@ class GroupRuns:
         self,
         ranks: Ranks,
         what: str,
-        comfyui: str,
-        tokens: int = TOKENS,
+        tokens: int,
+        steps: int,
         beside: Layout | None = None,
         devices: str = "cpu",
         **known: Any,
@@ -57,13 +58,14 @@ class GroupRuns:
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
         from ..random_files import write_model
-        from .forwards import SAMPLE, SIZE
+        from .forwards import SAMPLE, SIZE, SMALL
 
-        self.what, self.tokens, axis = what, tokens, "data" if what in ("data", "queue") else "cfg"
+        self.what, self.tokens, self.steps = what, tokens, steps
+        axis, size = "data" if what in ("data", "queue") else "cfg", ranks.choose(SIZE, SMALL)
         self.ranks, self.handles, self.parallel = ranks, list[PoolHandle](), dict[str, Any]()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.prompts = Prompts(QUEUED)
-        self.stock = SAMPLE.form.random_model(SIZE)
+        self.stock = SAMPLE.form.random_model(size)
         self.all_cores = ranks.all_cores
         layouts = {"parallel": Layout(**{axis: 2}), **({"beside": beside} if beside else {})}
         self.parallel |= dict.fromkeys(layouts)
@@ -71,9 +73,9 @@ class GroupRuns:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="pipemesh-bench-")
         # From a file, as users' are: other weights are looked into at every run
-        file = write_model(Path(self._folder.name, "model.safetensors"), SAMPLE.form, SIZE)
+        file = write_model(Path(self._folder.name, "model.safetensors"), SAMPLE.form, size)
         for name, layout in layouts.items():
-            self.handles.append(cpu_pool(layout, comfyui, devices, **known))
+            self.handles.append(cpu_pool(ranks, layout, devices, **known))
             other_machines = self.handles[-1].placement.other_machines
             self.parallel[name] = parallelize(
                 comfy.sd.load_diffusion_model(str(file)),
@@ -88,10 +90,10 @@ class GroupRuns:
 
         how = {"images": BATCH.get(self.what, 1), "cfg": SCALE.get(self.what, 1.0)}
         if self.what == "windows":
-            model = in_windows(model)
+            model = in_windows(model, self.tokens)
         tokens = TEXT_TOKENS, TEXT_TOKENS - SHORTER
         seeds = self.prompts.each() if self.what == "queue" else (1,)
-        return [sampled(model, self.tokens, STEPS, prompts=tokens, seed=seed, **how) for seed in seeds]
+        return [sampled(model, self.tokens, self.steps, prompts=tokens, seed=seed, **how) for seed in seeds]
 
     def through(self, name: str) -> float:
         """Seconds of a run through the pool of that name; 0 in the processes that have none."""
@@ -139,27 +141,29 @@ class Prompts:
         self.now = None
 
 
-def in_windows(model: Any) -> Any:
+def in_windows(model: Any, tokens: int) -> Any:
+    """Return a MODEL that samples in two windows, which have all rows of the latent together."""
     from comfy import context_windows
 
     from .forwards import ROW_TOKENS, TEXT_TOKENS
 
-    rows = 2 * ((TOKENS - TEXT_TOKENS) // ROW_TOKENS)
-    assert WINDOW < rows < 2 * WINDOW
+    pairs = (tokens - TEXT_TOKENS) // ROW_TOKENS
+    rows, window = 2 * pairs, 2 * ((3 * pairs + 4) // 5)
+    assert window < rows < 2 * window
     made = model.clone()
     made.model_options["context_handler"] = context_windows.IndexListContextHandler(
         context_windows.get_matching_context_schedule("standard_static"),
         context_windows.get_matching_fuse_method("pyramid"),
-        WINDOW,
-        2 * WINDOW - rows,
+        window,
+        2 * window - rows,
         dim=DIM,
         causal_window_fix=False,
     )
     return made
 
 
-def measure(ranks: Ranks, what: str, rounds: int, comfyui: str) -> list[Round]:
-    runs = GroupRuns(ranks, what, comfyui)
+def measure(ranks: Ranks, what: str, rounds: int, tokens: int, steps: int) -> list[Round]:
+    runs = GroupRuns(ranks, what, tokens, steps)
     try:
         return runs.measure(rounds)
     finally:
@@ -167,9 +171,13 @@ def measure(ranks: Ranks, what: str, rounds: int, comfyui: str) -> list[Round]:
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    what, host = options.name, options.host
-    rounds = merge(run(host, 2, "groups:measure", what=what, rounds=options.rounds, comfyui=host.comfyui))
-    yield from figures(CaseFigures(what, f"{what}2_{TOKENS}", rounds), EFFICIENCY[what])
+    from .forwards import LEAST_TOKENS
+
+    what = options.name
+    tokens, steps = options.choose((TOKENS, STEPS), (LEAST_TOKENS, LEAST_STEPS))
+    asked = {"what": what, "rounds": options.rounds, "tokens": tokens, "steps": steps}
+    rounds = merge(run(options, 2, "groups:measure", **asked))
+    yield from figures(CaseFigures(what, f"{what}2_{tokens}", rounds), EFFICIENCY[what])
 
 
 def figures(made: CaseFigures, goal: float) -> Iterator[Figure]:

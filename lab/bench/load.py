@@ -1,7 +1,8 @@
 """Measure a pool before its first step: the seconds until two ranks are ready, and the memory of
 two ranks over that of one.
 
-A cold start is a ComfyUI's first pool, a restart every later one. Memory is the proportional set
+A cold start is a ComfyUI's first pool, a restart every later one; both also in imports, the
+seconds that one process takes to import torch and ComfyUI. Memory is the proportional set
 size (a page mapped by n processes counts 1/n in each) of the ranks and of the process they are
 forked from, after a load and a forward, from a file of about 5 GB. ``rss_ratio`` compares all of
 it, ``model_ratio`` only the memory that the model added. Of ranks with an equal part of each
@@ -14,11 +15,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ...launcher.pool.handle import PoolHandle
@@ -26,15 +29,18 @@ from ...parallel_runtime.errors import PipeMeshError
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.memory import system_memory
-from .figures import CaseFigures, Figure, Goal, Options
+from .figures import CaseFigures, Figure, Goal, Options, of_phase, ratio
 from .lockstep import timed
 from .pools import cpu_pool
 
 RANKS = 2
 COLD_STARTS = 5
 SAMPLE, SIZE = sample_with("large")  # 4.9 GiB in fp32, small for a released model
+LEAST = replace(SIZE, heads=1, blocks=(1, 1))
 CASES = ("plain", "lora")
 SHARDED = (2, 4)  # ranks
+IMPORTS = "import comfy.cli_args as c; c.args.cpu = True; import comfy.sd"
+IN_IMPORTS = 2.0  # goal of a cold start
 DISK_BYTES, MEMORY_BYTES = 6 << 30, 16 << 30
 MIB = 1 << 20
 
@@ -43,7 +49,7 @@ class Loads:
     """Pools of any size, one at a time, and their memory."""
 
     def __init__(self, options: Options):
-        self._comfyui = options.host.comfyui
+        self._options = options
         self.first_pool()
 
     def first_pool(self) -> None:
@@ -55,7 +61,9 @@ class Loads:
         self._server = ForkServer()
 
     def handle(self, ranks: int) -> PoolHandle:
-        return cpu_pool(Layout(ulysses=ranks), self._comfyui, start=self._server.start)
+        if self._options.smallest:
+            return cpu_pool(self._options, Layout(ulysses=ranks))
+        return cpu_pool(self._options, Layout(ulysses=ranks), start=self._server.start)
 
     def cold_start(self) -> float:
         self.first_pool()
@@ -67,6 +75,12 @@ class Loads:
             return timed(handle.ensure)
         finally:
             handle.close()
+
+    def imports(self) -> float:
+        """Seconds of a process that imports what a rank does."""
+        path = os.pathsep.join((self._options.comfyui, os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        return timed(lambda: subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True))
 
     def memory(self, ranks: int, model: Any, weights: str = "whole") -> dict[str, int]:
         """Measure the bytes of all processes together: ``base`` before the model, ``loaded`` after
@@ -140,23 +154,31 @@ def bench(options: Options) -> Iterator[Figure]:
     from ..random_files import write_lora, write_model
 
     loads = Loads(options)
-    pairs = [(loads.cold_start(), loads.restart()) for _ in range(COLD_STARTS)]
-    cold, again = (CaseFigures("load", f"{RANKS}_ranks", times) for times in zip(*pairs, strict=True))
-    yield cold.estimated("cold_start_s", median, "s", Goal(at_most=12))
-    yield again.estimated("restart_s", median, "s")
+    size, starts, cases, sharded = options.choose(
+        (SIZE, COLD_STARTS, CASES, SHARDED), (LEAST, 1, CASES[-1:], SHARDED[:1])
+    )
+    rounds = [
+        {"import": loads.imports(), "cold_start": loads.cold_start(), "restart": loads.restart()}
+        for _ in range(starts)
+    ]
+    made = CaseFigures("load", f"{RANKS}_ranks", rounds)
+    for phase, goal in (("cold_start", Goal(at_most=IN_IMPORTS)), ("restart", None)):
+        yield made.estimated(f"{phase}_s", of_phase(phase), "s")
+        yield made.estimated(f"{phase}_in_imports", ratio(phase, "import"), "x", goal)
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
-        require_room(folder)
+        if not options.smallest:
+            require_room(folder)
         assert SAMPLE.form.file is not None, f"{SAMPLE.name} has no file form"
-        model = write_model(Path(folder, "model.safetensors"), SAMPLE.form, SIZE)
+        model = write_model(Path(folder, "model.safetensors"), SAMPLE.form, size)
         lora = write_lora(Path(folder, "lora.safetensors"), model, SAMPLE.form.file.lora_targets)
         stock = comfy.sd.load_diffusion_model(str(model))
         patched, _ = comfy.sd.load_lora_for_models(
             stock, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0.0
         )
-        for case in CASES:
+        for case in cases:
             one, two = (loads.memory(ranks, patched if case == "lora" else stock) for ranks in (1, RANKS))
             yield from memory_figures(case, one, two)
-        for case, ranks in product(CASES, SHARDED):
+        for case, ranks in product(cases, sharded):
             added = loads.memory(ranks, patched if case == "lora" else stock, "sharded")["own"]
             made = CaseFigures("load", f"sharded_{case}_{ranks}_ranks")
             yield made.counted("own_of_file", added / model.stat().st_size, "ratio", Goal(at_most=1.15))

@@ -22,14 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from ...parallel_runtime.comm.cores import giving_way, keep_to, share_of_cores
 from ...parallel_runtime.errors import PipeMeshError
-from .figures import Round
+from .figures import Options, Round, Where
 
 if TYPE_CHECKING:
-    from ...launcher.comfyui.host_record import ComfyInstall
+    from ...launcher.pool.fork_server import ServerProcess
+    from ...launcher.pool.supervisor import Process
     from ...parallel_runtime.comm.mesh import Mesh
     from ...parallel_runtime.layout import Layout
 
 WARM_UP = 2
+POLL_S = 0.02
+SAID_BYTES = 1 << 16  # shown of a process that failed
 SCRIPT = Path(__file__).with_name("lockstep_main.py")
 
 
@@ -43,10 +46,19 @@ class Phase:
     alone: bool = False
 
 
-class Ranks:
+class Ranks(Where):
     """One process among those in lockstep. All of them must call ``measure`` alike."""
 
-    def __init__(self, store: str, rank: int, size: int, cores: Sequence[int] = ()):
+    def __init__(
+        self,
+        store: str,
+        rank: int,
+        size: int,
+        cores: Sequence[int] = (),
+        comfyui: str = "",
+        smallest: bool = False,
+        server: ServerProcess | None = None,
+    ):
         """Join the others. ``cores``: all that the bench may use; where given, this process keeps
         to its share of them, as a CPU rank does.
         """
@@ -59,11 +71,18 @@ class Ranks:
 
         self.rank = rank
         self.size = size
+        self._comfyui = comfyui
+        self.smallest = smallest
+        self.server = server
         with giving_way():
             dist.init_process_group(
                 "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(hours=1)
             )
         self._barrier = dist.barrier  # waits on a socket: an idle rank takes no time from the others
+
+    @property
+    def comfyui(self) -> str:
+        return self._comfyui
 
     def connect(self, layout: Layout, speeds: Sequence[int] = ()) -> Mesh:
         """Join the groups that this rank has in ``layout``. ``speeds``: as a mesh has them."""
@@ -110,27 +129,24 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def run(host: ComfyInstall, size: int, function: str, **arguments: Any) -> list[Any]:
+def run(options: Options, size: int, function: str, **arguments: Any) -> list[Any]:
     """Call ``function`` (``module:name`` below this package) in ``size`` processes of one thread
     each, as ``function(ranks, **arguments)``, and return their results by rank. Raises
     PipeMeshError if one of them failed.
     """
-    from ...launcher.pool.crew import KEEP_MEMORY
-
-    environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder, ExitStack() as stack:
         processes = []
         for rank in range(size):
             word = {
-                "comfyui": host.comfyui,
+                "comfyui": options.comfyui,
                 "folder": folder,
                 "rank": rank,
                 "size": size,
+                "smallest": options.smallest,
                 "function": function,
                 "arguments": arguments,
             }
-            command = [sys.executable, str(SCRIPT), str(os.getpid()), json.dumps(word)]
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+            process = start(json.dumps(word), options.server)
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
@@ -138,13 +154,32 @@ def run(host: ComfyInstall, size: int, function: str, **arguments: Any) -> list[
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def wait_for(processes: Sequence[subprocess.Popen]) -> None:
+def start(word: str, server: ServerProcess | None) -> Process:
+    """Start a process of ``lockstep_main.py``: a fork of the ``server``, which tells it how to ask
+    for more of them, or a program of its own.
+    """
+    from ...launcher.pool.crew import KEEP_MEMORY
+    from ...launcher.pool.supervisor import Command
+
+    env = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if server is not None:
+        argv = (sys.executable, str(SCRIPT), "{parent}", word, "{fd}")
+        return server.fork(Command(argv, env, server.control.fileno()))
+    argv = (sys.executable, str(SCRIPT), str(os.getpid()), word)
+    return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+
+
+def wait_for(processes: Sequence[Process]) -> None:
     while any(process.poll() is None for process in processes):
         if any(process.returncode for process in processes):
             break
-        time.sleep(0.1)
+        time.sleep(POLL_S)
     for rank, process in enumerate(processes):
         if process.returncode:
+            for other in processes:
+                other.kill()
+            said = process.stdout.read(SAID_BYTES) if process.stdout is not None else None
+            print((said or b"").decode(errors="replace"), end="", file=sys.stderr)
             raise PipeMeshError(
                 f"Rank {rank} of the bench ended with exit status {process.returncode}: its last lines say"
                 " why."

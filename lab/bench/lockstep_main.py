@@ -1,5 +1,6 @@
 """Start a process of ``lockstep.run``: ``lockstep_main.py PARENT_PID WORD``, with one thread and
-ComfyUI on the CPU.
+ComfyUI on the CPU. One that is a fork has a third argument, the descriptor over which it asks for
+more of them.
 """
 
 import importlib
@@ -25,10 +26,13 @@ def main() -> None:
 
     comfy.cli_args.args.cpu = True
     torch.set_num_threads(1)
+    from pipemesh.lab.bench.forked import above
     from pipemesh.lab.bench.lockstep import Ranks
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
-    ranks = Ranks(str(Path(word["folder"], "store")), word["rank"], word["size"], cores)
+    server = above(int(sys.argv[3])) if sys.argv[3:] else None
+    store, where = str(Path(word["folder"], "store")), (word["comfyui"], word["smallest"], server)
+    ranks = Ranks(store, word["rank"], word["size"], cores, *where)
     module, name = word["function"].split(":")
     with torch.inference_mode():
         result = getattr(importlib.import_module(f"pipemesh.lab.bench.{module}"), name)(

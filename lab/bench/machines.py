@@ -27,11 +27,11 @@ from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import predict
 from ...parallel_runtime.planner.whole import Whole
 from .figures import CaseFigures, Figure, Goal, Options, Round, of_phase, ratio, typical
+from .groups import LEAST_STEPS, GroupRuns
 from .groups import STEPS as FEW
-from .groups import GroupRuns
 from .groups import figures as of_groups
 from .lockstep import Phase, Ranks, merge, run
-from .pipefusion import PipelineRuns, figures_of
+from .pipefusion import Length, PipelineRuns, figures_of
 from .plan import counts_of
 from .queue import calibrated, calibration
 from .slow_link import enter
@@ -42,6 +42,7 @@ BYTES_PER_S, DELAY_S = 1e9 / 8, 1e-3  # of the link, each way
 TOKENS, PATCHES = 1024, 4
 EFFICIENCY, OF_SCHEDULE, OFF = 0.95, 0.95, 0.15  # goals
 STEPS = {"cfg": FEW, "data": FEW, "pipefusion": 28}  # of a run
+LEAST = {"cfg": LEAST_STEPS, "data": LEAST_STEPS, "pipefusion": 4}
 # What is sampled -> phase -> its layout
 PHASES = {
     "cfg": {"parallel": Layout(cfg=2), "beside": Layout(ulysses=2)},
@@ -102,7 +103,6 @@ def measure(
     rounds: int,
     tokens: int,
     steps: int,
-    comfyui: str,
     namespaces: Sequence[str],
     known: dict[str, str],
 ) -> dict[str, Any]:
@@ -118,14 +118,15 @@ def measure(
         group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
     link = Exchange(group, ranks.rank, 2, axis="ulysses", via_cpu=False)
-    phases, counted = calibration(tokens, link)
+    phases, counted = calibration(ranks, tokens, link)
     if ranks.rank == 0:
         host, _, port = known["rendezvous"].rpartition(":")
         store = open_store(host, int(port), JOINING_S)
         store.wait([store_key(name) for name in NAMES], timedelta(seconds=JOINING_S))
     found: dict[str, Any] = {"counted": {count: asdict(whole) for count, whole in counted.items()}}
     if what == "pipefusion":
-        stages, seen = PipelineRuns(ranks, PATCHES, tokens, steps, comfyui, DEVICES, **known), {"free": []}
+        length, seen = Length(tokens, steps), {"free": []}
+        stages = PipelineRuns(ranks, PATCHES, length, DEVICES, **known)
         try:
             phases["free"] = Phase(lambda: stages.through("free", seen))
             found["rounds"] = ranks.measure(phases, rounds)
@@ -134,7 +135,7 @@ def measure(
                 stages.pipeline.handle.close()
         found["free"] = [figures_of(one, "free") for one in seen["free"][-rounds:]]
         return found
-    groups = GroupRuns(ranks, what, comfyui, tokens, PHASES[what].get("beside"), DEVICES, **known)
+    groups = GroupRuns(ranks, what, tokens, steps, PHASES[what].get("beside"), DEVICES, **known)
     try:
         found["rounds"] = groups.measure(rounds, phases)
     finally:
@@ -142,34 +143,48 @@ def measure(
     return found
 
 
-def predicted(rounds: Sequence[Round], counted: Mapping[int, Whole], what: str, layout: Layout) -> float:
+def predicted(
+    rounds: Sequence[Round],
+    counted: Mapping[int, Whole],
+    what: str,
+    tokens: int,
+    steps: int,
+    layout: Layout,
+) -> float:
     """Return the seconds of a run in a layout."""
     box = replace(calibrated(rounds, counted, 2), machine=1, overlaps=True)
     job = Job(
-        whole=counted[TOKENS],
-        evaluations=STEPS[what],
+        whole=counted[tokens],
+        evaluations=steps,
         branches=1 + (what == "cfg"),
         batch=1 + (what == "data"),
         patches=PATCHES if layout.stages > 1 else 0,
     )
-    return STEPS[what] * min(one.seconds for one in predict(job, layout, box))
+    return steps * min(one.seconds for one in predict(job, layout, box))
 
 
 def bench(options: Options) -> Iterator[Figure]:
+    from .forwards import LEAST_TOKENS
+
+    tokens, steps_of = options.choose((TOKENS, STEPS), (LEAST_TOKENS, LEAST))
     with two_machines() as there:
         for what in (one for one in PHASES if one in (options.only or PHASES)):
-            asked = {"what": what, "rounds": options.rounds, "tokens": TOKENS, "steps": STEPS[what]}
-            host = {"comfyui": str(options.host.comfyui)}
-            by_rank = run(options.host, 2, "machines:measure", **asked, **host, **there)
+            asked = {"what": what, "rounds": options.rounds, "tokens": tokens, "steps": steps_of[what]}
+            by_rank = run(options, 2, "machines:measure", **asked, **there)
             counted = counts_of(by_rank[0]["counted"])
             rounds = merge([rank["rounds"] for rank in by_rank])
-            yield from figures(f"{what}2_{TOKENS}", what, rounds, counted, by_rank[0].get("free", ()))
+            yield from figures(what, tokens, steps_of[what], rounds, counted, by_rank[0].get("free", ()))
 
 
 def figures(
-    case: str, what: str, rounds: Sequence[Round], counted: Mapping[int, Whole], free: Sequence[Round]
+    what: str,
+    tokens: int,
+    steps: int,
+    rounds: Sequence[Round],
+    counted: Mapping[int, Whole],
+    free: Sequence[Round],
 ) -> Iterator[Figure]:
-    made = CaseFigures("machines", case, rounds)
+    made = CaseFigures("machines", f"{what}2_{tokens}", rounds)
     if free:
         kept = replace(made, samples=free)
         yield kept.estimated("of_schedule", of_phase("of_schedule"), "ratio", Goal(at_least=OF_SCHEDULE))
@@ -180,7 +195,7 @@ def figures(
     for phase, layout in PHASES[what].items():
 
         def near(some: Sequence[Round], phase: str = phase, layout: Layout = layout) -> float:
-            return typical(some, phase) / predicted(some, counted, what, layout)
+            return typical(some, phase) / predicted(some, counted, what, tokens, steps, layout)
 
         name = f"over_predicted_{layout.product()}".replace(" ", "")
         yield made.estimated(name, near, "ratio", Goal.within(OFF, 1.0))

@@ -60,9 +60,10 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     from ...parallel_runtime.comm.cores import giving_way
     from ...parallel_runtime.comm.shares import relative, shares_of
     from ...parallel_runtime.layout import Layout
-    from .forwards import Forwards, standin
+    from .forwards import SIZE, SMALL, Forwards, standin
 
-    layout, forwards, slowed = Layout(ring=len(DUTY)), Forwards(tokens), DutyCycle(DUTY[ranks.rank])
+    layout, forwards = Layout(ring=len(DUTY)), Forwards(tokens, ranks.choose(SIZE, SMALL))
+    slowed = DutyCycle(DUTY[ranks.rank])
     known = torch.zeros(ranks.size, dtype=torch.float64)
     known[ranks.rank] = 1.0 / min(forwards.through(standin(Layout(), 0), slowed) for _ in range(TRIES))
     with giving_way():
@@ -82,12 +83,15 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    by_rank = run(options.host, len(DUTY), "mixed:measure", tokens=TOKENS, rounds=options.rounds)
-    yield from figures(merge([rank["rounds"] for rank in by_rank]), by_rank[0]["slower_share"])
+    from .forwards import LEAST_TOKENS
+
+    tokens = options.choose(TOKENS, LEAST_TOKENS)
+    by_rank = run(options, len(DUTY), "mixed:measure", tokens=tokens, rounds=options.rounds)
+    yield from figures(tokens, merge([rank["rounds"] for rank in by_rank]), by_rank[0]["slower_share"])
 
 
-def figures(rounds: Sequence[Round], slower_share: float) -> Iterator[Figure]:
-    made = CaseFigures("mixed", f"ring2_{TOKENS}", rounds)
+def figures(tokens: int, rounds: Sequence[Round], slower_share: float) -> Iterator[Figure]:
+    made = CaseFigures("mixed", f"ring2_{tokens}", rounds)
     yield made.estimated("of_ideal", of_ideal, "x", Goal(at_most=OF_IDEAL))
     yield made.estimated("even_of_ideal", partial(of_ideal, phase="even"), "x")
     yield made.counted("slower_share", slower_share, "ratio")

@@ -37,9 +37,9 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     from ...parallel_runtime.comm.cores import giving_way, keep_to
     from ...parallel_runtime.layout import Layout
     from .diffusers_peer import DiffusersPeer
-    from .forwards import Forwards
+    from .forwards import SIZE, SMALL, Forwards
 
-    forwards = Forwards(tokens)
+    forwards = Forwards(tokens, ranks.choose(SIZE, SMALL))
     peer, parallel_peer, placed_peer = (DiffusersPeer(forwards.model, forwards.arguments) for _ in range(3))
     parallel_peer.parallelize(ranks.size)
     comm = ranks.connect(Layout(ulysses=ranks.size)).sequence
@@ -73,9 +73,11 @@ def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def bench(options: Options) -> Iterator[Figure]:
+    from .forwards import LEAST_TOKENS
+
     require_diffusers()
-    for tokens in TOKENS:
-        by_rank = run(options.host, ULYSSES, "peers:measure", tokens=tokens, rounds=options.rounds)
+    for tokens in options.choose(TOKENS, (LEAST_TOKENS,)):
+        by_rank = run(options, ULYSSES, "peers:measure", tokens=tokens, rounds=options.rounds)
         rounds = merge([rank["rounds"] for rank in by_rank])
         made = CaseFigures("peers", f"ulysses{ULYSSES}_{tokens}", rounds)
         yield made.estimated("time_ratio", ratio("ours", "theirs"), "ratio", Goal(at_most=0.95))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...parallel_runtime.client.run import submissions
 from ...parallel_runtime.families.every import sample_with
@@ -22,7 +22,7 @@ from ...parallel_runtime.families.sample import Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares
 from ...parallel_runtime.schedule import CAUSES, held_to_schedule
-from .figures import CaseFigures, Figure, Goal, Options, Round, of_phase, ratio, typical
+from .figures import CaseFigures, Figure, Goal, Options, Round, Where, of_phase, ratio, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 from .pools import cpu_pool
 
@@ -30,13 +30,24 @@ STAGES = 2
 PATCHES = (2, 4)
 TOKENS = 1024
 STEPS, WARM_UP = 28, 1
-# Of a run in which every step waits for all of the one before: the rest of its steps are like those
-# after the first
 TIMED_STEPS = 8
 OF_SCHEDULE = {"free": 0.95, "single": None}
 BUSY = 0.95  # of what the pipeline's filling and draining leaves
 WEIGHTS_SLACK = 0.05
 patch_tax = ratio("alone", "stock")
+
+
+class Length(NamedTuple):
+    """Of a run. ``timed`` of its ``steps`` are where every step waits for all of the one before:
+    the rest are like those after the first.
+    """
+
+    tokens: int = TOKENS
+    steps: int = STEPS
+    timed: int = TIMED_STEPS
+
+
+LEAST = Length(256, 4, 3)
 
 
 def speedup(mode: str) -> Callable[[Sequence[Round]], float]:
@@ -50,19 +61,19 @@ def formula_bytes(patches: int, tokens: int, hidden: int, item_bytes: int, batch
     return batch * (tokens + patches - 1) * hidden * item_bytes
 
 
-def ideal_occupancy(patches: int) -> float:
+def ideal_occupancy(patches: int, steps: int = STEPS) -> float:
     """The share of a run that a stage of an ideal pipeline is busy: it fills and drains once."""
-    submissions = patches * (STEPS - WARM_UP)
+    submissions = patches * (steps - WARM_UP)
     return submissions / (submissions + STAGES - 1)
 
 
-def pool_of_stages(comfyui: str, devices: str = "cpu", **known: Any) -> tuple[Any, Any]:
+def pool_of_stages(where: Where, devices: str = "cpu", **known: Any) -> tuple[Any, Any]:
     """The product's own pool, not started yet: its handle and the client's side of it. ``known``:
     more of its setup.
     """
     from ...parallel_runtime.client.remote_pool import RemotePool
 
-    handle = cpu_pool(Layout(pipefusion=STAGES), comfyui, devices, **known)
+    handle = cpu_pool(where, Layout(pipefusion=STAGES), devices, **known)
     return handle, RemotePool(handle, shares_weights=False)
 
 
@@ -71,16 +82,16 @@ class Pipeline:
     single timeline. ``modes`` collects how runs were sampled.
     """
 
-    def __init__(self, patches: int, comfyui: str, *where: str, **known: Any):
+    def __init__(self, where: Where, size: Size, patches: int, *devices: str, **known: Any):
         from comfy.patcher_extension import WrappersMP
 
         from ...parallel_runtime.client.remote_patcher import Patching, parallelize
-        from .forwards import SAMPLE, SIZE
+        from .forwards import SAMPLE
 
-        self.handle, self.pool = pool_of_stages(comfyui, *where, **known)
+        self.handle, self.pool = pool_of_stages(where, *devices, **known)
         self.modes: list[str] = []
         self.free = parallelize(
-            SAMPLE.form.random_model(SIZE), self.pool, 0.0, Patching(patches, WARM_UP), self.modes.append
+            SAMPLE.form.random_model(size), self.pool, 0.0, Patching(patches, WARM_UP), self.modes.append
         )
         self.single = self.free.clone()
         self.single.add_wrapper_with_key(
@@ -93,31 +104,30 @@ class PipelineRuns:
     the first process, over a pipeline.
     """
 
-    def __init__(
-        self, ranks: Ranks, patches: int, tokens: int, steps: int, comfyui: str, *where: str, **known: Any
-    ):
+    def __init__(self, ranks: Ranks, patches: int, length: Length, *devices: str, **known: Any):
         from ..in_process import reference
-        from .forwards import SAMPLE, SIZE
+        from .forwards import SAMPLE, SIZE, SMALL
 
-        self.tokens, self.steps = tokens, steps
-        self.stock = SAMPLE.form.random_model(SIZE)
-        self.in_turn = reference(SAMPLE.form.random_model(SIZE), patches, WARM_UP)
+        self.length, self.size = length, ranks.choose(SIZE, SMALL)
+        self.stock = SAMPLE.form.random_model(self.size)
+        self.in_turn = reference(SAMPLE.form.random_model(self.size), patches, WARM_UP)
         self.all_cores = ranks.all_cores
-        self.pipeline = Pipeline(patches, comfyui, *where, **known) if ranks.rank == 0 else None
+        first = ranks.rank == 0
+        self.pipeline = Pipeline(ranks, self.size, patches, *devices, **known) if first else None
 
     def sample(self, model: Any, steps: int, after_step: Callable[..., None] | None = None) -> Any:
         from .forwards import sampled
 
-        return sampled(model, self.tokens, steps, callback=after_step)
+        return sampled(model, self.length.tokens, steps, callback=after_step)
 
     def step_by_step(self, model: Any) -> float:
         """Estimate the seconds of a run from its first steps: in one process and in a single
         timeline each step takes as long as the one before, once the warm-up is over.
         """
         ends: list[float] = []
-        steps = min(self.steps, TIMED_STEPS)
+        steps = min(self.length.steps, self.length.timed)
         seconds = timed(lambda: self.sample(model, steps, lambda *_: ends.append(time.perf_counter())))
-        return seconds + (self.steps - steps) * (ends[-1] - ends[0]) / (steps - 1)
+        return seconds + (self.length.steps - steps) * (ends[-1] - ends[0]) / (steps - 1)
 
     def through(self, mode: str, seen: dict[str, list]) -> float:
         """Seconds of a run through the pipeline; 0 in the processes that have none."""
@@ -128,7 +138,9 @@ class PipelineRuns:
         free, single = self.pipeline.free, self.pipeline.single
         with on_cores(self.all_cores):
             seconds = (
-                timed(lambda: self.sample(free, self.steps)) if mode == "free" else self.step_by_step(single)
+                timed(lambda: self.sample(free, self.length.steps))
+                if mode == "free"
+                else self.step_by_step(single)
             )
         assert self.pipeline.modes.pop().startswith(mode), "sampled in another mode"
         seen[mode].append(list(self.pipeline.pool.last_run.evaluations))
@@ -146,17 +158,9 @@ def draw(folder: str, case: str, seen: dict[str, list]) -> None:
 
 
 def measure(
-    ranks: Ranks,
-    patches: int,
-    rounds: int,
-    tokens: int,
-    steps: int,
-    comfyui: str,
-    pictures: str | None = None,
+    ranks: Ranks, patches: int, rounds: int, length: Sequence[int], pictures: str | None = None
 ) -> dict[str, Any]:
-    from .forwards import SIZE
-
-    runs = PipelineRuns(ranks, patches, tokens, steps, comfyui)
+    runs = PipelineRuns(ranks, patches, Length(*length))
     seen: dict[str, list] = {"free": [], "single": []}
     try:
         phases = {
@@ -173,7 +177,7 @@ def measure(
             result |= weights(runs.stock.model.diffusion_model, runs.pipeline.pool)
             if pictures:
                 draw(pictures, f"m{patches}", seen)
-            result["formula"] = formula_bytes(patches, tokens, SIZE.hidden, 4)
+            result["formula"] = formula_bytes(patches, runs.length.tokens, runs.size.hidden, 4)
         return result
     finally:
         if runs.pipeline is not None:
@@ -231,42 +235,47 @@ def weights(model: Any, pool: Any) -> dict[str, float]:
     return {"weights_share": max(held) / models / whole, "ends_share": 1 - in_blocks / whole}
 
 
-def weights_of(sample_of: Sample, size: Size, comfyui: str, stages: tuple[int, ...] = ()) -> dict[str, float]:
+def weights_of(
+    where: Where, sample_of: Sample, size: Size, steps: int, stages: tuple[int, ...] = ()
+) -> dict[str, float]:
     """``weights`` after two runs in stages. They are cut as given, or the second time by the block
     times that the first run measured.
     """
     from ...parallel_runtime.client.remote_patcher import Patching, parallelize
     from ..commands.parity import Case, sample
 
-    handle, pool = pool_of_stages(comfyui)
+    handle, pool = pool_of_stages(where)
     try:
         model = sample_of.form.random_model(size)
         case = Case(sample_of.name, "pipefusion", "even", size.heads, 1.0, False, "euler")
         parallel = parallelize(model, pool, 0.0, Patching(STAGES, WARM_UP, stages))
         for _ in range(2):
-            sample(parallel, case, steps=STEPS)
+            sample(parallel, case, steps=steps)
         return weights(model.model.diffusion_model, pool)
     finally:
         handle.close()
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    from .forwards import SAMPLE, SIZE
+    from .forwards import SAMPLE, SIZE, SMALL
 
-    comfyui = str(options.host.comfyui)
-    for patches in PATCHES:
-        asked = {"patches": patches, "rounds": options.rounds, "tokens": TOKENS, "steps": STEPS}
-        asked |= {"comfyui": comfyui, "pictures": options.pictures and str(options.pictures)}
-        by_rank = run(options.host, 2, "pipefusion:measure", **asked)
-        yield from figures(f"m{patches}_{TOKENS}", patches, by_rank)
+    length, cuts = options.choose((Length(), PATCHES), (LEAST, PATCHES[:1]))
+    for patches in cuts:
+        asked = {"patches": patches, "rounds": options.rounds, "length": length}
+        asked["pictures"] = options.pictures and str(options.pictures)
+        by_rank = run(options, 2, "pipefusion:measure", **asked)
+        yield from figures(f"m{patches}_{length.tokens}", patches, length.steps, by_rank)
     # Blocks that are all of one kind: stages that are equally fast are equally large
-    yield weights_share("equal_blocks", weights_of(*sample_with("equal"), comfyui))
+    sample, equal = sample_with("equal")
+    equal = options.choose(equal, replace(equal, heads=2, blocks=(6,)))
+    yield weights_share("equal_blocks", weights_of(options, sample, equal, length.steps))
     # Between its containers: one stage has the blocks of the first, the other twice as many that
     # are less than half as large
-    yield weights_share("cut_by_hand", weights_of(SAMPLE, SIZE, comfyui, SIZE.blocks))
+    size = options.choose(SIZE, SMALL)
+    yield weights_share("cut_by_hand", weights_of(options, SAMPLE, size, length.steps, size.blocks))
 
 
-def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+def figures(case: str, patches: int, steps: int, by_rank: Sequence[dict[str, Any]]) -> Iterator[Figure]:
     rounds, seen = merge([rank["rounds"] for rank in by_rank]), by_rank[0]
     formula = seen["formula"]
     for mode, goal in OF_SCHEDULE.items():
@@ -276,7 +285,7 @@ def figures(case: str, patches: int, by_rank: Sequence[dict[str, Any]]) -> Itera
         for metric in map(lost, CAUSES):
             yield made.estimated(metric, of_phase(metric), "ms")
         yield replace(made, samples=rounds).estimated("speedup", speedup(mode), "x")
-        ideal = Goal(at_least=BUSY * ideal_occupancy(patches)) if mode == "free" else None
+        ideal = Goal(at_least=BUSY * ideal_occupancy(patches, steps)) if mode == "free" else None
         yield made.estimated("occupancy", of_phase("occupancy"), "ratio", ideal)
         yield made.estimated("bubble_ms", of_phase("bubble_ms"), "ms")
         sent = typical(seen[mode], "sent_bytes")

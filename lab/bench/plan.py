@@ -39,9 +39,6 @@ from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed
 FAMILIES = 3
 HEADS, BLOCKS = 16, 3
 TEXT = 32
-# Pixels; of the smallest most is beside what blocks compute
-SIDES, CALIBRATED = (320, 448), (96, 256, 384, 512)
-IN_PARTS = 384  # pixels
 FRAMES = 5  # of families that make videos
 ITEM_BYTES = 4  # ranks on CPUs compute in fp32
 MESSAGES = (1 << 12, 1 << 22)  # bytes
@@ -58,6 +55,19 @@ KEPT = ("alone", "both", "on all cores")  # phases that speeds are kept of
 Wholes = Mapping[str, Mapping[int, Whole]]  # model -> side -> counts
 
 
+class Sides(NamedTuple):
+    """Pixels of the pictures: of those that are predicted; of those that speeds come from, of the
+    smallest of which most is beside what blocks compute; of the one whose attention is cut.
+    """
+
+    predicted: tuple[int, ...] = (320, 448)
+    calibrated: tuple[int, ...] = (96, 256, 384, 512)
+    in_parts: int = 384
+
+
+SIDES, LEAST = Sides(), Sides((96,), (64,), 64)
+
+
 class Case(NamedTuple):
     """A layout of a job, with the seconds that were predicted and those that it took."""
 
@@ -67,17 +77,22 @@ class Case(NamedTuple):
     achieved: float
 
 
-def tried() -> list[tuple[Sample, Released]]:
-    """Return a small model of the first families whose released ones the dry run knows."""
+def tried(families: int) -> list[tuple[Sample, Released]]:
+    """Return a small model of so many families whose released ones the dry run knows."""
     found: dict[str, tuple[Sample, Released]] = {}
     for sample in SAMPLES.values():
         for released in sample.form.released[:1]:
             size = sample.tiny.size(HEADS)
             size = Size(heads=HEADS, head_dim=size.head_dim, blocks=(BLOCKS,) * len(size.blocks))
             frames = FRAMES if released.extent[2] > 1 else 1
-            small = Released(name=sample.name, size=size, text=TEXT, extent=(SIDES[0], SIDES[0], frames))
+            small = Released(
+                name=sample.name,
+                size=size,
+                text=TEXT,
+                extent=(SIDES.predicted[0], SIDES.predicted[0], frames),
+            )
             found.setdefault(sample.form.config_class, (sample, small))
-    return list(found.values())[:FAMILIES]
+    return list(found.values())[:families]
 
 
 class Forwards:
@@ -176,14 +191,16 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     stages = ranks.connect(STAGES)
     phases: dict[str, Phase] = {}
     counted: dict[str, dict[int, Forwards]] = {}
-    for sample, small in tried():
+    families, sides = ranks.choose((FAMILIES, SIDES), (1, LEAST))
+    for sample, small in tried(families):
         model = sample.form.random_model(small.size).model
         frames = small.extent[2]
         counted[sample.name] = {
-            side: Forwards(model, sample, small, (side, side, frames)) for side in (*SIDES, *CALIBRATED)
+            side: Forwards(model, sample, small, (side, side, frames))
+            for side in (*sides.predicted, *sides.calibrated)
         }
-        whole = counted[sample.name][SIDES[0]].whole
-        attention = Attention(counted[sample.name][IN_PARTS].whole.attended[0])
+        whole = counted[sample.name][sides.predicted[0]].whole
+        attention = Attention(counted[sample.name][sides.in_parts].whole.attended[0])
         phases[f"{sample.name} attention"] = Phase(attention.whole)
         phases[f"{sample.name} attention in parts"] = Phase(attention.in_parts)
         stage = OwnStage(
@@ -192,9 +209,9 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
         for side, forwards in counted[sample.name].items():
             phases[f"{sample.name} {side} alone"] = Phase(forwards.alone, alone=True)
             phases[f"{sample.name} {side} both"] = Phase(forwards.alone)
-            for layout, comm in zip(SEQUENCES, comms, strict=True) if side in SIDES else ():
+            for layout, comm in zip(SEQUENCES, comms, strict=True) if side in sides.predicted else ():
                 phases[f"{sample.name} {side} {layout.product()}"] = Phase(forwards.rank(comm))
-            if side in SIDES:
+            if side in sides.predicted:
                 phases[f"{sample.name} {side} {STAGES.product()}"] = Phase(
                     lambda forwards=forwards, stage=stage: forwards.in_stages(stage)
                 )
@@ -214,9 +231,10 @@ def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
     attend_with_sdpa()
     torch.set_num_threads(max(1, len(ranks.own_cores)))
     phases: dict[str, Phase] = {}
-    for sample, small in tried():
+    families, sides = ranks.choose((FAMILIES, SIDES), (1, LEAST))
+    for sample, small in tried(families):
         model = sample.form.random_model(small.size).model
-        for side in CALIBRATED:
+        for side in sides.calibrated:
             phases[f"{sample.name} {side} on all cores"] = Phase(
                 Forwards(model, sample, small, (side, side, small.extent[2])).alone
             )
@@ -298,14 +316,16 @@ def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, flo
     return max(0.0, few_s - few_bytes / speed), speed
 
 
-def speeds(rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str) -> Speeds:
+def speeds(
+    rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str, sides: Sides = SIDES
+) -> Speeds:
     """Return this machine's speeds for a model, of forwards ``alone``, ``both`` at once, or one
     ``on all cores``.
     """
-    timed = [Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in CALIBRATED]
+    timed = [Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in sides.calibrated]
     found = measured(timed, rounds)
     one, more_s = (
-        wholes[IN_PARTS].attended[0],
+        wholes[sides.in_parts].attended[0],
         typical(rounds, f"{model} attention in parts") - typical(rounds, f"{model} attention"),
     )
     merge = MERGE_BYTES * (one.tokens // 2) * one.heads * one.head_dim / max(1e-9, more_s)
@@ -331,12 +351,12 @@ def measured(timed: Sequence[Timed], rounds: Sequence[Round]) -> Speeds:
     )
 
 
-def cases(rounds: Sequence[Round], wholes: Wholes) -> list[Case]:
+def cases(rounds: Sequence[Round], wholes: Wholes, sides: Sides = SIDES) -> list[Case]:
     """Predict every layout of every model and size, and say what was achieved."""
     found = []
     for model, of_model in wholes.items():
-        alone, both = (speeds(rounds, of_model, model, phase) for phase in ("alone", "both"))
-        for side in SIDES:
+        alone, both = (speeds(rounds, of_model, model, phase, sides) for phase in ("alone", "both"))
+        for side in sides.predicted:
             for layout in (Layout(), *SEQUENCES, *GROUPS, STAGES):
                 job = Job(
                     whole=of_model[side], evaluations=EVALUATIONS, branches=layout.cfg, batch=layout.data
@@ -369,26 +389,31 @@ def summed_up(found: Sequence[Case]) -> dict[str, float]:
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    by_rank = run(options.host, 2, "plan:measure", rounds=options.rounds)
+    by_rank = run(options, 2, "plan:measure", rounds=options.rounds)
     rounds, wholes = merge([rank["rounds"] for rank in by_rank]), wholes_of(by_rank[0]["wholes"])
-    yield from figures(rounds, wholes)
-    if options.rounds < ENOUGH:
+    sides = options.choose(SIDES, LEAST)
+    yield from figures(rounds, wholes, sides)
+    if options.rounds < ENOUGH and not options.smallest:
         return
-    (single,) = run(options.host, 1, "plan:measure_on_all_cores", rounds=options.rounds)
+    (single,) = run(options, 1, "plan:measure_on_all_cores", rounds=options.rounds)
     rounds = [{**several, **one} for several, one in zip(rounds, single, strict=True)]
     kept = {
-        f"{model} {phase}": speeds(rounds, wholes[model], model, phase) for model in wholes for phase in KEPT
+        f"{model} {phase}": speeds(rounds, wholes[model], model, phase, sides)
+        for model in wholes
+        for phase in KEPT
     }
-    write(cache_folder(os.environ) / "speeds.json", this_machine(), kept)
+    if not options.smallest:
+        write(cache_folder(os.environ) / "speeds.json", this_machine(), kept)
 
 
-def figures(rounds: Sequence[Round], wholes: Wholes) -> Iterator[Figure]:
-    found = cases(rounds, wholes)
+def figures(rounds: Sequence[Round], wholes: Wholes, sides: Sides = SIDES) -> Iterator[Figure]:
+    found = cases(rounds, wholes, sides)
     for case in found:
         made = CaseFigures("plan", case.job)
         yield made.counted(case.layout.product(), case.predicted / case.achieved, "ratio")
     draw = random.Random(0)
-    drawn = [summed_up(cases(draw.choices(rounds, k=len(rounds)), wholes)) for _ in range(DRAWS)]
+    draws = DRAWS if len(rounds) > 1 else 1
+    drawn = [summed_up(cases(draw.choices(rounds, k=len(rounds)), wholes, sides)) for _ in range(draws)]
     for metric, value in summed_up(found).items():
         low, high = (percentile([one[metric] for one in drawn], share) for share in (0.05, 0.95))
         yield Figure("plan", "all", metric, Estimate(value, low, high), "ratio", Goal(at_most=GOALS[metric]))

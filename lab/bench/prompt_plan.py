@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,12 +19,9 @@ from ...parallel_runtime.planner.choose import plan
 from ...parallel_runtime.planner.decoding import Decoding
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.whole import Whole
-from .figures import Round, typical
+from .figures import Options, Round, typical
 from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed
 from .plan import ITEM_BYTES, Forwards, Timed, measured, of_link
-
-if TYPE_CHECKING:
-    from ...launcher.comfyui.host_record import ComfyInstall
 
 RANKS, ROUNDS = 2, 5
 SMALLER = (0.25, 0.5, 0.75)  # sides, in parts of the prompt's
@@ -136,8 +133,9 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {"rounds": ranks.measure(phases, rounds), "counted": counts}
 
 
-def known(host: ComfyInstall, asked: Asked) -> Known:
-    by_rank = run(host, RANKS, "prompt_plan:measure", asked=asdict(asked), rounds=ROUNDS)
+def known(options: Options, asked: Asked) -> Known:
+    rounds = options.choose(ROUNDS, 1)
+    by_rank = run(options, RANKS, "prompt_plan:measure", asked=asdict(asked), rounds=rounds)
     counted = {
         float(share): msgspec.convert(found, Counted) for share, found in by_rank[0]["counted"].items()
     }

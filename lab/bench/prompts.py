@@ -25,6 +25,7 @@ from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
 from .prompt_plan import Asked, known, together
 
 STAND_INS = ROOT / "lab" / "templates" / "stand_ins" / "pack.py"
+SMALLEST = ("flux",)
 UNTIMED = 5  # rounds: two by ComfyUI's VAE, the pool's first two, and one that counts
 SETTING = "/settings/PipeMesh.Auto"
 STEPS = 4
@@ -186,27 +187,29 @@ def server_in(folder: Path, options: Options) -> ComfyServer:
     return ComfyServer(options.host, base=folder, env=env, args=args, custom_nodes=packs)
 
 
-def bench(options: Options, side: int = 512, width: int = 64) -> Iterator[Figure]:
+def bench(options: Options) -> Iterator[Figure]:
+    side, width = options.choose((512, 64), (128, 32))
+    only, untimed = options.choose((options.only, UNTIMED), (options.only or SMALLEST, 0))
     with tempfile.TemporaryDirectory(prefix="pipemesh-prompts-") as folder:
         server = server_in(Path(folder), options)
         write_models(server.models, width)
         with server:
             for case, graph in CASES.items():
-                if options.only and case not in options.only:
+                if only and case not in only:
                     continue
                 prompts, prompt = Prompts(server, graph(side)), asked(case, side, width)
-                before = known(options.host, prompt) if prompt is not None else None
-                found = [prompts.round(seed) for seed in range(UNTIMED + options.rounds)]
+                before = known(options, prompt) if prompt is not None else None
+                found = [prompts.round(seed) for seed in range(untimed + options.rounds)]
                 apart = max(pixels for _, pixels in found)
-                made = CaseFigures("prompts", case, [seconds for seconds, _ in found[UNTIMED:]])
+                made = CaseFigures("prompts", case, [seconds for seconds, _ in found[untimed:]])
                 yield made.counted("pixels", apart, "of 255", Goal(at_most=1))
                 yield made.estimated("run_speedup", ratio("stock", "auto"), "x")
                 yield made.estimated("sampling_speedup", ratio("stock sampling", "auto sampling"), "x")
                 if prompt is None or before is None:
                     continue
                 smaller = Prompts(server, graph(side // 2))
-                small = [smaller.round(seed)[0] for seed in range(UNTIMED + options.rounds)][UNTIMED:]
-                speeds = together(before, known(options.host, prompt))
+                small = [smaller.round(seed)[0] for seed in range(untimed + options.rounds)][untimed:]
+                speeds = together(before, known(options, prompt))
                 predicted = speeds.predicted(STEPS, prompt.batch)
                 for name, seconds in predicted.items():
                     whole = seconds + typical(small, f"{name} beside")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,19 +28,18 @@ from ..pictures.autoencoder import CELL
 from ..pictures.files import trained_files
 from ..pictures.scenes import scenes_by_chance
 from .curves import Panel, draw_panels
-from .figures import CaseFigures, Figure, Goal, Options, estimate, exactly
+from .figures import CaseFigures, Figure, Goal, Options, Where, estimate, exactly
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from ...launcher.comfyui.host_record import ComfyInstall
 
 PATCHES, WARM_UPS, STEPS = (2, 4, 8), (1, 2, 4), (4, 8, 20, 28)
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "dpmpp_2m_sde")
 CFG, SCHEDULER = 3.0, "simple"
 SCENES_SEED, LATENT = 777, (16, 16, 16)
 FIRST, BATCH = (8, 32), 32  # pictures: of all cells before any has more; of a batch, once there are as many
-CLASSIFIED_SET, SET_SEED = 2048, 555
+CLASSIFIED_SET, CLASSIFIER_STEPS, SET_SEED = 2048, 400, 555
+LEAST, LEAST_SET, LEAST_STEPS = ("patches=2", "warm-up=2", "steps=4", "euler"), 32, 2  # of the smallest case
 PROMPTS = 64
 LEAST_PSNR, LEAST_WORDS, LOST_WORDS = 25.0, 0.9, 0.01
 EXACT_PSNR = 70.0  # one byte in 150 is off by one: by rounding
@@ -123,12 +122,12 @@ class Pictures:
     runs of the bench. Its files are read once: other ones may take their place meanwhile.
     """
 
-    def __init__(self, prompts: int, folder: Path | None, host: ComfyInstall):
+    def __init__(self, prompts: int, folder: Path | None, where: Where):
         import comfy.sd
         from safetensors.torch import load
 
         self.scenes = scenes_by_chance(SCENES_SEED, prompts)
-        self._folder, self._host = folder, host
+        self._folder, self._where = folder, where
         model, vae = (file.read_bytes() for file in trained_files())
         self._weights = hashlib.sha256(model + vae).hexdigest()[:12]
         self._model_weights = load(model)
@@ -140,9 +139,9 @@ class Pictures:
     @cached_property
     def _keeper(self) -> Any:
         from ...launcher.pool.handle import PoolKeeper
-        from ...launcher.pool.rank_setup import RankSetup
+        from .pools import cpu_setup
 
-        return PoolKeeper(RankSetup(comfyui=self._host.comfyui, comfy_args={"cpu": True}))
+        return PoolKeeper(cpu_setup(self._where))
 
     def close(self) -> None:
         if "_keeper" in self.__dict__:
@@ -234,24 +233,30 @@ class Pictures:
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    if not any(cells(options.only)):
+    only = options.only or options.choose((), LEAST)
+    if not any(cells(only)):
         raise LaunchError(
             f"No cell of quality has all of the words {' '.join(options.only)}: its cells read {AT_GOAL} and"
             " the like."
         )
-    pictures = Pictures(options.prompts or PROMPTS, options.pictures, options.host)
+    pictures = Pictures(options.prompts or options.choose(PROMPTS, 2), options.pictures, options)
     try:
-        yield from measured(pictures, options.only, options.pictures)
+        of = options.choose((CLASSIFIED_SET, CLASSIFIER_STEPS), (LEAST_SET, LEAST_STEPS))
+        yield from measured(pictures, only, options.pictures, partial(trained_classifier, *of))
     finally:
         pictures.close()
 
 
-def measured(pictures: Pictures, only: Sequence[str], folder: Path | None) -> Iterator[Figure]:
-    """Measure cell by cell. The curves of what is known so far lie in ``folder`` after each."""
+def measured(
+    pictures: Pictures, only: Sequence[str], folder: Path | None, trained: Callable[[], Any]
+) -> Iterator[Figure]:
+    """Measure cell by cell. The curves of what is known so far lie in ``folder`` after each.
+    ``trained`` makes the classifier.
+    """
     from ..pictures.classifier import accuracy
     from ..pictures.measures import psnr, ssim
 
-    classifier = trained_classifier()
+    classifier = trained()
     told: dict[tuple[Cell, int], dict[str, float]] = {}
     found: dict[tuple[Cell, int], Sequence[float]] = {}
     for cell, count in rounds(only, len(pictures.scenes)):
@@ -342,14 +347,14 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def trained_classifier() -> Any:
-    """Train it on pictures drawn anew, the same ones each time."""
+def trained_classifier(of_set: int, steps: int) -> Any:
+    """Train it on so many pictures drawn anew, the same ones each time."""
     from ..pictures.classifier import train_classifier
     from ..pictures.scenes import draw
 
-    scenes = scenes_by_chance(SET_SEED, CLASSIFIED_SET)
+    scenes = scenes_by_chance(SET_SEED, of_set)
     drawn = [
         (draw(scenes[start : start + 256], SET_SEED + start) * 255).to(torch.uint8)
         for start in range(0, len(scenes), 256)
     ]
-    return train_classifier(torch.cat(drawn), scenes)
+    return train_classifier(torch.cat(drawn), scenes, steps)

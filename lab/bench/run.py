@@ -26,6 +26,7 @@ WARM_UP = 2
 SAMPLE, DEEP = sample_with("deep")
 assert SAMPLE.form.file is not None, f"{SAMPLE.name} has no file form"
 SIZE = replace(DEEP, head_dim=SAMPLE.form.file.head_dim)
+LEAST = replace(SIZE, blocks=(1, 2))
 LATENT, TEXT = (1, 16, 16, 16), 16  # short evaluations: what they differ by is in what is left of a run
 PARTS = ("fixed", "begin", "first", "between", "end")
 
@@ -85,9 +86,10 @@ def bench(options: Options) -> Iterator[Figure]:
     from ...parallel_runtime.layout import Layout
     from ..random_files import write_model
 
-    handle = cpu_pool(Layout(ulysses=RANKS), options.host.comfyui)
+    size, warm_up = options.choose((SIZE, WARM_UP), (LEAST, 0))
+    handle = cpu_pool(options, Layout(ulysses=RANKS))
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
-        file = write_model(Path(folder, "model.safetensors"), SAMPLE.form, SIZE)
+        file = write_model(Path(folder, "model.safetensors"), SAMPLE.form, size)
         try:
             pool = RemotePool(handle, shares_weights=True)
             remote = parallelize(comfy.sd.load_diffusion_model(str(file)), pool, holds_ui_device=False)
@@ -100,8 +102,8 @@ def bench(options: Options) -> Iterator[Figure]:
             sides = {"ulysses2": Sampling(remote, evaluations), "stock": stock}
             rounds = [
                 {name: sampling(seed) for name, sampling in sides.items()}
-                for seed in range(WARM_UP + options.rounds)
-            ][WARM_UP:]
+                for seed in range(warm_up + options.rounds)
+            ][warm_up:]
         finally:
             handle.close()
     for name in sides:

@@ -29,10 +29,10 @@ def efficiency(rounds: Sequence[Round]) -> float:
 
 def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> dict[str, Any]:
     from ...parallel_runtime.layout import Layout
-    from .forwards import Forwards, standin
+    from .forwards import SIZE, SMALL, Forwards, standin
 
     layout = Layout(ulysses=degrees[0], ring=degrees[1])
-    forwards = Forwards(tokens)
+    forwards = Forwards(tokens, ranks.choose(SIZE, SMALL))
     comm = ranks.connect(layout).sequence
     standins = [standin(layout, rank) for rank in range(ranks.size)]
     exchanges: list[float] = []
@@ -58,11 +58,14 @@ def measure(ranks: Ranks, tokens: int, rounds: int, degrees: Sequence[int]) -> d
 
 
 def bench(options: Options) -> Iterator[Figure]:
+    from .forwards import LEAST_TOKENS
+
+    goals = options.choose(EFFICIENCY, {LEAST_TOKENS: 0.0})
     for method, degrees in {**METHODS, **BYTES_ONLY}.items():
         timed = method in METHODS
-        for tokens, goal in EFFICIENCY.items() if timed else [(1024, None)]:
+        for tokens, goal in goals.items() if timed else [(min(goals), None)]:
             asked = {"tokens": tokens, "rounds": options.rounds if timed else 0, "degrees": degrees}
-            by_rank = run(options.host, degrees[0] * degrees[1], "sp:measure", **asked)
+            by_rank = run(options, degrees[0] * degrees[1], "sp:measure", **asked)
             made = CaseFigures("sp", f"{method}_{tokens}", merge([rank["rounds"] for rank in by_rank]))
             if goal is not None:
                 yield from times(made, goal)

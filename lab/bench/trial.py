@@ -11,18 +11,18 @@ from pathlib import Path
 from statistics import median
 
 from ...launcher.pool.devices import Device
-from ...launcher.pool.rank_setup import RankSetup
 from ...launcher.trial.process import try_in_process
 from ...parallel_runtime.families import FILES
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ..commands.fingerprints import classes
 from .figures import CaseFigures, Figure, Goal, Options
 from .lockstep import timed
+from .pools import cpu_setup
 
 
 def bench(options: Options) -> Iterator[Figure]:
     root, total, found = Path(options.host.comfyui), 0.0, list[bool]()
-    setup = RankSetup(comfyui=options.host.comfyui, comfy_args={"cpu": True})
+    setup = cpu_setup(options)
 
     def read(kind: str) -> bool:
         return bool(HostFiles(root).fingerprint(kind).functions)
@@ -30,7 +30,7 @@ def bench(options: Options) -> Iterator[Figure]:
     def compare(kind: str) -> None:
         found.append(try_in_process(setup, partial(Device, "cpu"), kind, lambda now: None)[0])
 
-    for kind in classes():
+    for kind in options.choose(classes(), classes()[:1]):
         case = f"{FILES[kind]} {kind.partition(':')[2]}"
         is_asked_for = not options.only or any(word in case for word in options.only)
         if not is_asked_for or not read(kind):

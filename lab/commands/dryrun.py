@@ -75,6 +75,15 @@ def cover() -> Iterator[Chosen]:
     table.
     """
     kinds = (layouts(2)[2], layouts(8)[0], layouts(4)[3], layouts(8)[4], layouts(8)[1], layouts(4)[5])
+    quick = quickest()
+    yield Chosen(quick.name, [*kinds, Layout(ulysses=4)], on_all=False)
+    yield Chosen(quick.name, [kinds[1], kinds[3]], on_all=False, kept="sharded")
+    shown = min((one for _, one in RELEASED.values() if one.title), key=blocks_of)
+    yield Chosen(shown.name, layouts(2)[:1], on_all=True)
+
+
+def quickest() -> Released:
+    """Return the model with the fewest blocks of those that every method runs."""
     models = (
         one
         for family in FAMILIES
@@ -82,11 +91,7 @@ def cover() -> Iterator[Chosen]:
         for sample in family.samples
         for one in sample.form.released
     )
-    quick = min(models, key=blocks_of)
-    yield Chosen(quick.name, [*kinds, Layout(ulysses=4)], on_all=False)
-    yield Chosen(quick.name, [kinds[1], kinds[3]], on_all=False, kept="sharded")
-    shown = min((one for _, one in RELEASED.values() if one.title), key=blocks_of)
-    yield Chosen(shown.name, layouts(2)[:1], on_all=True)
+    return min(models, key=blocks_of)
 
 
 def can_be_cut(family: Family) -> bool:
@@ -106,6 +111,9 @@ def chosen(options: argparse.Namespace) -> Iterator[Chosen]:
     if options.table:
         wanted = [layout for size in WORLD_SIZES for layout in layouts(size)[:3]]
         yield from (Chosen(name, wanted, on_all=True) for name in names if RELEASED[name][1].title)
+        return
+    if options.smallest:
+        yield Chosen(quickest().name, layouts(2)[:1], on_all=False)
         return
     for name in names:
         wanted = options.layout or [layout for size in WORLD_SIZES for layout in layouts(size)]
@@ -233,10 +241,13 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         action="store_true",
         help="print the table of lab/docs/CUDA.md, of --family alone or of all its models",
     )
+    parser.add_argument(
+        "--smallest", action="store_true", help="one rank of two, of the model with the fewest blocks"
+    )
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
-    if not (options.family or options.all or options.cover or options.table):
-        parser.error("choose --family F, --all, --cover or --table")
+    if not (options.family or options.all or options.cover or options.table or options.smallest):
+        parser.error("choose --family F, --all, --cover, --table or --smallest")
 
     import comfy.cli_args
 
@@ -267,4 +278,4 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             print(json.dumps(record) if options.json else row(record), flush=True, file=print_to)
     if options.table:
         print("\n".join(dry_table.lines(found)))
-    return 1 if any(record["misses"] for record in found) else 0
+    return 1 if any(record["misses"] for record in found) and not options.smallest else 0

@@ -220,15 +220,17 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one object")
     form.add_argument("--markdown", action="store_true", help="docs/FAMILIES.md")
+    form.add_argument("--smallest", action="store_true", help="docs/FAMILIES.md, and no file is written")
     options = parser.parse_args(argv)
     table, classes = rows(), [*transformers(Path(host.comfyui))]
     if options.json:
         answer = {"families": [asdict(row) for row in table]}
         print(json.dumps({**answer, "in_groups": in_groups(classes), "one_gpu": on_one_gpu(classes)}))
-    elif options.markdown:
+    elif options.markdown or options.smallest:
         hosts = {**tested_hosts(), host.version: classes}
         text = json.dumps(hosts, indent=1, sort_keys=True)
-        HOSTS.write_text(f"{text}\n", encoding="utf-8")
+        if options.markdown:
+            HOSTS.write_text(f"{text}\n", encoding="utf-8")
         print(markdown(table, dict(sorted(hosts.items()))), end="")
     else:
         for row in table:

@@ -23,11 +23,11 @@ def classes() -> list[str]:
     return sorted({model for plan in PLANS for model in plan.models if plan.blocks})
 
 
-def with_host(known: KnownHosts, version: str, root: Path) -> KnownHosts:
-    """Returns what is known, and this ComfyUI."""
+def with_host(known: KnownHosts, version: str, root: Path, kinds: Sequence[str] | None = None) -> KnownHosts:
+    """Returns what is known, and this ComfyUI: of these classes, or of all."""
     files, digests = HostFiles(root), {kind: [*found] for kind, found in known.classes.items()}
     functions = {module: {*found.split()} for module, found in known.functions.items()}
-    for kind in classes():
+    for kind in classes() if kinds is None else kinds:
         found = files.fingerprint(kind)
         if not found.functions:
             continue
@@ -55,7 +55,11 @@ def as_file(known: KnownHosts) -> str:
 def main(argv: Sequence[str], host: ComfyInstall) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m lab fingerprints", description=__doc__)
     parser.add_argument("--anew", action="store_true", help="forget every other ComfyUI")
+    parser.add_argument("--smallest", action="store_true", help="of one class; no file is written")
     options = parser.parse_args(argv)
+    if options.smallest:
+        print(as_file(with_host(NOTHING, host.version, Path(host.comfyui), classes()[:1])), end="")
+        return 0
     known = NOTHING if options.anew else known_hosts()
     FILE.write_text(as_file(with_host(known, host.version, Path(host.comfyui))), encoding="utf-8")
     print(f"{FILE.name}: {', '.join(known_hosts.__wrapped__().versions)}")

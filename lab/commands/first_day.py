@@ -65,7 +65,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     parser.add_argument(
         "--step", type=int, action="append", help="of this number alone; several times for several"
     )
+    parser.add_argument("--smallest", action="store_true", help="the first step, on the CPU")
     options = parser.parse_args(argv)
+    if options.smallest:
+        options.cuda_as, options.gpus, options.step = "cpu", 1, [1]
     seen = 1 if options.cuda_as == "cpu" else gpus_seen()
     if not seen:
         print("No GPU: torch sees none here; python3 -m launcher doctor says why.")

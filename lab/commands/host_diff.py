@@ -33,13 +33,13 @@ SEAMS = {  # functions of ComfyUI that the pack stands on, beside models
 }
 
 
-def lines(old: Path, new: Path) -> Iterator[str]:
-    """Yields the report of two trees of ComfyUI."""
+def lines(old: Path, new: Path, kinds: Sequence[str]) -> Iterator[str]:
+    """Yields the report of two trees of ComfyUI, about these classes of transformers."""
     before, after = HostFiles(old), HostFiles(new)
     yield "Families whose code differs:"
     shared = Counter[str]()
     changes: dict[str, tuple[list[str], list[str], list[str]]] = {}
-    for kind in classes():
+    for kind in kinds:
         first, now = before.fingerprint(kind).functions, after.fingerprint(kind).functions
         changed = [name for name in first if name in now and first[name] != now[name]]
         changes[kind] = (changed, sorted(now.keys() - first), sorted(first.keys() - now))
@@ -115,11 +115,18 @@ def tree_of(given: str, undo: ExitStack) -> Path:
     return path
 
 
-def main(argv: Sequence[str], _host: ComfyInstall) -> int:
+def main(argv: Sequence[str], host: ComfyInstall) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m lab host-diff", description=__doc__)
-    parser.add_argument("old", metavar="OLD")
-    parser.add_argument("new", metavar="NEW")
+    parser.add_argument("trees", nargs="*", metavar="OLD NEW")
+    parser.add_argument(
+        "--smallest", action="store_true", help="of one class, the ComfyUI that is here with itself"
+    )
     options = parser.parse_args(argv)
+    trees = [host.comfyui] * 2 if options.smallest else options.trees
+    if len(trees) != 2:
+        parser.error("name two: OLD NEW")
+    kinds = classes()[:1] if options.smallest else classes()
     with ExitStack() as undo:
-        print("\n".join(lines(tree_of(options.old, undo), tree_of(options.new, undo))))
+        old, new = (tree_of(tree, undo) for tree in trees)
+        print("\n".join(lines(old, new, kinds)))
     return 0

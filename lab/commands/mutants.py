@@ -141,12 +141,15 @@ def main(argv: Sequence[str], _host: ComfyInstall) -> int:
     parser.add_argument(
         "--room", action="append", metavar="ROOM", help="only these; several times for several"
     )
+    parser.add_argument("--smallest", action="store_true", help="one of them")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="at the same time (default 1)")
     options = parser.parse_args(argv)
     every = read()
     if unknown := {*(options.room or ())} - {one.room for one in every}:
         parser.error(f"no room is called {', '.join(sorted(unknown))}")
     chosen = [one for one in every if not options.room or one.room in options.room]
+    if options.smallest:
+        chosen = [min(chosen, key=lambda one: len(one.tests))]
     of_rooms: dict[str, Counter[Found]] = {}
     for mutant, found, seconds in all_tried(chosen, max(1, options.jobs)):
         of_rooms.setdefault(mutant.room, Counter())[found] += 1

@@ -11,7 +11,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from itertools import cycle
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from ...launcher.comfyui.host_record import ComfyInstall
+    from ...launcher.pool.fork_server import ServerProcess
     from ...parallel_runtime.client.remote_pool import RemotePool
 
 # Our distance from fp32 over stock bf16's; far below 1, the ranks would not compute in bf16
@@ -209,7 +210,7 @@ class Bench:
         )
 
 
-def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
+def chosen(argv: list[str]) -> tuple[argparse.Namespace, Sequence[Case]]:
     """Parse the options and select their cases. Exits with a sentence where there are none."""
     in_bf16 = [sample.name for sample in SAMPLES.values() if sample.bf16]
     parser = argparse.ArgumentParser(
@@ -235,7 +236,10 @@ def chosen(argv: list[str]) -> tuple[argparse.Namespace, list[Case]]:
         help="every layout of so many ranks instead, on one family",
     )
     parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--smallest", action="store_true", help="one case of one step")
     options = parser.parse_args(argv)
+    if options.smallest:
+        return options, two_cases(SAMPLES[PLAIN], RINGS[1])[:1]
     if options.family in NOT_HERE:
         parser.error(f"{NOT_HERE[options.family]}: run it on that one, or choose another --family")
     families = in_bf16 if options.bf16 else list(SAMPLES)
@@ -271,7 +275,8 @@ def by_method(case: Case) -> int:
     return list(METHODS).index(case.method)
 
 
-def main(argv: list[str], host: ComfyInstall) -> int:
+def main(argv: list[str], host: ComfyInstall, server: ServerProcess | None = None) -> int:
+    """``server``: ranks are forked from it."""
     options, cases = chosen(argv)
 
     import comfy.cli_args
@@ -287,7 +292,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
 
     if options.layouts:
         return every_layout.main(options.layouts, host, options.json)
-    keeper = PoolKeeper(RankSetup(comfyui=host.comfyui, comfy_args={"cpu": True}))
+    forked: dict[str, Any] = {} if server is None else {"start": server.fork}
+    keeper = PoolKeeper(RankSetup(comfyui=host.comfyui, comfy_args={"cpu": True}, **forked))
 
     @cache
     def clients(ulysses: int, ring: int) -> RemotePool:
@@ -296,7 +302,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         )
 
     bench = Bench(clients, options.weights)
-    figure, (least, most) = (bench.bf16_ratio, BF16_BOUNDS) if options.bf16 else (bench.error, (0.0, BOUND))
+    error_of = partial(bench.error, steps=1 if options.smallest else STEPS)
+    figure, (least, most) = (bench.bf16_ratio, BF16_BOUNDS) if options.bf16 else (error_of, (0.0, BOUND))
     bad = 0
     for case in cases:
         error, allowed = figure(case), most

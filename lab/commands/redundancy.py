@@ -83,6 +83,9 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     found = measured(
         model, conds_of(model, options.model == DEMO), options.steps, options.sampler, options.side
     )
+    if options.smallest:
+        print(table(found))
+        return 0
     stored = store(found, file, options)
     if options.json:
         print(json.dumps(json.loads(stored.read_text())))
@@ -100,14 +103,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "model",
+        nargs="?",
+        default=DEMO,
         metavar="MODEL",
-        help=f'a file of a model with tokens and one pooled vector as text, or "{DEMO}" for the trained one',
+        help='a file of a model with tokens and one pooled vector as text (default: the trained one, "demo")',
     )
     parser.add_argument("--steps", type=int, default=20, help="of the run (default 20)")
     parser.add_argument("--sampler", default="euler", help="of ComfyUI's (default euler)")
     parser.add_argument("--side", type=int, default=128, help="of the image, in pixels (default 128)")
     parser.add_argument("--json", action="store_true", help="print what is stored")
+    parser.add_argument(
+        "--smallest", action="store_true", help="two steps of a small image; nothing is stored"
+    )
     options = parser.parse_args(argv)
+    if options.smallest:
+        options.steps, options.side = 2, 16
     for name, least in (("steps", 2), ("side", 16)):
         if (given := getattr(options, name)) < least:
             parser.error(f"--{name} {given}: choose {least} or more")

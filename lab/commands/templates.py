@@ -29,6 +29,7 @@ from ..templates.files import prompts
 from ..templates.run import Outcome, Tries
 
 PACKS = {"pipemesh": ROOT, "pipemesh_stand_ins.py": ROOT / "lab" / "templates" / "stand_ins" / "pack.py"}
+KEPT = ROOT / "lab" / "templates" / "prompts.json"
 METHODS = ("ulysses", "ring", "pipefusion")
 WHOLE = 10000  # evaluations that PipeFusion warms up with: all of them are exact
 BAD = ("different", "error")
@@ -95,8 +96,11 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="for ComfyUI's log")
     parser.add_argument("--json", action="store_true", help="one object per line, as they come")
+    parser.add_argument("--smallest", action="store_true", help="one template, of the prompts that are kept")
     options = parser.parse_args(argv)
-    chosen = kept_prompts(options.prompts, host, options.name)
+    chosen = kept_prompts(KEPT if options.smallest else options.prompts, host, options.name)
+    if options.smallest:
+        chosen = dict([min(chosen.items(), key=lambda one: len(one[1]))])
     if not chosen:
         raise LaunchError(f"No template's name fits {', '.join(options.name)}: leave --name out for all.")
     results: Counter[str] = Counter()

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from ..pictures.training import CHECKPOINT, LARGER, Recipe, Training, run, sampl
 SAMPLES, SAMPLE_SEED = 16, 12345
 TRAINED = "trained"  # in the folder: the two results
 CHECKPOINT_BYTES = 170 * 10**6  # while another is written both are there
+SMALLEST = Width(hidden=128, double_blocks=1, single_blocks=1)
 LEAST_SIDE, SIDES = 64, 16  # pixels: of the decoder's crops, and of a token
 
 
@@ -49,7 +51,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     at_end = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_flush_denormal(True)
     try:
-        return train(options)
+        with TemporaryDirectory(prefix="pipemesh-train-") as folder:
+            if options.smallest:
+                options.folder, options.export = Path(folder), None
+            return train(options)
     finally:
         torch.set_flush_denormal(False)
         signal.signal(signal.SIGTERM, at_end)
@@ -69,7 +74,9 @@ def train(options: argparse.Namespace) -> int:
         bfloat16=not options.fp32,
         threads=options.threads,
     )
-    width = Width(step=SIDE / LARGER_SIDE) if options.larger else Width()
+    width = SMALLEST if options.smallest else Width()
+    if options.larger:
+        width = Width(step=SIDE / LARGER_SIDE)
     training = Training(pictures, width, recipe, options.seed)
     if options.larger:
         training.begin_with(*map(load_file, trained_files()))
@@ -194,7 +201,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--fp32", action="store_true", help="compute in fp32; bf16 takes half the time where the CPU has it"
     )
+    parser.add_argument(
+        "--smallest", action="store_true", help="one iteration of a tiny model, whose files are not kept"
+    )
     options = parser.parse_args(argv)
+    if options.smallest:
+        options.iterations = options.decoder_iterations = options.threads = 1
+        options.pictures, options.side, options.fp32 = 2, LEAST_SIDE, True
     least = {"iterations": 1, "decoder_iterations": 0, "pictures": 1, "threads": 1, "seed": 0}
     for name, fewest in least.items():
         if (given := getattr(options, name)) < fewest:

@@ -259,16 +259,16 @@ def markdown(record: Record) -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
-def renewed(record: Record, host: ComfyInstall, tries: bool) -> Record:
-    """The record, with what this ComfyUI says in the place of what was, and figures of classes that
-    have none, or of all where it ``tries``.
+def renewed(record: Record, host: ComfyInstall, tries: bool, kinds: Sequence[Kind] = KINDS) -> Record:
+    """The record, with what this ComfyUI says in the place of what was, and figures of those
+    classes that have none, or of all where it ``tries``.
     """
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
     new = {"workflows": {**record["workflows"], host.version: counted(host)}}
     new |= {"why": dict(record["why"]), "figures": dict(record["figures"])}
-    for kind in KINDS:
+    for kind in kinds:
         try:
             new["why"][kind.name] = why_by_comfyui(kind)
         except ImportError:
@@ -284,11 +284,14 @@ def main(argv: Sequence[str], host: ComfyInstall) -> int:
     )
     parser.add_argument("--write", action="store_true", help="docs/VAES.md and lab/vaes.json anew")
     parser.add_argument("--figures", action="store_true", help="and all figures anew, in some minutes")
+    parser.add_argument("--smallest", action="store_true", help="figures of one class; no file is written")
     options = parser.parse_args(argv)
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     if options.write:
         record = renewed(record, host, options.figures)
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         PAGE.write_text(markdown(record), encoding="utf-8")
+    elif options.smallest:
+        record = renewed(record, host, True, KINDS[:1])
     print(markdown(record), end="")
     return 0

@@ -3,15 +3,13 @@
 import json
 import os
 import random
-from dataclasses import replace
-from functools import partial
 from statistics import median
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.lab.bench import against, hop, load, machines, mixed, pipefusion, plan, pools, sp, trial
+from pipemesh.lab.bench import against, machines, mixed, pipefusion, plan, sp, trial
 from pipemesh.lab.bench import command as bench
 from pipemesh.lab.bench import compile as compile_bench
 from pipemesh.lab.bench import run as bench_run
@@ -37,7 +35,6 @@ from pipemesh.launcher.errors import LaunchError
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.families import FILES
-from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.measured import read, this_machine
 from pipemesh.tests.conftest import ALL
@@ -224,46 +221,26 @@ def host():
     return ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 
 
-by_request = pytest.mark.skipif(
-    not ALL, reason="a bench of half a minute; hop runs the same pools and processes"
-)
-
-
-@by_request
-def test_the_load_bench_runs(monkeypatch):
-    """Run with a tiny file: the figures mean nothing, but all of them must come."""
-    monkeypatch.setattr(load, "SIZE", Size(heads=1, head_dim=128, blocks=(1, 1)))
-    monkeypatch.setattr(load, "COLD_STARTS", 1)
-    monkeypatch.setattr(load, "require_room", lambda folder: None)
-    figures = {(figure.case, figure.metric) for figure in load.bench(Options(host=host(), rounds=1))}
-    assert {
-        ("2_ranks", "cold_start_s"),
-        ("2_ranks", "restart_s"),
-        *((case, "rss_ratio") for case in load.CASES),
-    } <= figures
+by_request = pytest.mark.skipif(not ALL, reason="half a minute; the smallest case of each bench runs")
 
 
 @by_request
 def test_the_pipefusion_bench_runs_draws_its_stages_and_its_bytes_are_those_of_the_formula(
-    monkeypatch, tmp_path
+    tmp_path,
 ):
-    sample, size = pipefusion.EQUAL
-    equal = sample, replace(size, heads=2, blocks=(6,))
-    for name, small in {"PATCHES": (2,), "TOKENS": 320, "STEPS": 4, "TIMED_STEPS": 3, "EQUAL": equal}.items():
-        monkeypatch.setattr(pipefusion, name, small)
     figures = {
         (figure.case, figure.metric): figure
-        for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path))
+        for figure in pipefusion.bench(Options(host=host(), rounds=1, pictures=tmp_path, smallest=True))
     }
     assert {path.name for path in tmp_path.iterdir()} == {
         "pipefusion-free-m2.png",
         "pipefusion-single-m2.png",
     }
-    assert {case for case, metric in figures if metric == "of_schedule"} == {"free_m2_320", "single_m2_320"}
+    assert {case for case, metric in figures if metric == "of_schedule"} == {"free_m2_256", "single_m2_256"}
     assert (
-        figures["free_m2_320", "bytes_per_step"].is_met and figures["single_m2_320", "bytes_per_step"].is_met
+        figures["free_m2_256", "bytes_per_step"].is_met and figures["single_m2_256", "bytes_per_step"].is_met
     )
-    assert 0 < figures["free_m2_320", "occupancy"].estimate.value <= 1
+    assert 0 < figures["free_m2_256", "occupancy"].estimate.value <= 1
     assert figures["cut_by_hand", "weights_share"].is_met
     # With so few steps the blocks' times are rough
     assert 0.5 < figures["equal_blocks", "weights_share"].estimate.value < 0.9
@@ -291,46 +268,33 @@ def test_the_plan_bench_keeps_speeds_of_one_rank_of_two_and_of_one_on_all_cores(
 
 
 def test_runs_over_two_machines_are_held_to_what_is_predicted_of_them_by_the_link_between():
-    counted = {count: attention_alone(count) for count in (*CALIBRATED, machines.TOKENS)}
+    tokens, steps = machines.TOKENS, machines.STEPS["cfg"]
+    counted = {count: attention_alone(count) for count in (*CALIBRATED, tokens)}
     # An evaluation takes 1 s; messages nearly nothing, or 1 s for 4 MiB
-    near = {f"{count} both": (count / machines.TOKENS) ** 2 for count in CALIBRATED} | {"memory": 1e-6}
+    near = {f"{count} both": (count / tokens) ** 2 for count in CALIBRATED} | {"memory": 1e-6}
     near |= {f"message {nbytes}": 1e-6 * nbytes / MESSAGES[0] for nbytes in MESSAGES}
     slow = near | {f"message {nbytes}": nbytes / MESSAGES[1] for nbytes in MESSAGES}
     cfg, ulysses = machines.PHASES["cfg"].values()
     of_near, of_slow = (
-        {layout: machines.predicted([one], counted, "cfg", layout) for layout in (cfg, ulysses)}
+        {
+            layout: machines.predicted([one], counted, "cfg", tokens, steps, layout)
+            for layout in (cfg, ulysses)
+        }
         for one in (near, slow)
     )
-    steps = machines.STEPS["cfg"]
     assert of_near[cfg] == pytest.approx(of_slow[cfg]) == pytest.approx(steps)
     assert of_near[ulysses] < 1.1 * steps < 8 * steps < of_slow[ulysses]
     rounds = [slow | {"alone": 8.0, "both": 8.0, "parallel": of_slow[cfg], "beside": of_slow[ulysses]}]
-    found = {one.metric: one for one in machines.figures("case", "cfg", rounds, counted, ())}
+    found = {one.metric: one for one in machines.figures("cfg", tokens, steps, rounds, counted, ())}
     assert found["over_predicted_cfg2"].estimate.value == pytest.approx(1)
     assert found["over_predicted_ulysses2"].is_met and found["capacity"].estimate.value == 2
-
-
-@by_request
-def test_the_bench_of_two_machines_runs(monkeypatch):
-    monkeypatch.setattr(machines, "TOKENS", 192)
-    monkeypatch.setattr(machines, "STEPS", {"cfg": 4, "data": 4, "pipefusion": 4})
-    figures = {figure.metric: figure for figure in machines.bench(Options(host=host(), rounds=1))}
-    assert {"efficiency", "of_schedule", "ulysses2_over_one", "over_predicted_pipefusion2"} <= {*figures}
-
-
-@by_request
-def test_the_bench_of_unlike_devices_runs(monkeypatch):
-    monkeypatch.setattr(mixed, "TOKENS", 192)
-    figures = {figure.metric: figure for figure in mixed.bench(Options(host=host(), rounds=1))}
-    assert set(figures) == {"of_ideal", "even_of_ideal", "slower_share", "speedup", "capacity"}
-    assert 0 < figures["slower_share"].estimate.value < 1
 
 
 def test_of_a_run_that_goes_step_by_step_the_first_steps_say_how_long_all_of_it_takes(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(pipefusion.time, "perf_counter", lambda: clock[0])
     runs = object.__new__(pipefusion.PipelineRuns)
-    runs.steps = 28
+    runs.length = pipefusion.Length(steps=28)
 
     def sample(model, steps, after_step):
         for step in range(steps):
@@ -341,20 +305,8 @@ def test_of_a_run_that_goes_step_by_step_the_first_steps_say_how_long_all_of_it_
     runs.sample = sample
     assert runs.step_by_step("model") == 5 + 27 * 2 + 1
     assert clock[0] == 100 + 5 + 7 * 2 + 1
-    runs.steps = 4
+    runs.length = pipefusion.Length(steps=4)
     assert runs.step_by_step("model") == 5 + 3 * 2 + 1
-
-
-def test_the_hop_bench_runs(setup, monkeypatch):
-    """``setup``: its ranks are forked from where others are."""
-    monkeypatch.setattr(pools, "RankSetup", partial(replace, setup))
-    monkeypatch.setattr(hop, "SIZE", replace(hop.SIZE, blocks=(1, 1)))
-    monkeypatch.setattr(hop, "PER_ROUND", {"back_to_back": 1, "between_forwards": 1})
-    monkeypatch.setattr(hop, "WARM_UP", 1)
-    figures = {(figure.case, figure.metric) for figure in hop.bench(Options(host=host(), rounds=1))}
-    assert figures == {(case, f"hop_ms_{share}") for case in hop.GOALS_MS for share in ("p50", "p99")} | {
-        ("memory_only", "hop_ms_p50")
-    }
 
 
 def test_the_trial_bench_has_the_seconds_of_each_class_that_is_asked_for(monkeypatch):
@@ -373,15 +325,10 @@ def test_the_trial_bench_has_the_seconds_of_each_class_that_is_asked_for(monkeyp
 
 
 @by_request
-def test_the_sp_bench_runs_and_its_bytes_are_those_of_the_formula(monkeypatch):
-    monkeypatch.setattr(sp, "EFFICIENCY", {192: 0.88})
-    cases = ["ulysses2_192", "ring2_192", "2x2_1024"]
-    figures = list(sp.bench(Options(host=host(), rounds=1)))
-    assert {figure.case for figure in figures if figure.metric == "efficiency"} == {
-        case for case in cases if case.endswith("_192")
-    }
+def test_the_bytes_of_the_sp_bench_are_those_of_the_formula():
+    figures = list(sp.bench(Options(host=host(), rounds=1, smallest=True)))
     counted = [figure for figure in figures if figure.metric == "bytes_per_step"]
-    assert [figure.case for figure in counted] == cases
+    assert [figure.case for figure in counted] == ["ulysses2_256", "ring2_256", "2x2_256"]
     assert all(figure.is_met for figure in counted)
 
 
@@ -427,10 +374,10 @@ def test_where_stock_gains_nothing_nothing_can_be_kept():
 
 def test_the_bench_holds_the_pair_to_one_that_waits_for_nothing():
     rounds = [{"alone": 3.0, "both": 3.0, "shards": 3.0, "mixed": 2.0, "even": 3.0}] * 3
-    found = {figure.metric: figure for figure in mixed.figures(rounds, 1 / 3)}
+    found = {figure.metric: figure for figure in mixed.figures(1024, rounds, 1 / 3)}
     assert found["of_ideal"].estimate.value == pytest.approx(1.0) and found["of_ideal"].is_met
     assert found["even_of_ideal"].estimate.value == pytest.approx(1.5)
-    slow = {figure.metric: figure for figure in mixed.figures([{**rounds[0], "mixed": 2.3}] * 3, 1 / 3)}
+    slow = {figure.metric: figure for figure in mixed.figures(1024, [{**rounds[0], "mixed": 2.3}] * 3, 1 / 3)}
     assert not slow["of_ideal"].is_met
     shared = mixed.of_ideal([{**rounds[0], "both": 4.0, "mixed": 2.4}])
     assert shared == pytest.approx(1.0), (

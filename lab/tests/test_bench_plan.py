@@ -60,12 +60,12 @@ def test_the_bench_holds_predictions_to_what_was_achieved():
         name: getattr(one, name) * 2 for name in ("block_flops", "block_weight_bytes", "attended_by_block")
     }
     whole = replace(one, **twice, shareable=one.shareable._replace(blocks=[0, 0]))
-    wholes = {"model": dict.fromkeys((*bench.SIDES, *bench.CALIBRATED), whole)}
+    wholes = {"model": dict.fromkeys((*bench.SIDES.predicted, *bench.SIDES.calibrated), whole)}
     flops = Timed.of(whole, 1.0).attention_flops
     rounds = {f"model {side} {phase}": flops / 1e9 for side in wholes["model"] for phase in ("alone", "both")}
     rounds |= {f"message {nbytes}": nbytes * 1e-12 for nbytes in bench.MESSAGES} | {"memory": 1e-9}
     rounds |= {"model attention": 1e-9, "model attention in parts": 1e-9}
-    for side in bench.SIDES:
+    for side in bench.SIDES.predicted:
         rounds |= {f"model {side} ulysses 2": flops / 2e9, f"model {side} ring 2": flops / 2e9}
         # One whole, three in three patches, and drained
         rounds |= {f"model {side} pipefusion 2": flops / 1e9 * (1 + 3 / 2 + 1 / 6) / 4}
@@ -75,7 +75,7 @@ def test_the_bench_holds_predictions_to_what_was_achieved():
     assert exact == pytest.approx({"mean_error": 0, "largest_error": 0, "regret": 0}, abs=1e-3)
     slow = rounds | {
         f"model {side} {layout.product()}": flops / 0.5e9
-        for side in bench.SIDES
+        for side in bench.SIDES.predicted
         for layout in bench.SEQUENCES
     }
     off = bench.summed_up(bench.cases([slow], wholes))

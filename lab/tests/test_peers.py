@@ -124,8 +124,7 @@ def test_two_ranks_of_either_give_the_same():
     from pipemesh.lab.bench.lockstep import run
     from pipemesh.launcher.comfyui.host_record import ComfyInstall
 
-    first, _ = run(
-        ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]), 2, "peers:measure", tokens=128, rounds=1
-    )
+    host = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
+    first, _ = run(Options(host=host), 2, "peers:measure", tokens=128, rounds=1)
     assert set(first["rounds"][0]) == {"ours", "theirs", "theirs_placed", "ours_alone", "theirs_alone"}
     assert first["max_difference"] < 2e-5 and first["serial_difference"] < 2e-5

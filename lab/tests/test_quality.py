@@ -127,11 +127,10 @@ def test_a_cell_is_measured_against_stock_and_another_run_samples_nothing_again(
     pictures, tmp_path, monkeypatch
 ):
     rightly = {"place": 1.0, "all": 1.0}
-    monkeypatch.setattr(quality, "trained_classifier", lambda: None)
     monkeypatch.setattr("pipemesh.lab.pictures.classifier.accuracy", lambda *_: rightly)
     only = str(QUICK).split()
     made, sampled = pictures(2)
-    figures = list(quality.measured(made, only, tmp_path))
+    figures = list(quality.measured(made, only, tmp_path, lambda: None))
     assert {(figure.case, figure.metric) for figure in figures} >= {
         (f"{QUICK} n=2", "psnr"),
         (f"{QUICK} n=2", "ssim"),
@@ -142,7 +141,7 @@ def test_a_cell_is_measured_against_stock_and_another_run_samples_nothing_again(
     }
     assert 30 < next(figure.estimate.value for figure in figures if figure.metric == "psnr") < quality.EQUAL
     assert (tmp_path / quality.CURVES).exists() and len(sampled) == 2
-    again = list(quality.measured(pictures(2)[0], only, tmp_path))
+    again = list(quality.measured(pictures(2)[0], only, tmp_path, lambda: None))
     assert len(sampled) == 2 and [figure.estimate for figure in again] == [
         figure.estimate for figure in figures
     ]

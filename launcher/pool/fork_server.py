@@ -163,7 +163,7 @@ class ServerProcess:
         self.process = process
         self.has_forked = False
         self.is_deaf = False  # a request could not be sent to it
-        self._control = control
+        self.control = control
         self._env = env
         self._expected = expected
         self._launched = time.monotonic()
@@ -196,7 +196,7 @@ class ServerProcess:
         forked = Forked(self, output, report)
         try:
             socket.send_fds(
-                self._control,
+                self.control,
                 [json.dumps(request).encode()],
                 [command.fd, their_output.fileno(), their_report],
             )
@@ -228,7 +228,7 @@ class ServerProcess:
     def end(self) -> None:
         """Ends it, and the ranks that are left."""
         self._expected.set()
-        self._control.close()
+        self.control.close()
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # its keeper waits on
             self.process.wait(ANSWER_S)

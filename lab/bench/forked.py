@@ -1,0 +1,53 @@
+"""Fork a bench's processes from one that has imported ComfyUI. That is for smallest cases: most of
+their time would be the import, for each process of a bench and each rank of its pools.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...launcher.pool.fork_server import ANSWER_S, ServerProcess, launch, state_of
+from ...launcher.pool.rank_setup import KEEP_MEMORY
+from ...launcher.pool.supervisor import Command
+
+if TYPE_CHECKING:
+    from ...launcher.comfyui.host_record import ComfyInstall
+
+AT_HAND = "pipemesh.lab.bench.comfyui_at_hand"
+
+
+@contextmanager
+def comfyui_at_hand(host: ComfyInstall) -> Iterator[ServerProcess]:
+    """Yield a process that has imported ComfyUI and forks others on demand."""
+    env = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "PIPEMESH_HOST": host.to_json()}
+    server = launch(Command((sys.executable,), env, -1), (AT_HAND,))
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+class Above:
+    """The process that this one was forked from, as much of ``subprocess.Popen`` as is needed of
+    it.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getppid()
+
+    def poll(self) -> int | None:
+        return None if state_of(self.pid) else 1
+
+
+def above(control: int) -> ServerProcess:
+    """Return the server that this process was forked from, which is asked over ``control``."""
+    asked = socket.socket(fileno=control)
+    asked.settimeout(ANSWER_S)
+    process: Any = Above()
+    return ServerProcess(process, asked, {}, threading.Event())
