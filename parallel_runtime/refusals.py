@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -32,10 +33,20 @@ def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> No
 
 
 def no_plan(diffusion_model: torch.nn.Module) -> str:
-    why = why_no_plan(type(diffusion_model))
+    kind = type(diffusion_model)
+    why = why_no_plan(kind) if kind.__module__.startswith("comfy.") else of_a_pack(kind)
+    return f"{kind.__name__} has no token plan ({why}; docs/FAMILIES.md has the models with one)"
+
+
+def of_a_pack(model_class: type) -> str:
+    """Says whose class it is that has been put in the place of one of ComfyUI's, which may have the
+    same name.
+    """
+    file = getattr(sys.modules.get(model_class.__module__), "__file__", None) or ""
+    path = file.replace("\\", "/")
+    where = path[path.find("custom_nodes/") :] if "custom_nodes/" in path else path
     return (
-        f"{type(diffusion_model).__name__} has no token plan ({why}; docs/FAMILIES.md has the models with"
-        " one)"
+        f"it is {patch_name(model_class)}{f' in {where}' * bool(where)}, of another pack, not ComfyUI's own"
     )
 
 

@@ -2,6 +2,7 @@
 or the model stays on one and a sentence says why.
 """
 
+import re
 import sys
 from enum import Enum
 from functools import partial
@@ -165,9 +166,26 @@ def test_a_class_of_a_pack_and_one_that_is_not_found_by_its_name_stay_on_one_gpu
     """Ranks import ComfyUI without the pack, and would build another class."""
     of_a_pack, not_found = of_class(Unplanned, "a_pack.model"), of_class(Unplanned)
     sys.modules["comfy.ldm.unplanned"].Unplanned = None
-    for model in (of_a_pack, not_found):
-        with pytest.raises(Refused, match=r"^Unplanned has no token plan \(no plan has been written yet"):
+    for model, why in (
+        (of_a_pack, r"it is a_pack\.model\.Unplanned, of another pack, not ComfyUI's own; docs"),
+        (not_found, "no plan has been written yet"),
+    ):
+        with pytest.raises(Refused, match=rf"^Unplanned has no token plan \({why}"):
             in_groups(Layout(cfg=2), model)
+
+
+def test_a_packs_class_of_the_same_name_as_comfyuis_is_told_with_its_file(of_class):
+    home = "/home/me/ComfyUI/custom_nodes/own-models"
+    kind = type(stock_model(5).model.diffusion_model).__name__
+    model = of_class(type(kind, (Unplanned,), {}), f"{home}.nodes.model")
+    sys.modules[f"{home}.nodes.model"].__file__ = f"{home}/nodes/model.py"
+    says = (
+        f"{kind} has no token plan (it is own-models.nodes.model.{kind} in"
+        " custom_nodes/own-models/nodes/model.py, of another pack, not ComfyUI's own; docs/FAMILIES.md has"
+        " the models with one): leave PipeMesh Parallelize out for this model."
+    )
+    with pytest.raises(Refused, match=f"^{re.escape(says)}$"):
+        in_groups(Layout(ulysses=2), model)
 
 
 def test_a_model_with_a_plan_is_never_compared(of_class):

@@ -4,6 +4,7 @@ was tested with, else when it has been compared with stock on the CPU, once.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import json
@@ -25,13 +26,15 @@ from ...parallel_runtime.client.alone import Judge, Shared
 from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
 from ...parallel_runtime.layout import Layout
-from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles
+from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, tree_text
 from ...parallel_runtime.weights.quantised import numbers_of
 from ...parallel_runtime.wire.messages import TrialStep
 from .known_hosts import KnownHosts, known_hosts
 from .rounding import error_of
 
 PACK = Path(__file__).resolve().parents[2]
+RUNTIME, TRIAL = "parallel_runtime", "launcher/trial"
+NOT_IN_RANKS = ("client", "planner", "watch")  # folders of the runtime that compute nothing of a model
 POLL_S = 0.05
 NAMED = 2  # functions that a notice names
 TURN_OFF = "update PipeMesh, or set PIPEMESH_TRIAL=0, with which images may be wrong"
@@ -347,10 +350,15 @@ def done(verdict: Verdict) -> Future[Verdict]:
 
 
 @cache
-def pack_digest() -> str:
-    """Returns a name of PipeMesh's own code that computes: another one is tried anew."""
+def pack_digest(pack: Path = PACK) -> str:
+    """Returns a name of PipeMesh's own code that computes and compares: another one is tried anew.
+    It is told by syntax trees without docstrings, so that a comment is no other code.
+    """
+    runtime = pack / RUNTIME
+    files = [one for one in runtime.rglob("*.py") if one.relative_to(runtime).parts[0] not in NOT_IN_RANKS]
+    files += (pack / TRIAL).glob("*.py")
     hashed = hashlib.blake2b(digest_size=8)
-    for folder in ("launcher", "parallel_runtime"):
-        for file in sorted((PACK / folder).rglob("*.py")):
-            hashed.update(file.read_bytes())
+    for file in sorted(files):
+        text = tree_text(ast.parse(file.read_bytes()))
+        hashed.update(f"{file.relative_to(pack).as_posix()}\n{text}\n".encode())
     return hashed.hexdigest()

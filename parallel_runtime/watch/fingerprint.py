@@ -142,7 +142,7 @@ class HostFiles:
         for statement in statements:
             for part, node in _parts(statement, bound):
                 inner = set(_dotted_names(node))
-                texts.setdefault(f"{module}:{part}", []).extend([_tree_text(node), *_libraries(file, inner)])
+                texts.setdefault(f"{module}:{part}", []).extend([tree_text(node), *_libraries(file, inner)])
                 names |= inner
                 words.update(_words(node))
         if statements and not is_followed:
@@ -216,7 +216,7 @@ def _source_file(path: Path, package: str) -> SourceFile:
     imports = [one for node in ast.walk(tree) for one in _imports(node, package)][::-1]
     imported = {name: place for name, place in imports if name != "*"}
     all_of = [place[0] for name, place in imports if name == "*"]
-    return SourceFile(bound, imported, all_of, [_tree_text(node) for node in rest])
+    return SourceFile(bound, imported, all_of, [tree_text(node) for node in rest])
 
 
 def _libraries(file: SourceFile, names: Iterable[tuple[str, ...]]) -> list[str]:
@@ -283,9 +283,9 @@ def _words(node: ast.AST) -> Iterator[str]:
             yield one.arg
 
 
-def _tree_text(node: ast.AST) -> str:
-    """Returns a syntax tree as text, without what is empty there: later Pythons have more
-    fields.
+def tree_text(node: ast.AST) -> str:
+    """Returns a syntax tree as text, without docstrings, and without what is empty there: later
+    Pythons have more fields.
     """
     words: list[str] = []
 
