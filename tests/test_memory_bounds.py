@@ -3,17 +3,23 @@ the other, and is back to it after a run: bytes of the arena, of memory that is 
 GPUs, of copies on the UI's GPU, and of what ranks keep.
 """
 
+import os
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
 from greenlet import getcurrent
+from pipemesh.lab.commands.parity import BOUND as PARITY
+from pipemesh.lab.commands.parity import relative_error
+from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.status.collection import shared_figures
 from pipemesh.parallel_runtime.client import calls, runs
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import Work
+from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Sessions
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import recorded
@@ -21,10 +27,13 @@ from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.worker import device_memory
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 
+from .fake_pools import cpus
 from .joint_model import CONDS
 from .late_device import late_device
 from .late_pool import pooled
 from .late_ranks import own_gpu
+from .models import load
+from .models import run as sampled
 
 CONDITIONING, FIRST, BOUND = 1 << 10, 16 << 10, 64 << 10  # bytes, in the place of the product's
 RESIDUALS = 512 << 10
@@ -108,6 +117,25 @@ def test_ranks_tell_what_their_methods_keep(layout, monkeypatch):
     keys_and_values = 2 * 2 * 4 * (5 + 13) * 6 if layout.stages > 1 else 0  # of a stage's two blocks
     assert all(one >= max(1, keys_and_values) for one in during), told
     assert all(before - left >= keys_and_values for before, left in zip(during, after, strict=True))
+
+
+def test_ranks_follow_memory_that_shrinks_after_every_run(setup, files, monkeypatch):
+    monkeypatch.setattr(Arena.__init__, "__defaults__", (FIRST, FIRST))
+    handle, truth = PoolHandle(cpus(2), setup), sampled(load(files["model"]), cfg=2.0)
+    try:
+        pool = RemotePool(handle, shares_weights=True)
+        parallel, seen = parallelize(load(files["model"]), pool, 0.0), []
+        real = pool.evaluations.submit
+        pool.evaluations.submit = lambda *args, **kwargs: (
+            real(*args, **kwargs),
+            seen.append(handle.live().arena.nbytes),
+        )[0]
+        for _ in range(3):
+            assert relative_error(sampled(parallel, cfg=2.0), truth) <= PARITY
+            arena = handle.live().arena
+            assert seen[-1] > arena.nbytes == os.fstat(arena.segment.fd).st_size == FIRST
+    finally:
+        handle.close()
 
 
 def test_layouts_in_turn_leave_nothing_of_their_pools_on_the_uis_gpu():

@@ -9,6 +9,7 @@ from dataclasses import fields
 import pytest
 from pipemesh.nodes.status.figures import MemoryFigures, SharedFigures
 from pipemesh.parallel_runtime.client import ahead, calls, patched_weights, runs
+from pipemesh.parallel_runtime.comm import in_step
 from pipemesh.parallel_runtime.methods import recorded
 from pipemesh.parallel_runtime.wire import arena
 from pipemesh.parallel_runtime.worker import device_memory
@@ -55,11 +56,12 @@ BOUNDS = {
     "Copies of these": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
     "A run's prompts": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
     "Memory of messages": (f"1/{device_memory.LITTLE} of",),
+    "The order of": (f"{in_step.KEPT_KINDS} kinds of a model between runs",),
     "CUDA graphs": (f"{recorded.MOST} of a model; 1/{device_memory.LITTLE} of",),
     "Sets of patched": (f"1/{1 / patched_weights.SHARE_OF_SETS:.0f} of",),
     "Pictures of the queue": (f"{ahead.MOST_BYTES >> 30} GiB",),
     "Latents by which": (f"{calls.KEPT_LATENTS // MIB} MiB",),
-    "Figures of runs": (f"{runs.KEPT} runs, {runs.MOST_EVALUATIONS} evaluations",),
+    "Figures of runs": (f"{runs.KEPT} runs; {runs.MOST_EVALUATIONS} evaluations",),
 }
 FIGURES = {
     "shared": {one.name for one in fields(SharedFigures)},

@@ -30,6 +30,7 @@ class Calls:
         self._numbers: Counter[Branch] = Counter()  # likewise, in this evaluation of the sampler
         # As the branch saw them last; the branch of the latest last
         self._latents: dict[Branch, list[torch.Tensor]] = {}
+        self._held_bytes = 0  # of these
         self._sampled: torch.Tensor | None = None  # the sampler's latent
         self._moved: Callable[[], None] | None = None
 
@@ -38,6 +39,7 @@ class Calls:
         self._counts.clear()
         self._numbers.clear()
         self._latents.clear()
+        self._held_bytes = 0
 
     def watch(self, moved: Callable[[], None] | None) -> None:
         """Has ``own_branch`` tell calls apart, and call ``moved`` where a latent is not the one
@@ -45,6 +47,7 @@ class Calls:
         """
         self._moved = moved
         self._latents.clear()
+        self._held_bytes = 0
         self._sampled = None
 
     def begin_evaluation(self, sampled: torch.Tensor) -> None:
@@ -66,19 +69,21 @@ class Calls:
             self._counts[branch] = 0
             tell, self._moved = self._moved, lambda: None  # once a run
             tell()
-        self._latents.pop(branch, None)
+        for latent in self._latents.pop(branch, ()):
+            self._held_bytes -= latent.nbytes
         self._latents[branch] = [latent.clone() for latent in latents]
-        self._forget_oldest()
+        for latent in latents:
+            self._held_bytes += latent.nbytes
+        if self._held_bytes > KEPT_LATENTS:
+            self._forget_oldest()
         return branch
 
     def _forget_oldest(self) -> None:
         """Forgets branches beyond the bound: a call of theirs would be their first."""
-        held = sum(latent.nbytes for latents in self._latents.values() for latent in latents)
         for branch in list(self._latents)[:-1]:
-            if held <= KEPT_LATENTS:
-                break
-            held -= sum(latent.nbytes for latent in self._latents.pop(branch))
-            del self._counts[branch]
+            if self._held_bytes > KEPT_LATENTS:
+                self._held_bytes -= sum(latent.nbytes for latent in self._latents.pop(branch))
+                del self._counts[branch]
 
     def _is_of(self, branch: Branch, latents: Sequence[torch.Tensor]) -> bool:
         if len(latents) == 1 and self._sampled is not None and in_place(latents[0], self._sampled):
