@@ -55,10 +55,6 @@ class Work:
     width: int = 1
     in_fp32: bool = False
 
-    @property
-    def is_of_run(self) -> bool:
-        return self.width != ALONE and not self.in_fp32
-
 
 class OutputTooLarge(Exception):
     """An output takes ``growth`` times the room of its latent, and can be asked for no more."""
@@ -123,7 +119,7 @@ class Evaluations:
                 except BaseException:
                     self.abandon()
                     raise
-        if works[0].is_of_run:
+        if works[0].width != ALONE and not works[0].in_fp32:
             run.evaluations.append(
                 measured(began, [replies for _, replies in answered], None, works[0].arguments)
             )
