@@ -41,7 +41,7 @@ ${Object.entries(AXES).map(([axis, colour]) => `.pipemesh .axis-${axis}, .pipeme
 .pipemesh summary { cursor: pointer; }
 .pipemesh img { max-width: 100%; border-radius: 4px; }`;
 
-const heading = (name, t) => make("h2", { text: t(name), "data-key": name });
+const heading = (key, text) => make("h2", { text, "data-key": key });
 
 const quiet = (text) => make("p", { className: "quiet", text });
 
@@ -148,14 +148,14 @@ class Panel {
     return [
       ...this.now(status),
       ...(run ? this.lastRun(run, status) : []),
-      heading("devices", t),
+      heading("devices", t("devices")),
       ...status.devices.map((device) => this.device(device)),
-      heading("pools", t),
+      heading("pools", t("pools")),
       ...this.pools(status),
       this.error ? make("p", { role: "alert", text: this.error }) : "",
-      heading("runs", t),
+      heading("runs", t("runs")),
       this.runs(status.last_runs),
-      heading("notices", t),
+      heading("notices", t("notices")),
       ...this.notices(status.notices),
     ];
   }
@@ -175,7 +175,7 @@ class Panel {
     const text = this.waiting ? this.waiting.text : run ? begun(run) : t("idle");
     const left = (!this.waiting && run?.steps.left_s) || null;
     return [
-      heading("now", t),
+      heading("now", t("now")),
       make("p", { role: "status", text }),
       total ? bar(t("progress"), [[done / total, ""]]) : "",
       left === null ? "" : quiet(t("left", duration(left))),
@@ -238,7 +238,7 @@ class Panel {
       if (this.picture?.getAttribute("src") !== src) this.picture = make("img", { src, alt: t("timeline") });
       lines.push(details("timeline", t("timeline"), this.picture));
     }
-    return [heading("last_run", t), make("div", { className: run.steps.fault ? "card fault" : "card", "data-key": "run" }, ...lines)];
+    return [heading("last_run", t("last_run")), make("div", { className: run.steps.fault ? "card fault" : "card", "data-key": "run" }, ...lines)];
   }
 
   // How long one rank waited for messages, of the rank that did so most, by axis. Patches overlap, so their run has no share of its own.
