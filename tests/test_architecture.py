@@ -19,6 +19,7 @@ from statistics import median
 import pytest
 
 from .axis_names import SAYS_AXES, SPELLS_AXES, TABLE, SpelledAxis, is_listed, spelled_axes
+from .kept import LIFETIMES, kept_by, kept_by_all
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("parallel_runtime", "launcher", "nodes")  # each may import itself and what stands to its left
@@ -506,3 +507,23 @@ def test_contributors_are_told_the_limits_that_there_are():
     columns = re.search(r"^line-length = (\d+)", (ROOT / "pyproject.toml").read_text(), re.M)
     page = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
     assert columns and " ".join(LIMITS.format(columns=columns[1]).split()) in page
+
+
+def test_what_classes_keep_in_collections_has_a_known_lifetime() -> None:
+    known = [name for names in LIFETIMES.values() for name in names.split()]
+    found = {one.partition(".")[0] for one in kept_by_all()}
+    assert len(known) == len({*known})
+    assert found - {*known} == set(), "say in tests/kept.py how long it stays, in docs/MEMORY.md how much"
+    assert {*known} - found == set(), "they keep nothing any more: tests/kept.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A:\n    def __init__(self):\n        self.a, self.b = 0, {}",
+        "class A:\n    b: dict = field(default_factory=dict)",
+        "class A:\n    def __init__(self):\n        self.b: dict[int, int] = OrderedDict()",
+    ],
+)
+def test_a_collection_is_found_however_it_is_made(text: str) -> None:
+    assert [*kept_by(text)] == ["A.b"]
