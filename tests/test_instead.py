@@ -41,7 +41,7 @@ def their_node(model):
     """
     asked = []
     model.theirs_scale, model.theirs_step, model.theirs_once = 1.01, 0, True
-    model.theirs_scaled = MethodType(lambda self, x: x * self.theirs_scale, model)
+    model.theirs_scaled = MethodType(lambda self, x: (x * self.theirs_scale, self), model)
     model.set_attachments("before", Cloned(asked))
     stocks = model.get_model_object
     model.get_model_object = lambda name: asked.append(name) or stocks(name)
@@ -54,7 +54,8 @@ def their_node(model):
             patcher.theirs_step += 1
             model.theirs_scale *= 1.02  # later than what is sampled was made
             x = x + (x - denoise(x, now.expand(len(x)), **extra_args)) / now * (then - now)
-            x = patcher.theirs_scaled(x)
+            x, of = patcher.theirs_scaled(x)
+            assert of is patcher
             patcher.get_model_object("model_sampling")
         patcher.theirs_result = x.shape
         patcher.set_attachments("theirs", patcher.get_attachment("before"))
@@ -124,6 +125,7 @@ def test_both_models_of_a_guider_have_what_was_set_on_them(auto):
 def instead():
     """A stock MODEL, and one in its place that has another in its own."""
     runtime, model = PoolsHere(stock_model(5)), stock_model(5)
+    model.__class__ = type("Dynamic", (type(model),), {"get_non_dynamic_delegate": None})
     first = runtime.parallelize(model, OPEN)
     return model, runtime.parallelize(
         first, replace(OPEN, placement=replace(OPEN.placement, layout=Layout(cfg=2)))
@@ -147,6 +149,7 @@ def test_what_is_set_on_any_of_the_objects_is_on_all_and_not_on_their_clones(ins
     model.theirs = 1
     del ours.theirs
     assert not hasattr(model, "theirs")
+    assert not hasattr(ours, "get_non_dynamic_delegate"), "of a class that ours is not"
     ours.hook_mode = before = object()
     assert ours.hook_mode is before and model.hook_mode is not before, "a field of ComfyUI's"
 

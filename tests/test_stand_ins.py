@@ -4,14 +4,18 @@ what we put around its functions takes whatever a later ComfyUI gives them.
 
 import ast
 import inspect
+import re
 import textwrap
+from pathlib import Path
 from types import FunctionType
 
+import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.samplers
 import comfy.sd
 import comfy_extras.nodes_upscale_model as upscaling
 import pytest
+from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.auto.seam import OF_VAES, GuiderSeam, UpscalerSeam, VAESeam
 from pipemesh.nodes.timing import Steps
@@ -24,9 +28,13 @@ from pipemesh.parallel_runtime.client.separable import WRAPPER_KEY
 from pipemesh.parallel_runtime.client.windows import WindowsTogether
 from pipemesh.parallel_runtime.layout import Layout
 
+from .conftest import COMFYUI
 from .in_groups import in_groups
 
 pytestmark = pytest.mark.host
+PATCHERS = re.compile(
+    r"\b(?:(?:model_|current_)?patcher|(?:loaded_model|shift_model|cur)\.model)\.([a-z_]\w*)"
+)
 OVERRIDING = [RemotePatcher, VAEPatcher, VAEInPool, WindowsTogether]
 TILED = ("decode_tiled_", "decode_tiled_3d", "encode_tiled_", "encode_tiled_3d")
 # What ComfyUI's VAE calls of its module beside decode and encode: what computes nothing of the
@@ -71,6 +79,21 @@ def test_a_vae_in_a_pool_computes_whatever_comfyuis_asks_its_module_to():
             assert asked == called == {name.partition("_")[0]}
         else:
             assert called <= {*OF_MODULE, name.partition("_")[0]}
+
+
+def test_whatever_comfyui_asks_of_a_model_is_of_its_patchers_class_or_asked_of_a_dynamic_one_alone():
+    """Ours is a ModelPatcher, and none that is dynamic."""
+    own = {*dir(comfy.model_patcher), *dir(ModelPatcher), *vars(stock_model(5))}
+    found = set()
+    for file in (
+        one
+        for folder in ("comfy", "comfy_execution", "comfy_extras")
+        for one in Path(COMFYUI, folder).glob("*.py")
+    ):
+        if file.name != "model_patcher.py":
+            found |= {*PATCHERS.findall(file.read_text(encoding="utf-8"))} - own
+    assert found <= {"get_non_dynamic_delegate", "register_load_device"}
+    assert not {*dir(RemotePatcher)} & {"get_non_dynamic_delegate", "register_load_device"}
 
 
 def test_a_forward_is_called_and_asked_for_nothing_else():

@@ -23,10 +23,13 @@ class Instead:
     instead_of: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        """Is asked for what neither the object nor its class has."""
-        if self.instead_of is None or name.startswith("__"):
+        """Is asked for what neither the object nor its class has. What another class has of its
+        own, such as ModelPatcherDynamic's methods, is not this one's.
+        """
+        first = first_of(self)
+        if first is self or name not in vars(first):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return bound(getattr(self.instead_of, name), self)
+        return bound(vars(first)[name], self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.instead_of is None or name in vars(self) or hasattr(type(self), name):
