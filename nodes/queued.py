@@ -6,7 +6,7 @@ import comfy.cli_args
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ..parallel_runtime.client.queued import Moment
+from ..parallel_runtime.client.queued import Moment, Pending
 
 
 def moment_now() -> Moment | None:
@@ -19,5 +19,5 @@ def moment_now() -> Moment | None:
     running, queued = PromptServer.instance.prompt_queue.get_current_queue_volatile()
     graph = next((item[2] for item in running if item[1] == executing.prompt_id), {})
     others = sorted(queued, key=lambda item: item[:2])  # a heap
-    waiting = tuple((item[1], item[2]) for item in others)
+    waiting = tuple(Pending(item[1], item[2], tuple(item[4])) for item in others)
     return Moment(executing.prompt_id, str(executing.node_id), executing.list_index, graph, waiting)

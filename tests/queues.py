@@ -15,7 +15,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.parallel_runtime.client.asked import Asked
-from pipemesh.parallel_runtime.client.queued import Moment
+from pipemesh.parallel_runtime.client.queued import Moment, Pending
 
 import nodes
 
@@ -142,6 +142,7 @@ class Line:
     def __init__(self):
         self.now = None
         self.waiting = []  # (id, seed, workflow)
+        self.targets = {}  # by id, the nodes that ComfyUI is to execute of a prompt; else all
 
     def __call__(self):
         return self.now
@@ -151,7 +152,8 @@ class Line:
 
     @contextmanager
     def _at(self, prompt, graph, node):
-        others = tuple((other, workflow.graph(seed)) for other, seed, workflow in self.waiting)
+        graphs = ((other, workflow.graph(seed)) for other, seed, workflow in self.waiting)
+        others = tuple(Pending(other, made, self.targets.get(other, tuple(made))) for other, made in graphs)
         self.now = Moment(prompt, node, None, graph, others)
         try:
             yield

@@ -18,7 +18,7 @@ from pipemesh.parallel_runtime.client import ahead as ahead_module
 from pipemesh.parallel_runtime.client import asked, separable
 from pipemesh.parallel_runtime.client.ahead import LookAhead
 from pipemesh.parallel_runtime.client.asked import takes_seed
-from pipemesh.parallel_runtime.client.queued import Moment
+from pipemesh.parallel_runtime.client.queued import Moment, Pending
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.seeds import Seed
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
@@ -37,6 +37,7 @@ from .queues import (
     Workflow,
     at_each_step,
     in_line,
+    node,
     seeds_of,
     tensors_of,
 )
@@ -171,6 +172,16 @@ def test_every_prompt_is_told_each_of_its_own_steps():
     ours = Ahead()
     assert told(ours.model, ours.line) == told(stock_model(5), Line())
     assert ours.images == (1, 0)
+
+
+@pytest.mark.parametrize(("targets", "ahead"), [(("latent",), 0), (("1",), 1), (("1", "2"), 2)])
+def test_of_a_prompt_that_waits_only_samplers_that_comfyui_will_execute_are_sampled(targets, ahead):
+    """A page can queue a part of its graph."""
+    ours = Ahead()
+    ours.line.targets = {"prompt 1": targets}
+    ours.line.put(*seeds_of(InTwo(), 11, 12))
+    ours.line.run(ours.model)
+    assert len(ours.ahead._kept) == ahead
 
 
 def test_a_model_that_is_parallelized_anew_for_each_sampling_is_the_same_one():
@@ -441,7 +452,7 @@ def test_a_prompts_graph_is_compared_with_anothers_once_however_often_its_sample
     own, compared = ahead_module.differences, []
     monkeypatch.setattr(ahead_module, "differences", lambda *given: compared.append(1) or own(*given))
     line = [
-        (str(number), {"1": {"class_type": "KSampler", "inputs": {"seed": number, "steps": number}}})
+        Pending(str(number), {"1": node("KSampler", seed=number, steps=number)}, ("1",))
         for number in range(6)
     ]
     ahead = LookAhead(lambda: Moment(line[0][0], "1", None, line[0][1], tuple(line[1:])))

@@ -10,7 +10,7 @@ import torch
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.planning import Planning
 from pipemesh.parallel_runtime.client.ahead import LookAhead
-from pipemesh.parallel_runtime.client.queued import Moment
+from pipemesh.parallel_runtime.client.queued import Moment, Pending
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choose import START_S, plan
 from pipemesh.parallel_runtime.planner.job import Job
@@ -28,7 +28,7 @@ def waiting(seeds, text=0):
     graphs = [Workflow().graph(seed) for seed in seeds]
     for graph in graphs[2:]:
         graph["text"]["inputs"]["number"] = text
-    others = tuple((str(number), graph) for number, graph in enumerate(graphs[1:], 1))
+    others = tuple(Pending(str(number), graph, ("1",)) for number, graph in enumerate(graphs[1:], 1))
     return Moment("0", "1", None, graphs[0], others)
 
 
@@ -49,7 +49,7 @@ def test_prompts_that_wait_and_differ_in_the_seed_get_groups_and_one_alone_all_r
 
 def test_prompts_that_differ_in_more_get_what_one_alone_gets():
     moment = waiting([1, 2])
-    moment.others[0][1]["text"]["inputs"]["number"] = 5
+    moment.others[0].graph["text"]["inputs"]["number"] = 5
     assert planned(moment).layout == Layout(ulysses=2)
 
 

@@ -129,13 +129,13 @@ class Prompts:
 
     def each(self) -> Iterator[int]:
         """Yields each one's seed, while it is executed."""
-        from ...parallel_runtime.client.queued import Moment
+        from ...parallel_runtime.client.queued import Moment, Pending
 
         graphs = [
-            (str(seed), {"1": {"class_type": "KSampler", "inputs": {"seed": seed}}})
+            Pending(str(seed), {"1": {"class_type": "KSampler", "inputs": {"seed": seed}}}, ("1",))
             for seed in range(self._count)
         ]
-        for seed, (prompt, graph) in enumerate(graphs):
+        for seed, (prompt, graph, _) in enumerate(graphs):
             self.now = Moment(prompt, "1", None, graph, tuple(graphs[seed + 1 :]))
             yield seed
         self.now = None

@@ -43,7 +43,7 @@ def released(tokens: int, size: Size) -> Released:
 def unrelated() -> float:
     """Seconds of looking at a queue of prompts that differ in their text."""
     from ...parallel_runtime.client.ahead import LookAhead
-    from ...parallel_runtime.client.queued import Moment
+    from ...parallel_runtime.client.queued import Moment, Pending
 
     def graph(text: int) -> dict[str, Any]:
         made = {
@@ -54,7 +54,7 @@ def unrelated() -> float:
         made["sampler"] = {"class_type": "KSampler", "inputs": {"seed": 1, "model": [str(NODES - 1), 0]}}
         return made
 
-    others = tuple((str(text), graph(text)) for text in range(1, PROMPTS))
+    others = tuple(Pending(str(text), graph(text), ("sampler",)) for text in range(1, PROMPTS))
     ahead = LookAhead(lambda: Moment("0", "sampler", None, graph(0), others))
 
     def nobody() -> Any:

@@ -216,7 +216,7 @@ class LookAhead:
 
     def _forget(self, moment: Moment) -> None:
         """Throws away what is of no use any more."""
-        queue = {moment.prompt, *(prompt for prompt, _ in moment.others)}
+        queue = {moment.prompt, *(other.prompt for other in moment.others)}
         for key in [key for key in list(self._kept) if key[0] not in queue]:
             self._drop(key)
         self._done = {key: done for key, done in self._done.items() if key[0] == moment.prompt}
@@ -298,10 +298,12 @@ class LookAhead:
             return []
         found: list[Alike] = []
         seeds = {tuple(seed_at(graph, one) for one in places)}
-        for prompt, other in moment.others[:most]:
+        for pending in moment.others[:most]:
+            prompt, other, _ = pending
             pair = moment.prompt, node, prompt
             if pair not in self._differing or self._differing[pair][0] is not other:
-                self._differing[pair] = other, differences(graph, other, node)
+                is_needed = pending.executes(node)
+                self._differing[pair] = other, differences(graph, other, node) if is_needed else None
             differing = self._differing[pair][1]
             key, earlier = (prompt, node, moment.index), self._kept.get((prompt, before, moment.index))
             own_seeds = tuple(seed_at(other, one) for one in places)

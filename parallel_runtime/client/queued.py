@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Graph = Mapping[str, Any]
 Place = tuple[str, str]  # a node's id, and the name of its input
@@ -21,17 +21,30 @@ OF_NOISE, SEED_OF_NOISE = {"SamplerCustomAdvanced": "noise"}, {"RandomNoise": "n
 LATENT = "latent_image"
 
 
+class Pending(NamedTuple):
+    """A prompt that waits: its id and graph. ComfyUI will execute the nodes ``outputs`` and all
+    that they need, which may be a part of the graph.
+    """
+
+    prompt: str
+    graph: Graph
+    outputs: tuple[str, ...]
+
+    def executes(self, node: str) -> bool:
+        return any(node in before(self.graph, output) for output in self.outputs)
+
+
 @dataclass(frozen=True)
 class Moment:
     """The ``node`` of a ``prompt`` that ComfyUI executes now, for the list item ``index``, its
-    ``graph``, and the ``others`` that wait, by id, in the order of the queue.
+    ``graph``, and the ``others`` that wait, in the order of the queue.
     """
 
     prompt: str
     node: str
     index: int | None
     graph: Graph
-    others: tuple[tuple[str, Graph], ...]
+    others: tuple[Pending, ...]
 
 
 def is_link(value: Any) -> bool:
