@@ -5,6 +5,7 @@ edit; what the pool cannot honour is stock's own result, with one notice that sa
 from types import SimpleNamespace
 
 import comfy.sample
+import comfy.sampler_helpers
 import comfy.samplers
 import pytest
 import torch
@@ -12,7 +13,7 @@ from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS
-from pipemesh.nodes.auto.seam import GuiderSeam, HostChanged, Run
+from pipemesh.nodes.auto.seam import UNSEEN, GuiderSeam, HostChanged, Run
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.timing import StepTimes
@@ -26,7 +27,7 @@ from .models import conditioning, load, run, with_lora
 from .shared_runtime import SharedRuntime, settings
 
 __all__ = ["settings"]  # a fixture
-STOCK = {name: vars(comfy.samplers.CFGGuider)[name] for name in ("sample", "outer_sample")}
+STOCK = {name: vars(comfy.samplers.CFGGuider)[name] for name in ("sample", *UNSEEN)}
 
 
 @pytest.fixture
@@ -450,24 +451,45 @@ def test_training_stays_in_comfyui_and_gets_its_gradients(
     assert said(notices) == [f"On one GPU: {GRADIENTS}"] and not requests["Forward"]
 
 
-def test_a_guider_with_a_sample_method_of_its_own_is_told_of(auto, settings, requests, notices, files):
-    class OfItsOwn(comfy.samplers.CFGGuider):
-        def sample(self, noise, latent_image, sampler, sigmas, *args, **kwargs):
-            self.conds = {name: [dict(cond) for cond in conds] for name, conds in self.original_conds.items()}
-            shapes = [latent_image.shape]
-            return self.outer_sample(
-                noise, latent_image, sampler, sigmas, disable_pbar=True, seed=2, latent_shapes=shapes
-            )
+class Outer(comfy.samplers.CFGGuider):
+    """Samples without ``CFGGuider.sample``."""
 
-    guider = guider_of(load(files["model"]), OfItsOwn)
+    def sample(self, noise, latent_image, sampler, sigmas, *args, **kwargs):
+        self.conds = {name: [dict(cond) for cond in conds] for name, conds in self.original_conds.items()}
+        shapes = [latent_image.shape]
+        return self.on(noise, latent_image, sampler, sigmas, disable_pbar=True, seed=2, latent_shapes=shapes)
+
+    def on(self, *args, **kwargs):
+        return self.outer_sample(*args, **kwargs)
+
+
+class Inner(Outer):
+    """And without ``outer_sample``."""
+
+    def on(self, noise, latent, sampler, sigmas, **kwargs):
+        self.inner_model, self.conds, models = comfy.sampler_helpers.prepare_sampling(
+            self.model_patcher, noise.shape, self.conds, self.model_options
+        )
+        self.model_patcher.pre_run()
+        try:
+            device = self.model_patcher.load_device
+            return self.inner_sample(noise, latent, device, sampler, sigmas, None, None, **kwargs)
+        finally:
+            self.model_patcher.cleanup()
+            comfy.sampler_helpers.cleanup_models(self.conds, models)
+
+
+@pytest.mark.parametrize("kind", [Outer, Inner])
+def test_a_guider_with_a_sample_method_of_its_own_is_told_of(auto, settings, requests, notices, files, kind):
+    guider = guider_of(load(files["model"]), kind)
     guided(guider)
     assert not said(notices)
     settings(True)
     guided(guider)
     assert said(notices) == [
-        "On one GPU: OfItsOwn has a sample method of its own, which PipeMesh does not know."
+        f"On one GPU: {kind.__name__} has a sample method of its own, which PipeMesh does not know."
     ]
-    assert not requests["Forward"]
+    assert notices.latest()[0].count == 1 and not requests["Forward"]
 
 
 # -- the seam and the switch

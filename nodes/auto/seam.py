@@ -1,6 +1,6 @@
 """Where auto mode stands in ComfyUI: before ``CFGGuider.sample``, which every sampler node calls,
-stock or foreign; ``outer_sample``, which tells of guiders that do without; and the four methods of
-a ``VAE`` that nodes call, and the node that upscales.
+stock or foreign; ``outer_sample`` and ``inner_sample``, which tell of guiders that do without; and
+the four methods of a ``VAE`` that nodes call, and the node that upscales.
 
 At ``sample``, not in the constructor: ComfyUI keeps guiders between prompts, so that one made while
 the switch was off may be sampled while it is on.
@@ -28,7 +28,8 @@ SAMPLERS = "comfy.samplers"
 NEEDED = (  # function of comfy.samplers, names that its code has to use
     ("CFGGuider.__init__", ("model_patcher",)),
     ("CFGGuider.sample", ("model_patcher", "prepare_model_patcher", "outer_sample")),
-    ("CFGGuider.outer_sample", ("model_patcher", "prepare_sampling", "pre_run", "cleanup")),
+    ("CFGGuider.outer_sample", ("model_patcher", "prepare_sampling", "pre_run", "cleanup", "inner_sample")),
+    ("CFGGuider.inner_sample", ("inner_model",)),
     ("KSampler.sample", ("sample",)),
     ("sample", ("CFGGuider", "sample")),
 )
@@ -40,6 +41,7 @@ Note = Callable[[str, float, bool], None]
 USED = {"patcher", "scale", "load_models_gpu", "tiled_scale", "raise_non_oom"}  # by the node
 UPSCALER, OF_UPSCALERS = "ImageUpscaleWithModel", ("execute", "upscale")
 UPSCALE = "upscale"  # the name of the work, whichever of them is called
+UNSEEN = ("outer_sample", "inner_sample")  # of a guider, on the way from sample to the sampler
 OF_VAES = ("decode", "decode_tiled", "encode", "encode_tiled")
 OF_NODE = ("upscale_model", "image")  # arguments of the node that upscales
 # Of CFGGuider.sample, the first ones
@@ -109,12 +111,12 @@ class Seam:
 
 class GuiderSeam(Seam):
     """``sample`` is called with the guider and the stock method; ``unseen`` with a guider that
-    comes to ``outer_sample`` without having come to ``sample``. ``times`` gets the steps of every
-    sampling.
+    comes to ``outer_sample`` or ``inner_sample`` without having come to ``sample``. ``times`` gets
+    the steps of every sampling.
     """
 
     def __init__(self, sample: Callable[[Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
-        around = {"sample": self._around_sample, "outer_sample": self._around_outer_sample}
+        around = {"sample": self._around_sample, **dict.fromkeys(UNSEEN, self._around_unseen)}
         super().__init__(comfy.samplers.CFGGuider, around)
         self._times = times
         self._sample = sample
@@ -146,19 +148,24 @@ class GuiderSeam(Seam):
                 steps.finish()
                 return output
             finally:
-                self._inside.pop()
+                self._inside.remove(guider)
                 self._times.note(steps)
 
         return sample
 
-    def _around_outer_sample(self, stock: Callable) -> Callable:
+    def _around_unseen(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
-        def outer_sample(guider: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(guider: Any, *args: Any, **kwargs: Any) -> Any:
             if self.is_in and not any(guider is one for one in self._inside):
                 self._unseen(guider)
+                self._inside.append(guider)  # told of once on its way in
+                try:
+                    return stock(guider, *args, **kwargs)
+                finally:
+                    self._inside.remove(guider)
             return stock(guider, *args, **kwargs)
 
-        return outer_sample
+        return method
 
 
 def with_argument(
