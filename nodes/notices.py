@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,15 +56,17 @@ class Notices:
     def __init__(self, show: Callable[[Notice], None] = lambda notice: None):
         self._show = show
         self._kept: tuple[Notice, ...] = ()  # the newest first; replaced whole, for others read it meanwhile
+        self._lock = threading.Lock()  # several threads tell
 
     def tell(self, text: str, detail: str = "", *, one_gpu: bool = True, stays: bool = False) -> None:
         node, prompt = executed_now()
         notice = Notice(time.time(), node, prompt, text, detail, one_gpu=one_gpu, stays=stays)
-        before = next((one for one in self._kept if one.subject == notice.subject), None)
-        others = tuple(one for one in self._kept if one is not before)
-        if before is not None:
-            notice = replace(notice, count=before.count + 1)
-        self._kept = (notice, *others)[:KEPT]
+        with self._lock:
+            before = next((one for one in self._kept if one.subject == notice.subject), None)
+            others = tuple(one for one in self._kept if one is not before)
+            if before is not None:
+                notice = replace(notice, count=before.count + 1)
+            self._kept = (notice, *others)[:KEPT]
         if before is None:
             log.warning(
                 "[PipeMesh] %s%s%s", f"Node {node}: " if node else "", text, f"\n{detail}" if detail else ""

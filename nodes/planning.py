@@ -46,6 +46,7 @@ from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
 from ..parallel_runtime.planner.warm_up import WarmUp, warm_up_of
 from ..parallel_runtime.planner.warm_up import read as read_warm_ups
 from ..parallel_runtime.planner.ways import Kept
+from .notices import executed_now
 from .settings import Choice
 from .timing import StepTimes
 
@@ -164,13 +165,14 @@ class PlannedLayout:
 
 class PastChoice(NamedTuple):
     """A choice that was made: for which devices and kind of sampling, the ``best`` layout whatever
-    was running, and the one that was taken.
+    was running, and the one that was taken; by which node of which prompt.
     """
 
     devices: tuple[Device, ...]
     kind: tuple
     best: Layout | None
     taken: Layout
+    by: tuple[str, str]
 
 
 class Planning:
@@ -188,7 +190,7 @@ class Planning:
         self.rows = RowsKnown()
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
-        self._made: deque[PastChoice] = deque(maxlen=AGAIN)  # the last choices
+        self._made: tuple[PastChoice, ...] = ()  # the last; replaced whole, for other threads read it
         # By what was asked: all layouts of 8 GPUs take a third of a second to predict
         self._plans: deque[tuple[tuple, Plan]] = deque(maxlen=2 * AGAIN)
         # Once: another speed would be another pool
@@ -268,7 +270,7 @@ class Planning:
         except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
             log.warning("[PipeMesh] No layout could be predicted:", exc_info=error)
             planned = PlannedLayout(own.layout, f"{type(error).__name__}, see the log")
-        self._made.append(PastChoice(own.devices, (type(model),), None, planned.layout))
+        self._remember(own.devices, (type(model),), None, planned.layout)
         return planned
 
     def _fitting(self, model: BaseModel, choice: Choice, running: Iterable[Layout]) -> Layout | None:
@@ -286,10 +288,17 @@ class Planning:
             None,
         )
 
+    def _remember(self, devices: tuple[Device, ...], kind: tuple, best: Layout | None, taken: Layout) -> None:
+        self._made = (*self._made, PastChoice(devices, kind, best, taken, executed_now()))[-AGAIN:]
+
     def has_chosen(self, placement: Placement) -> bool:
-        """Return whether one of the last samplings got this layout on these devices by choice."""
+        """Return whether the node that samples now got this layout on these devices by choice: a
+        pool by hand may have the layout that another node got so.
+        """
         return any(
-            one.taken == placement.layout and placement.devices == one.devices[: len(placement.devices)]
+            one.taken == placement.layout
+            and placement.devices == one.devices[: len(placement.devices)]
+            and one.by == executed_now()
             for one in self._made
         )
 
@@ -341,7 +350,7 @@ class Planning:
         parts = 1 if kept == "sharded" else made.best.layout.parts_of_batches
         if parts < asked.images:  # no more of them are sampled at once
             return self._chosen(model, choice, replace(asked, images=parts), running, room, merges)
-        self._made.append(PastChoice(placement.devices, kind, best.layout, made.best.layout))
+        self._remember(placement.devices, kind, best.layout, made.best.layout)
         first = self._predicted(replace(job, batch=asked.shape[0]), here, approximate).best
         return PlannedLayout(
             made.best.layout,
@@ -357,7 +366,7 @@ class Planning:
 
     def _predicted(self, job: Job, here: MachineBox, approximate: bool) -> Plan:
         asked = job, here.box, approximate, sizes_here(job, here), here.alone
-        made = next((made for before, made in self._plans if before == asked), None)
+        made = next((made for before, made in list(self._plans) if before == asked), None)
         if made is None:
             made = plan(*asked[:2], allows_approximate=approximate, sizes=asked[3], alone=here.alone)
             self._plans.append((asked, made))

@@ -4,6 +4,7 @@ pass the places that auto mode has in ComfyUI. The rest, such as text encoders, 
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -61,8 +62,9 @@ class PromptFigures:
 
 
 class PromptTimes:
-    """``prompt_now`` returns the id of the prompt that this thread executes, empty where it does
-    none; ``span_of`` when one that has ended began and ended, in seconds since 1970.
+    """Keeps them, and may be asked for the figures of a run from any thread. ``prompt_now`` returns
+    the id of the prompt that this thread executes, empty where it does none; ``span_of`` when one
+    that has ended began and ended, in seconds since 1970.
     """
 
     def __init__(
@@ -72,29 +74,34 @@ class PromptTimes:
     ):
         self._prompt_now = prompt_now
         self._span_of = span_of
+        self._lock = threading.Lock()  # a prompt's thread notes while the server's asks
         self._vae: Latest[str, tuple[VAEWork, ...]] = Latest(10)
         self._runs: weakref.WeakKeyDictionary[Run, RunParts] = weakref.WeakKeyDictionary()
 
     def note_vae(self, work: str, seconds: float, in_pool: bool) -> None:
         prompt = self._prompt_now()
-        self._vae[prompt] = *self._vae.get(prompt, ()), VAEWork(work, seconds, in_pool)
+        with self._lock:
+            self._vae[prompt] = *self._vae.get(prompt, ()), VAEWork(work, seconds, in_pool)
 
     def note_run(self, run: Run, began: float, ended: float) -> None:
         """Notes a run that ends now, by the clock of its evaluations."""
         if evaluations := list(run.evaluations):
             first = evaluations[0]
             parts = first.began - began, first.seconds, ended - first.began - first.seconds
-            self._runs[run] = RunParts(self._prompt_now(), time.time() - (ended - began), *parts)
+            noted = RunParts(self._prompt_now(), time.time() - (ended - began), *parts)
+            with self._lock:
+                self._runs[run] = noted
 
     def of(self, run: Run, ratio: float | None) -> PromptFigures | None:
         """Returns None before the run's end. ``ratio``: how many times as fast as one device ranks
         computed.
         """
-        own = self._runs.get(run)
-        if own is None:
-            return None
-        runs = [one for one in list(self._runs.values()) if one.prompt == own.prompt] if own.prompt else [own]
-        works, span = self._vae.get(own.prompt, ()), self._span_of(own.prompt)
+        with self._lock:
+            if (own := self._runs.get(run)) is None:
+                return None
+            noted, works = list(self._runs.values()), self._vae.get(own.prompt, ())
+        runs = [one for one in noted if one.prompt == own.prompt] if own.prompt else [own]
+        span = self._span_of(own.prompt)
         by_ranks = sum(one.first_s + one.sampling_s for one in runs)
         by_ranks += sum(one.seconds for one in works if one.in_pool)
         others = sum(one.loading_s for one in runs) + sum(one.seconds for one in works if not one.in_pool)

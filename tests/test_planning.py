@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import comfy.samplers
 import pytest
 import torch
+from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.layouts import require_several
@@ -55,6 +56,7 @@ from pipemesh.parallel_runtime.planner.warm_up import FOLDER, digest_of
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
 
+from .at_once import at_once
 from .bounds import assert_same
 from .foreign_pack import unet, video_unet
 from .in_groups import GroupsHere
@@ -287,17 +289,37 @@ def test_a_workflow_of_two_kinds_of_samplings_counts_the_way_back_until_one_of_t
     assert counted == [True, True, True, True, True, True, False]
 
 
-def test_a_notice_of_a_layout_that_was_chosen_does_not_advise_to_connect_one_pool(monkeypatch):
+def test_a_notice_of_a_layout_that_was_chosen_does_not_advise_to_connect_one_pool():
     told = []
     notices = SimpleNamespace(tell=lambda text, one_gpu: told.append(text))
     chooser, model = planning(), stock_model(5).model
-    taken = placed(OPEN, chooser.choose(model, OPEN, asked(2), ())).placement
+    with CurrentNodeContext("a prompt", "1"):
+        taken = placed(OPEN, chooser.choose(model, OPEN, asked(2), ())).placement
     other = place(Layout(ulysses=2), "cpu", "auto", ())
-    for old, new in ((other, taken), (taken, other)):
-        tell_of_restart(notices, chooser.has_chosen, old, new)
-    assert told[0].endswith("set layout of PipeMesh Pool to by hand.") and told[1].endswith(
-        "connect one pool to all samplers."
-    )
+    # Node 2 has a pool by hand, of the layout that node 1 got by choice
+    for node, old, new in (("1", other, taken), ("1", taken, other), ("2", other, taken)):
+        with CurrentNodeContext("a prompt", node):
+            tell_of_restart(notices, chooser.has_chosen, old, new)
+    assert [text.rpartition(", ")[2] for text in told] == [
+        "set layout of PipeMesh Pool to by hand.",
+        "connect one pool to all samplers.",
+        "connect one pool to all samplers.",
+    ]
+
+
+def test_a_restart_may_be_asked_about_while_a_sampling_is_planned():
+    def uncounted():
+        raise NotCounted("nothing is counted")
+
+    chooser, model = planning(), stock_model(5).model
+
+    def choose():
+        return [chooser.choose(model, OPEN, uncounted, ()) for _ in range(300)]
+
+    def ask():
+        return {chooser.has_chosen(replace(OPEN.placement, backend="gloo")) for _ in range(3000)}
+
+    at_once(choose, ask)
 
 
 # -- the devices

@@ -1,5 +1,6 @@
 """What a prompt waits for, and how much of that no pool can take away."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ from pipemesh.nodes import prompt_times
 from pipemesh.nodes.prompt_times import PromptTimes, VAEWork
 from pipemesh.nodes.report.text import prompt_text
 from pipemesh.parallel_runtime.client.run import Evaluation, Run
+
+from .at_once import at_once
 
 
 @pytest.fixture
@@ -47,6 +50,24 @@ def test_the_parts_of_a_prompt_add_up_and_what_ranks_do_not_compute_is_left(time
     assert (times.of(fresh, None).left_s, times.of(fresh, None).vae) == (1.0, ())
     times.note_run(empty := run_of(), 0.0, 1.0)
     assert times.of(empty, None) is None
+
+
+def test_figures_can_be_asked_for_while_runs_and_decodings_are_noted(times):
+    runs, noted = [run_of((103.0, 2.0)) for _ in range(1000)], threading.Event()
+    times.note_run(runs[0], 100.0, 110.0)
+    times.note_vae("decode", 1.0, True)
+
+    def note():
+        for run in runs:
+            times.note_run(run, 100.0, 110.0)
+            times.note_vae("encode", 1.0, True)
+        noted.set()
+
+    def ask():
+        while not noted.is_set():
+            assert times.of(runs[0], None).vae
+
+    at_once(note, ask)
 
 
 def test_the_report_says_what_was_waited_for_and_the_bound_beside_the_speed(times):
