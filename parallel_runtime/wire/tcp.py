@@ -1,8 +1,8 @@
 """A channel to another machine over TCP: both ends prove a secret and say their version before the
 first message; what descriptors hold is sent along.
 
-The secret keeps strangers from starting or steering ranks. What follows travels in the clear, as
-torch.distributed's own traffic does.
+The secret keeps those who only reach the port from starting or steering ranks. What follows is
+neither encrypted nor authenticated, as torch.distributed's own traffic is not.
 """
 
 from __future__ import annotations
