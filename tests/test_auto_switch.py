@@ -59,6 +59,12 @@ def test_a_setting_without_effect_is_said_to_be(settings):
     assert Switch({}, lambda: settings.file).overruled is None
 
 
+def test_with_several_users_the_setting_for_queues_is_said_to_have_no_effect_whatever_the_variable(settings):
+    several = Switch({"PIPEMESH_AUTO": "1"}, lambda: None)
+    assert several.looks_ahead() and "PipeMesh Pool" in several.queue_overruled.english
+    assert Switch({"PIPEMESH_AUTO": "1"}, lambda: settings.file).queue_overruled is None
+
+
 @pytest.mark.parametrize("on", [False, True])
 def test_what_cannot_be_made_in_this_comfyui_is_missed_only_where_auto_mode_is_on_and_stock_samples(on):
     asked, notices = [], Notices()

@@ -2,9 +2,10 @@
 and again while a workflow runs.
 """
 
-from types import SimpleNamespace
-
 import pytest
+from pipemesh.nodes.auto.mode import Auto
+from pipemesh.nodes.auto.switch import Switch
+from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.planning import PlannedLayout
 from pipemesh.nodes.report.last_run import text_of
 from pipemesh.nodes.report.text import queue_text
@@ -19,7 +20,7 @@ from pipemesh.parallel_runtime.occupancy import Span
 
 from .fake_pools import fake_setup
 
-AUTO = SimpleNamespace(is_on=lambda: False, unavailable=None)
+AUTO = Auto(lambda: None, Switch({"PIPEMESH_AUTO": "0"}, lambda: None), Notices())
 
 
 class Counted(list):

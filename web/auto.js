@@ -68,20 +68,21 @@ function showBadges() {
   for (const notice of noticed.values()) if (isOpen(notice.prompt)) addBadge(nodeOf(notice.node));
 }
 
-// Says why the setting has no effect on this server, if so. The frontend also calls this when it reads the settings.
-async function sayIfOverruled(value, before) {
+// Says why a setting has no effect on this server, if so; `why` names what the status says of it. The frontend also
+// calls this when it reads the settings.
+const sayIfOverruled = (why) => async (value, before) => {
   if (before === undefined || value === before) return;
   try {
     const answer = await api.fetchApi("/pipemesh/status");
     if (!answer.ok) return;
-    const { unavailable } = (await answer.json()).auto;
+    const unavailable = (await answer.json()).auto[why];
     if (!unavailable) return;
     const detail = (await texts())(unavailable.name, ...unavailable.values);
     app.extensionManager?.toast?.add({ severity: "warn", summary: "PipeMesh", detail, life: 15000 });
   } catch (error) {
     console.warn("PipeMesh: the status of auto mode could not be read.", error);
   }
-}
+};
 
 const extension = {
   name: "PipeMesh.Auto",
@@ -95,7 +96,7 @@ const extension = {
         "PipeMesh Pool and PipeMesh Parallelize in a workflow come first.",
       type: "boolean",
       defaultValue: false,
-      onChange: sayIfOverruled,
+      onChange: sayIfOverruled("unavailable"),
     },
     {
       id: "PipeMesh.Queue",
@@ -107,6 +108,7 @@ const extension = {
       type: "combo",
       options: ["all soonest", "first image soonest"], // locales/LANGUAGE/settings.json translates them
       defaultValue: "all soonest",
+      onChange: sayIfOverruled("queue_unavailable"),
     },
   ],
   setup() {

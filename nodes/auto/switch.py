@@ -43,6 +43,11 @@ class Switch:
             return Text("unavailable_variable", (str(int(self.fixed)),))
         return Text("unavailable_multi_user") if self._settings() is None else None
 
+    @property
+    def queue_overruled(self) -> Text | None:
+        """Returns why the setting for queues has no effect; None where it has."""
+        return Text("queue_multi_user") if self._settings() is None else None
+
     def is_on(self) -> bool:
         return self._read().get(SETTING) is True if self.fixed is None else self.fixed
 

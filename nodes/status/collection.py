@@ -1,5 +1,5 @@
 """Collects the status of this ComfyUI's pools, and for PipeMesh Report the run that began last.
-Asked for by the server's thread while another runs a graph: nothing is waited for, and nothing
+Asked for by threads of the server while another runs a graph: nothing is waited for, and nothing
 changes.
 """
 
@@ -58,7 +58,7 @@ def status_of(runtime: Runtime, auto: Auto, busy: bool = False) -> Status:
     pools = tuple(pool_status(handle, pool) for handle, pool in listed)
     return Status(
         busy=busy,
-        auto=AutoStatus(auto.is_on(), auto.unavailable),
+        auto=AutoStatus(auto.is_on(), auto.unavailable, auto.switch.queue_overruled),
         host=host_status(runtime.trials),
         devices=device_statuses([rank for pool in pools for rank in pool.ranks]),
         queue=replace(ahead.images, held=ahead.held_bytes),

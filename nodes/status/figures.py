@@ -16,10 +16,13 @@ from ..timing import Speed
 
 @dataclass(frozen=True)
 class AutoStatus:
-    """``unavailable``: why the setting has no effect on auto mode; None where it has."""
+    """``unavailable``: why the setting has no effect on auto mode; None where it has.
+    ``queue_unavailable``: the same of the setting for queued prompts.
+    """
 
     on: bool
     unavailable: Text | None
+    queue_unavailable: Text | None
 
 
 @dataclass(frozen=True)
