@@ -4,6 +4,7 @@ pool comes up when the MODEL is first sampled, or the VAE first used.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,11 @@ def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
             )
 
         @classmethod
-        def validate_inputs(cls, **chosen: Any) -> bool | str:
-            """``chosen``: the inputs that the prompt names; None is a linked one."""
-            return runtime().check(**chosen)
+        async def validate_inputs(cls, **chosen: Any) -> bool | str:
+            """``chosen``: the inputs that the prompt names; None is a linked one. The server's
+            event loop asks: the first time the runtime is made, which takes seconds.
+            """
+            return await asyncio.to_thread(lambda: runtime().check(**chosen))
 
         @classmethod
         def execute(cls, **chosen: Any) -> io.NodeOutput:

@@ -1,17 +1,19 @@
 """The routes that PipeMesh adds to ComfyUI's own server, whose rules about origins hold for them.
 
 GET only reads. POST answers with the pool as it is then, or with the sentence that says why nothing
-was done. ComfyUI compares Origin and Host on loopback only; a POST has to pass whatever the Host.
+was done. Each answer is made on a thread of its own, so that the server goes on meanwhile: the
+first one imports and makes the runtime, which another thread may be doing. ComfyUI compares Origin
+and Host on loopback only; a POST has to pass whatever the Host.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -50,8 +52,7 @@ def add_routes(
 
         return PoolControl(runtime(), is_executing)
 
-    @routes.get("/pipemesh/timeline.png")
-    async def timeline(_request: web.Request) -> web.Response:
+    def timeline() -> web.Response:
         from .report.last_run import draw_last_run
 
         drawn = draw_last_run(runtime())
@@ -61,12 +62,13 @@ def add_routes(
         drawn.save(png, "PNG")
         return web.Response(body=png.getvalue(), content_type="image/png", headers=NOT_CACHED)
 
-    @routes.get(STATUS)
-    async def status(_request: web.Request) -> web.Response:
+    def status() -> web.Response:
         from .status.collection import status_of
 
-        said = status_of(runtime(), auto, control().is_busy)
-        return web.json_response(asdict(said), headers=NOT_CACHED)
+        return web.json_response(asdict(status_of(runtime(), auto, control().is_busy)), headers=NOT_CACHED)
+
+    routes.get("/pipemesh/timeline.png")(on_a_thread(timeline))
+    routes.get(STATUS)(on_a_thread(status))
 
     async def acted(name: str, request: web.Request) -> web.Response:
         return await answer(lambda pool: getattr(control(), name)(pool), request)
@@ -76,9 +78,20 @@ def add_routes(
     routes.post("/pipemesh/pools/{id}/release")(partial(acted, "release"))
 
 
+def on_a_thread(make: Callable[[], web.Response]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handler(_request: web.Request) -> web.Response:
+        return await asyncio.to_thread(make)
+
+    return handler
+
+
 async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: web.Request) -> web.Response:
-    """Act on a pool on a thread of its own, so that the server goes on meanwhile."""
-    from .status.collection import pool_status
+    """Act on a pool, for a page of ComfyUI's own or a script."""
+
+    def acted() -> dict[str, Any]:
+        from .status.collection import pool_status
+
+        return asdict(pool_status(*act(request.match_info["id"])))
 
     if "Origin" in request.headers:
         if not is_own_page(request.headers["Origin"], request.headers.get("Host", "")):
@@ -86,10 +99,9 @@ async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: w
     elif request.content_type != JSON:
         return refused(415, NOT_JSON)
     try:
-        handle, pool = await asyncio.to_thread(act, request.match_info["id"])
+        return web.json_response(await asyncio.to_thread(acted), headers=NOT_CACHED)
     except PipeMeshError as error:
         return refused(getattr(error, "code", 500), str(error))
-    return web.json_response(asdict(pool_status(handle, pool)), headers=NOT_CACHED)
 
 
 def refused(code: int, why: str) -> web.Response:

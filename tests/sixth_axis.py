@@ -16,6 +16,7 @@ from .bounds import assert_same
 from .fake_pools import fake_setup
 from .in_groups import in_groups
 from .models import run
+from .test_pool_node import validated
 
 ECHO = {"echo": 2}
 LAYOUT = Layout(**ECHO)
@@ -42,9 +43,9 @@ def test_the_pool_node_has_it_as_an_input_and_checks_its_range(node):
     assert "echo" in inputs
     assert inputs["echo"].display_name == "echo (echo)"
     assert inputs["echo"].tooltip == "How many groups say the same."
-    assert node.validate_inputs(**BY_HAND, **ECHO) is True
-    assert node.validate_inputs(**BY_HAND, echo=33) == "echo 33 is out of range: choose 1 to 32."
-    listed = node.validate_inputs(**{**BY_HAND, "devices": "cpu,cpu,cpu"}, **ECHO)
+    assert validated(node, **BY_HAND, **ECHO) is True
+    assert validated(node, **BY_HAND, echo=33) == "echo 33 is out of range: choose 1 to 32."
+    listed = validated(node, **{**BY_HAND, "devices": "cpu,cpu,cpu"}, **ECHO)
     assert listed.startswith("echo 2 = 2 ranks, 3 devices listed")
 
 

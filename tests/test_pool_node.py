@@ -1,5 +1,7 @@
 """PipeMesh Pool: what it hands out, and what changes without another pool."""
 
+import asyncio
+
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
@@ -21,6 +23,10 @@ from .models import conditioning, load, run
 STAGES = {"devices": "cpu", "layout": "by hand", "ulysses": 1, "pipefusion": 2}
 
 
+def validated(node, **chosen):
+    return asyncio.run(node.validate_inputs(**chosen))
+
+
 @pytest.fixture
 def node():
     """Of a runtime that can start nothing."""
@@ -29,21 +35,21 @@ def node():
 
 
 def test_a_prompt_that_names_no_input_takes_every_device_in_a_layout_that_is_chosen(node):
-    assert node.validate_inputs(devices="cpu") is True
+    assert validated(node, devices="cpu") is True
     (choice,) = node.execute(devices="cpu").result
     assert choice.is_open and (choice.placement.layout, choice.patching) == (Layout(ulysses=2), None)
 
 
 def test_an_input_of_a_layout_by_hand_is_not_passed_over_where_the_prompt_names_no_layout(node):
     sentence = "ulysses counts only with layout by hand: give layout too, or leave out ulysses and ring."
-    assert node.validate_inputs(devices="cpu", ulysses=2, ring=1) == sentence
-    assert node.validate_inputs(devices="cpu", ulysses=2, ring=1, layout=None) is True, "a link gives it"
+    assert validated(node, devices="cpu", ulysses=2, ring=1) == sentence
+    assert validated(node, devices="cpu", ulysses=2, ring=1, layout=None) is True, "a link gives it"
     with pytest.raises(LayoutError, match=sentence):
         node.execute(devices="cpu", ulysses=2, ring=1)
 
 
 def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_evaluation(node):
-    assert node.validate_inputs(**STAGES) is True
+    assert validated(node, **STAGES) is True
     assert node.execute(**STAGES).result[0].patching == Patching(3, 1)
     assert node.execute(**STAGES, patches=2, warm_up=4).result[0].patching == Patching(2, 4)
     assert node.execute(**STAGES, stages=" 20, 37 ").result[0].patching == Patching(3, 1, (20, 37))
@@ -51,7 +57,7 @@ def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_eva
 
 def test_without_stages_patches_and_warm_up_mean_nothing(node):
     chosen = STAGES | {"pipefusion": 1, "patches": 5}
-    assert node.validate_inputs(**chosen) is True
+    assert validated(node, **chosen) is True
     assert node.execute(**chosen, warm_up=9).result[0].patching is None
 
 
@@ -192,7 +198,7 @@ def test_auto_takes_every_device_and_no_other_input_counts(node):
     by_hand = STAGES | {"pipefusion": 3, "patches": 4, "backend": "gloo"}
     for devices, ranks in {"auto": 2, "cpu": 2, "cpu, cpu ,cpu": 3}.items():
         chosen = by_hand | {"devices": devices, "layout": "auto"}
-        assert node.validate_inputs(**chosen) is True
+        assert validated(node, **chosen) is True
         (choice,) = node.execute(**chosen).result
         assert (choice.placement.layout, choice.patching) == (Layout(ulysses=ranks), None)
         assert len(choice.placement.devices) == ranks
@@ -242,8 +248,8 @@ def test_where_no_rank_computes_a_pool_is_refused_in_a_sentence_that_the_page_an
         pool_nodes(lambda: runtime)[1].execute(load(files["model"]))
     assert str(caught.value) == sentence
     for layout in ("auto", "by hand"):
-        assert node.validate_inputs(**STAGES | {"devices": "auto", "layout": layout}) == sentence
-        assert node.validate_inputs(**STAGES | {"layout": layout}) is True, "cpu was named"
+        assert validated(node, **STAGES | {"devices": "auto", "layout": layout}) == sentence
+        assert validated(node, **STAGES | {"layout": layout}) is True, "cpu was named"
     caplog.set_level("INFO", "pipemesh")
     auto = Auto(lambda: runtime, Switch({"PIPEMESH_AUTO": "1"}, lambda: None), runtime.notices)
     auto.install()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,10 @@ from pipemesh.nodes.routes import add_routes, answer
 from pipemesh.nodes.status.collection import pool_id
 from pipemesh.nodes.status.control import Busy, PoolControl
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.layout import Layout
+
+from .at_once import at_once
 
 JSON = {"Content-Type": "application/json"}
 
@@ -66,6 +70,13 @@ def test_the_last_twenty_notices_are_kept(caplog):
     for number in range(KEPT + 2):
         notices.tell(f"notice {number}")
     assert [one.text for one in notices.latest()] == [f"notice {number}" for number in range(KEPT + 1, 1, -1)]
+
+
+def test_what_two_threads_tell_at_once_is_kept():
+    for _ in range(100):
+        notices = Notices()
+        at_once(*(partial(notices.tell, f"notice {number}") for number in range(4)))
+        assert len(notices.latest()) == 4
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8188", "192.168.1.5:8188", "comfy.lan"])
@@ -138,3 +149,27 @@ def test_what_comfyui_itself_refuses_to_a_page_is_refused_and_a_name_of_a_strang
     assert has_acted == (ours == 200)
     assert ours == theirs or (ours, theirs) == (403, 200)
     assert origin.format(host) != f"http://{host}" or (ours, theirs) == (200, 200)
+
+
+@pytest.mark.parametrize("path", ["/pipemesh/status", "/pipemesh/timeline.png"])
+def test_the_server_goes_on_while_the_runtime_is_made_for_a_page(path):
+    """It imports what takes seconds, and another thread may be making it."""
+    routes, making, made = web.RouteTableDef(), threading.Event(), threading.Event()
+
+    def runtime():
+        making.set()
+        assert threading.current_thread() is not threading.main_thread()
+        made.wait()
+        raise PipeMeshError("made")
+
+    add_routes(routes, runtime, None, None)
+    handler = next(route.handler for route in routes if route.path == path)
+
+    async def asked():
+        answer = asyncio.ensure_future(handler(make_mocked_request("GET", path)))
+        await asyncio.to_thread(making.wait)
+        made.set()
+        with pytest.raises(PipeMeshError, match="made"):
+            await answer
+
+    asyncio.run(asked())
