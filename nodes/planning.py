@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from comfy.model_base import BaseModel
@@ -46,7 +46,7 @@ from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
 from ..parallel_runtime.planner.warm_up import WarmUp, warm_up_of
 from ..parallel_runtime.planner.warm_up import read as read_warm_ups
 from ..parallel_runtime.planner.ways import Kept
-from .notices import executed_now
+from .past_choices import AGAIN, PastChoices
 from .settings import Choice
 from .timing import StepTimes
 
@@ -56,7 +56,6 @@ NO_STAGES = WarmUp()
 # As weights are asked for; else all ways
 KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}
 STEP_BYTES = 1 << 28  # in which free memory counts
-AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
 @dataclass(frozen=True)
@@ -163,18 +162,6 @@ class PlannedLayout:
         return self.plan is not None and self.layout.world_size == 1
 
 
-class PastChoice(NamedTuple):
-    """A choice that was made: for which devices and kind of sampling, the ``best`` layout whatever
-    was running, and the one that was taken; by which node of which prompt.
-    """
-
-    devices: tuple[Device, ...]
-    kind: tuple
-    best: Layout | None
-    taken: Layout
-    by: tuple[str, str]
-
-
 class Planning:
     """Chooses layouts, and remembers what it chose. ``counts``: of evaluations. ``ahead`` knows
     what waits in the queue. ``speeds``: the file with measured speeds; others lie beside it.
@@ -190,7 +177,7 @@ class Planning:
         self.rows = RowsKnown()
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
-        self._made: tuple[PastChoice, ...] = ()  # the last; replaced whole, for other threads read it
+        self.past = PastChoices()
         # By what was asked: all layouts of 8 GPUs take a third of a second to predict
         self._plans: deque[tuple[tuple, Plan]] = deque(maxlen=2 * AGAIN)
         # Once: another speed would be another pool
@@ -270,7 +257,7 @@ class Planning:
         except Exception as error:  # noqa: BLE001 - another pack's guider may look otherwise, and its image does not depend on this
             log.warning("[PipeMesh] No layout could be predicted:", exc_info=error)
             planned = PlannedLayout(own.layout, f"{type(error).__name__}, see the log")
-        self._remember(own.devices, (type(model),), None, planned.layout)
+        self.past.note(own.devices, (type(model),), None, planned.layout)
         return planned
 
     def _fitting(self, model: BaseModel, choice: Choice, running: Iterable[Layout]) -> Layout | None:
@@ -279,27 +266,13 @@ class Planning:
         """
         taken = {
             one.taken
-            for one in self._made
+            for one in self.past
             if one.kind[0] is type(model) and one.devices == choice.placement.devices
         }
         suits = {choice.placement.layout} | {one for one in taken if one.stages == 1}
         return next(
             (one for one in running if one.world_size > 1 and (one in suits or one.group_size == 1)),
             None,
-        )
-
-    def _remember(self, devices: tuple[Device, ...], kind: tuple, best: Layout | None, taken: Layout) -> None:
-        self._made = (*self._made, PastChoice(devices, kind, best, taken, executed_now()))[-AGAIN:]
-
-    def has_chosen(self, placement: Placement) -> bool:
-        """Return whether the node that samples now got this layout on these devices by choice: a
-        pool by hand may have the layout that another node got so.
-        """
-        return any(
-            one.taken == placement.layout
-            and placement.devices == one.devices[: len(placement.devices)]
-            and one.by == executed_now()
-            for one in self._made
         )
 
     def _chosen(
@@ -332,7 +305,7 @@ class Planning:
         )
         made = self._predicted(job, here, approximate)
         kind = type(model), asked.shape, asked.branches, asked.evaluations, asked.images
-        wanted = {one.best for one in self._made if one.devices == placement.devices and one.kind != kind}
+        wanted = {one.best for one in self.past if one.devices == placement.devices and one.kind != kind}
         best = made.best
         of_queue = replace(job, evaluations=asked.evaluations * asked.rounds)
         for layout in running:
@@ -350,7 +323,7 @@ class Planning:
         parts = 1 if kept == "sharded" else made.best.layout.parts_of_batches
         if parts < asked.images:  # no more of them are sampled at once
             return self._chosen(model, choice, replace(asked, images=parts), running, room, merges)
-        self._remember(placement.devices, kind, best.layout, made.best.layout)
+        self.past.note(placement.devices, kind, best.layout, made.best.layout)
         first = self._predicted(replace(job, batch=asked.shape[0]), here, approximate).best
         return PlannedLayout(
             made.best.layout,

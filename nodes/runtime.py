@@ -113,7 +113,7 @@ class Runtime:
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
         times = times or StepTimes(self.predicted, first_step=self.wait.came)
         self.planning = Planning(times, counts, ahead=LookAhead(moment, looks_ahead))
-        told = partial(tell_of_restart, self.notices, self.planning.has_chosen)
+        told = partial(tell_of_restart, self.notices, self.planning.past.led_to)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it

@@ -299,7 +299,7 @@ def test_a_notice_of_a_layout_that_was_chosen_does_not_advise_to_connect_one_poo
     # Node 2 has a pool by hand, of the layout that node 1 got by choice
     for node, old, new in (("1", other, taken), ("1", taken, other), ("2", other, taken)):
         with CurrentNodeContext("a prompt", node):
-            tell_of_restart(notices, chooser.has_chosen, old, new)
+            tell_of_restart(notices, chooser.past.led_to, old, new)
     assert [text.rpartition(", ")[2] for text in told] == [
         "set layout of PipeMesh Pool to by hand.",
         "connect one pool to all samplers.",
@@ -317,7 +317,7 @@ def test_a_restart_may_be_asked_about_while_a_sampling_is_planned():
         return [chooser.choose(model, OPEN, uncounted, ()) for _ in range(300)]
 
     def ask():
-        return {chooser.has_chosen(replace(OPEN.placement, backend="gloo")) for _ in range(3000)}
+        return {chooser.past.led_to(replace(OPEN.placement, backend="gloo")) for _ in range(3000)}
 
     at_once(choose, ask)
 

@@ -1,0 +1,48 @@
+"""The layouts that were chosen last, for which devices and samplings, and by which node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..launcher.pool.devices import Device, Placement
+from ..parallel_runtime.layout import Layout
+from .notices import executed_now
+
+AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
+
+
+class PastChoice(NamedTuple):
+    """A choice that was made: for which devices and kind of sampling, the ``best`` layout whatever
+    was running, and the one that was taken; ``by`` which node of which prompt.
+    """
+
+    devices: tuple[Device, ...]
+    kind: tuple
+    best: Layout | None
+    taken: Layout
+    by: tuple[str, str]
+
+
+class PastChoices:
+    """Keeps the last choices. May be asked from any thread."""
+
+    def __init__(self) -> None:
+        self._made: tuple[PastChoice, ...] = ()  # replaced whole, for others read it meanwhile
+
+    def __iter__(self) -> Iterator[PastChoice]:
+        return iter(self._made)
+
+    def note(self, devices: tuple[Device, ...], kind: tuple, best: Layout | None, taken: Layout) -> None:
+        self._made = (*self._made, PastChoice(devices, kind, best, taken, executed_now()))[-AGAIN:]
+
+    def led_to(self, placement: Placement) -> bool:
+        """Return whether the node that samples now got this layout on these devices by choice: a
+        pool by hand may have the layout that another node got so.
+        """
+        return any(
+            one.taken == placement.layout
+            and placement.devices == one.devices[: len(placement.devices)]
+            and one.by == executed_now()
+            for one in self
+        )
