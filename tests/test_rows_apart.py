@@ -10,7 +10,7 @@ import pytest
 import torch
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.client.alone import Admission
-from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 from torch import nn
 
@@ -139,6 +139,19 @@ def test_images_are_shared_out_and_compared_once_for_each_form_of_model():
         ours, pool = in_groups(DATA, unet("SDXL"), admission=known)
         assert_same(sampled, ours, stock)
         assert [asked for _, asked, _ in pool.asked][: len(rows)] == rows
+
+
+def test_where_one_rank_has_no_memory_for_all_rows_the_run_goes_on_and_the_log_says_so(caplog):
+    class Small(GroupsHere):
+        def _computed(self, arguments, part, group):
+            if len(arguments["x"]) == FRAMES:
+                raise OutOfMemory("Rank 0 ran out of memory.")
+            return super()._computed(arguments, part, group)
+
+    stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Small)
+    assert_same(sampled, ours, stock)
+    assert {rows for _, rows, _ in pool.asked} == {2}
+    assert "were not compared with all of them: Rank 0 ran out of memory." in caplog.text
 
 
 def test_rounding_in_small_numbers_is_decided_in_fp32():

@@ -5,16 +5,18 @@ batch, mix rows. So rows that were computed apart are compared with all of them 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
 
 from ..branches import Batch
-from ..errors import ModelError, PipeMeshError, Refused
+from ..errors import ModelError, OutOfMemory, PipeMeshError, Refused
 from ..families import FRAMES_ALONE, name_of
 from .alone import Form, Judge, RowsKnown, Shared
 
+log = logging.getLogger("pipemesh")
 ROUNDING = 1e-3  # of the output's scale: what batches of other sizes differ by
 
 
@@ -75,10 +77,16 @@ class RowsApart:
         self._refuse(f"fails ({str(error).partition(chr(10))[0].rstrip('.')}), and on one GPU it does not")
 
     def _judge(self, shapes: Hashable, shared: Shared) -> None:
-        """What looks like more than rounding is computed once more in fp32, which decides."""
-        off = furthest_apart(shared.made, shared.alone())
-        if off and any(one.dtype != torch.float32 for one in shared.made):
-            off = furthest_apart(shared.again(in_fp32=True), shared.alone(in_fp32=True))
+        """What looks like more than rounding is computed once more in fp32, which decides. If one
+        rank has no memory for all rows, they are compared in the next run.
+        """
+        try:
+            off = furthest_apart(shared.made, shared.alone())
+            if off and any(one.dtype != torch.float32 for one in shared.made):
+                off = furthest_apart(shared.again(in_fp32=True), shared.alone(in_fp32=True))
+        except OutOfMemory as error:
+            log.warning("[PipeMesh] Rows of a batch were not compared with all of them: %s", error)
+            return
         if off:
             self._refuse(f"is {off:.1%} off from that of one GPU")
         self._known.are_apart.add((self._form, shapes))
