@@ -17,12 +17,14 @@ from torch import nn
 from .bounds import assert_same
 from .foreign_pack import unet, video_unet
 from .in_groups import GroupsHere, in_groups
-from .models import run
+from .models import conditioning, run
 
 FRAMES = 4
 sampled = partial(run, steps=2, latent=torch.zeros(FRAMES, 4, 8, 8))
 ALONE = "^The rows of this batch are the frames of one video, .*: sample with a cfg above 1 and set cfg of"
-MIXED = "^UNetModel has no token plan, and its images cannot be shared out: computed apart, its first"
+MIXED = (
+    "^UNetModel has no token plan, and its prompts and images cannot be shared out: computed apart, its first"
+)
 DATA = Layout(data=2)
 
 
@@ -141,11 +143,28 @@ def test_images_are_shared_out_and_compared_once_for_each_form_of_model():
         assert [asked for _, asked, _ in pool.asked][: len(rows)] == rows
 
 
-def test_where_one_rank_has_no_memory_for_all_rows_the_run_goes_on_and_the_log_says_so(caplog):
+def test_what_mixes_the_two_prompts_of_one_image_is_found_as_comfyui_batches_them(of_comfyui):
+    ours, pool = in_groups(Layout(cfg=2), of_comfyui(Normalised))
+    alike = {"positive": conditioning(1, 9), "negative": conditioning(2, 9)}
+    one = partial(run, steps=2, cfg=4.0, latent=torch.zeros(1, 4, 8, 8), **alike)
+    with pytest.raises(Refused, match=rf"{MIXED} evaluation is [\d.]+% off"):
+        one(ours)
+    assert [rows for _, rows, _ in pool.asked] == [1, 1, 2]
+    stock, (ours, pool) = unet(), in_groups(Layout(cfg=2), unet())
+    assert_same(one, ours, stock)
+    assert [rows for _, rows, _ in pool.asked][:5] == [1, 1, 2, 1, 1], "once"
+    unlike = {**alike, "negative": conditioning(2, 7)}
+    stock, (ours, pool) = unet(), in_groups(Layout(cfg=2), unet())
+    assert_same(partial(one, **unlike), ours, stock)
+    assert {rows for _, rows, _ in pool.asked} == {1}, "which ComfyUI would repeat to the same length"
+
+
+@pytest.mark.parametrize("error", [OutOfMemory, ModelError])
+def test_where_one_rank_cannot_compute_all_rows_the_run_goes_on_and_the_log_says_so(caplog, error):
     class Small(GroupsHere):
         def _computed(self, arguments, part, group):
             if len(arguments["x"]) == FRAMES:
-                raise OutOfMemory("Rank 0 ran out of memory.")
+                raise error("Rank 0 ran out of memory.")
             return super()._computed(arguments, part, group)
 
     stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Small)

@@ -138,8 +138,11 @@ def test_groups_share_out_what_nobody_has_looked_at_and_compute_the_first_evalua
 @pytest.mark.parametrize(
     "kind, sentence",
     [
-        (SwapsHalves, r"SwapsHalves has no token plan, and its images cannot be shared out: computed apart,"),
-        (LooksAcross, r"LooksAcross has no token plan, and its images cannot be shared out"),
+        (
+            SwapsHalves,
+            r"SwapsHalves has no token plan, and its prompts and images cannot be shared out: computed apart,",
+        ),
+        (LooksAcross, r"LooksAcross has no token plan, and its prompts and images cannot be shared out"),
         (Draws, r"Draws draws random numbers, .*: sample it on one GPU"),
         (Keeps, r"Keeps keeps before from one evaluation to the next, .*: sample it on one GPU"),
         (GivesAnObject, r"^The argument sort \(.*Sort\) of this MODEL's transformer is no plain data"),

@@ -8,6 +8,7 @@ several into one batch, its rows are computed apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -17,7 +18,7 @@ from comfy.patcher_extension import WrappersMP
 from torch.utils._pytree import tree_map_only
 
 from ..branches import plan_branches
-from ..crossing.rows import Constants, latents_of, put_together, take, tensors_in
+from ..crossing.rows import Constants, NotAlike, batched, latents_of, put_together, take, tensors_in
 from ..errors import ModelError
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
@@ -157,6 +158,8 @@ class InGroups:
         for call, own, output in zip(calls, works_of, made, strict=True):
             if sum(len(work.ranks) for work in own) > 1 and self._watch is not nobody:
                 self._judge(run, call, own, tensors_in(output))
+        if len(calls) > 1 and not (batches[0].together or constants.together):
+            self._judge_prompts(run, calls[:2], [*works_of[0], *works_of[1]], made[:2])
         return made
 
     def _together(self, calls: Sequence[SampleCall]) -> list[Any]:
@@ -176,6 +179,20 @@ class InGroups:
         judge = watch(shapes_of(call))
         if judge is not None:
             judge(Shared(made, partial(self._again, run, works), partial(self._again, run, [alone(call)])))
+
+    def _judge_prompts(
+        self, run: Run, calls: Sequence[SampleCall], works: Sequence[Work], made: Sequence[Any]
+    ) -> None:
+        """Has two prompts that were computed apart held to one batch of both, as ComfyUI makes."""
+        judge = None if self._rows is None else self._rows.watch(shapes_of(calls[0]), "prompts")
+        if judge is None or calls[0].branch.window != calls[1].branch.window:
+            return
+        conds = tuple(cond for call in calls for cond in call.branch.conds)
+        with suppress(NotAlike):
+            both = batched([call.arguments for call in calls], self._constants.names)
+            together = alone(SampleCall(both, replace(calls[0].branch, conds=conds, origins=())))
+            again = partial(self._again, run, works), partial(self._again, run, [together])
+            judge(Shared(tensors_in(put_together(made)), *again))
 
     def _judge_failure(self, run: Run, calls: Sequence[SampleCall], works: int, error: ModelError) -> None:
         if self._rows is not None and len(calls) < works:

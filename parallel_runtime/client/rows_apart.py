@@ -57,8 +57,9 @@ class RowsApart:
         ):
             raise Refused(FRAMES_ALONE)
 
-    def watch(self, shapes: tuple[torch.Size, ...]) -> Judge | None:
-        own = () if self._is_tried else shapes
+    def watch(self, shapes: tuple[torch.Size, ...], of: str = "images") -> Judge | None:
+        """Returns who compares rows, ``of`` one prompt's images, or of two prompts."""
+        own = (of,) if self._is_tried else (of, shapes)
         return None if (self._form, own) in self._known.are_apart else partial(self._judge, own)
 
     def judge_failure(
@@ -78,13 +79,13 @@ class RowsApart:
 
     def _judge(self, shapes: Hashable, shared: Shared) -> None:
         """What looks like more than rounding is computed once more in fp32, which decides. If one
-        rank has no memory for all rows, they are compared in the next run.
+        rank cannot compute all rows, or has no memory for them, the next run tries again.
         """
         try:
             off = furthest_apart(shared.made, shared.alone())
             if off and any(one.dtype != torch.float32 for one in shared.made):
                 off = furthest_apart(shared.again(in_fp32=True), shared.alone(in_fp32=True))
-        except OutOfMemory as error:
+        except (OutOfMemory, ModelError) as error:
             log.warning("[PipeMesh] Rows of a batch were not compared with all of them: %s", error)
             return
         if off:
@@ -94,8 +95,8 @@ class RowsApart:
     def _refuse(self, does: str) -> None:
         name = self._form[0].rpartition(":")[2].rpartition(".")[2]
         self._known.mixes[self._form] = (
-            f"{name} has no token plan, and its images cannot be shared out: computed apart, its first"
-            f" evaluation {does}. Sample it on one GPU, without PipeMesh Parallelize."
+            f"{name} has no token plan, and its prompts and images cannot be shared out: computed apart, its"
+            f" first evaluation {does}. Sample it on one GPU, without PipeMesh Parallelize."
         )
         self.require()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from comfy.conds import CONDConstant
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..branches import Batch
 from .in_block import runs_code_in_blocks
@@ -87,6 +87,45 @@ def take(
         options[SIGMAS] = sigmas[first : first + end - start]
     # In their order: the first two change
     return {name: options if name == OPTIONS else taken[name] for name in arguments}
+
+
+class NotAlike(Exception):
+    """Evaluations are no batch of equal shapes."""
+
+
+def batched(several: Sequence[dict[str, Any]], constants: Collection[str] = ()) -> dict[str, Any]:
+    """Makes the arguments of one evaluation of the rows of several, as the host batches conds of
+    equal shapes. ``constants``: as in ``take``. Raises NotAlike.
+    """
+    first, rows = several[0], latents_of(several[0])[0].shape[0]
+
+    def joined(name: str, *own: Any) -> Any:
+        one = own[0]
+        if not isinstance(one, torch.Tensor):
+            if any(type(other) is not type(one) or other != one for other in own):
+                raise NotAlike
+            return one
+        if any(not isinstance(other, torch.Tensor) or other.shape != one.shape for other in own):
+            raise NotAlike
+        if one.ndim and one.shape[0] == rows and name not in constants:
+            return torch.cat(own)
+        if not all(torch.equal(one, other) for other in own):
+            raise NotAlike
+        return one
+
+    made = {}
+    for name in first:
+        found = [tree_flatten(own.get(name)) for own in several]
+        if name != OPTIONS and any(spec != found[0][1] for _, spec in found):
+            raise NotAlike
+        leaves = [] if name == OPTIONS else list(zip(*(leaves for leaves, _ in found), strict=True))
+        made[name] = (
+            tree_unflatten([joined(name, *own) for own in leaves], found[0][1]) if leaves else first[name]
+        )
+    if OPTIONS in first:
+        sides = [side for own in several for side in own[OPTIONS].get(SIDES, ())]
+        made[OPTIONS] = {**first[OPTIONS], SIDES: sides}
+    return made
 
 
 def put_together(outputs: Sequence[Any]) -> Any:
