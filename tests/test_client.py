@@ -1,6 +1,7 @@
 """What the UI asks of a pool, seen with a pool that only writes it down."""
 
 import math
+import re
 import threading
 from functools import partial
 from itertools import count
@@ -8,7 +9,7 @@ from itertools import count
 import pytest
 import torch
 from msgspec.structs import replace
-from pipemesh.lab.commands.parity import stock_model
+from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
@@ -40,6 +41,7 @@ from pipemesh.parallel_runtime.wire.messages import (
 )
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 
+from .models import run
 from .test_wire import descriptors
 
 
@@ -564,3 +566,19 @@ def test_the_latent_and_the_time_come_first_however_a_node_gives_them():
     assert list(bind((1,), {"context": 3, "timestep": 2})) == ["x", "timestep", "context"]
     with pytest.raises(TypeError, match="multiple values for argument 'timestep'"):
         bind((1, 2), {"timestep": 2})
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ulysses": 1, "data": 2}])
+def test_an_error_of_the_models_own_is_told_in_its_own_words(clients, degrees):
+    """With numbers of the part that a rank has: of three images, groups have two and one."""
+    wide = [[text[..., :-1], more] for text, more in conditioning(1, 13)]
+
+    def error_of(model):
+        with pytest.raises(RuntimeError) as caught:
+            run(model, positive=wide, batch=3)
+        return str(caught.value)
+
+    stock = error_of(stock_model(5))
+    ours = error_of(parallelize(stock_model(5), clients(**degrees), holds_ui_device=True))
+    exact = degrees["ulysses"] > 1
+    assert stock in ours if exact else re.sub(r"\d+", "N", stock) in re.sub(r"\d+", "N", ours)
