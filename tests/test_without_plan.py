@@ -90,6 +90,18 @@ class KeepsInPlace(Unplanned):
         return forward(x)
 
 
+class KeepsAModule(Unplanned):
+    def around(self, x, forward):
+        self.before = type(self.pe_embedder)(4, 10, [4])
+        return forward(x)
+
+
+class KeepsALayer(Unplanned):
+    def around(self, x, forward):
+        self.img_in.before = torch.nn.Identity()
+        return forward(x)
+
+
 class Sort(Enum):
     VIDEO = "video"
 
@@ -147,6 +159,8 @@ def test_groups_share_out_what_nobody_has_looked_at_and_compute_the_first_evalua
         (Keeps, r"Keeps keeps before from one evaluation to the next, .*: sample it on one GPU"),
         (GivesAnObject, r"^The argument sort \(.*Sort\) of this MODEL's transformer is no plain data"),
         (KeepsInPlace, r"KeepsInPlace keeps pe_embedder\.calls from one"),
+        (KeepsAModule, r"KeepsAModule keeps before from one"),
+        (KeepsALayer, r"KeepsALayer keeps img_in\.before from one"),
     ],
 )
 def test_what_would_be_another_image_in_groups_is_refused_in_the_first_evaluation(of_class, kind, sentence):

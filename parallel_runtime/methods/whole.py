@@ -110,18 +110,19 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
 
 
 def kept_by(model: nn.Module) -> Kept:
-    """Return what the modules of ComfyUI's models have as attributes and buffers. Layers are left
-    out: what keeps weights changes them.
+    """Return the submodules that every module has, and the attributes and buffers that modules of
+    ComfyUI's models have. Those of layers are left out: what keeps weights changes them.
     """
     return {
-        path: {
-            name: (value, *held_in(value))
-            for name, value in {**vars(module), **module._buffers}.items()
-            if name not in OF_TORCH
-        }
+        path: {name: (value, *held_in(value)) for name, value in attributes_of(module).items()}
         for path, module in model.named_modules()
-        if type(module).__module__.startswith("comfy.ldm.")
     }
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    is_of_model = type(module).__module__.startswith("comfy.ldm.")
+    own = {**vars(module), **module._buffers} if is_of_model else {}
+    return {**{name: value for name, value in own.items() if name not in OF_TORCH}, **module._modules}
 
 
 def held_in(value: Any) -> tuple[Any, ...]:
@@ -137,7 +138,7 @@ def held_in(value: Any) -> tuple[Any, ...]:
 
 def changed_since(model: nn.Module, before: Kept) -> str:
     """Return the path of an attribute that is not what it was; empty where all are."""
-    for path, now in kept_by(model).items():
+    for path, now in kept_by(model).items():  # a module stands before those that it has
         for name in {**before[path], **now}:
             own, other = now.get(name, ()), before[path].get(name, ())
             if len(own) != len(other) or any(map(is_other, own, other)):
