@@ -394,6 +394,14 @@ def test_a_run_that_asks_the_pool_for_nothing_is_refused_by_the_name_of_the_wrap
     assert relative_error(run(parallel), run(stock)) <= BOUND
 
 
+@pytest.mark.host
+@pytest.mark.parametrize("room", [1, 1 << 40], ids=["in part", "whole"])
+def test_what_comfyui_notes_of_a_model_that_it_loads_is_no_change(files, room):
+    model = with_lora(load(files["model"]), files, 1.0)
+    model.load(torch.device("cpu"), lowvram_model_memory=room)
+    assert Attributes().changed(model.model) == {}
+
+
 def test_a_model_that_was_sampled_and_dropped_is_gone_at_once(files, client):
     parallel = parallelize(load(files["model"]), client, True)
     run(parallel, steps=1)

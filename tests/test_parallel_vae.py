@@ -20,6 +20,7 @@ from pipemesh.nodes.vaes import parallelized
 from pipemesh.parallel_runtime.client import remote_vae
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, is_compared, parallelize_vae
+from pipemesh.parallel_runtime.crossing.source import vae_name
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 from safetensors.torch import save_file
@@ -28,6 +29,8 @@ from .fake_pools import cpus, fake_setup
 from .models import run
 from .test_pool_faults import Once, confined, in_forward, kill
 from .vaes import image_weights, loaded, noise, video_by_pixels, video_weights
+
+CPU = torch.device("cpu")
 
 
 def parallel(vae, client):
@@ -73,11 +76,18 @@ def test_a_vae_in_a_pool_gives_what_stock_gives(case, stock, client, requests):
     assert relative_error(ours, truth) <= BOUND
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("of_ours", [False, True])
-def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed(client, requests, of_ours):
+def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed_and_comfyuis_own_are_none(
+    client, requests, of_ours
+):
     noisy = video_by_pixels(2, decode_timestep=0.1)
     vae = loaded(noisy.state_dict(), noisy.config)
-    ours = parallel(vae, client)
+    ours, named = parallel(vae, client), vae_name(vae)
+    ours.decode(noise(1, 128, 2, 7, 4))
+    for room in (1, 1 << 40):  # as if a stock node uses it too, on a device that is full or is not
+        vae.patcher.load(CPU, lowvram_model_memory=room)
+        assert vae_name(vae) == named
     ours.decode(noise(1, 128, 2, 7, 4))
     (ours if of_ours else vae).first_stage_model.decode_timestep = 0.9
     requests.clear()

@@ -22,6 +22,7 @@ from ..checkpoint import File, check_file, ends_of, stat_file
 from ..errors import Refused
 from ..forward import PREFIX
 from ..watch.attributes import Attributes
+from ..watch.python_file import assigned_first
 from ..weights.comparison import Weights
 from ..weights.gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
 from ..weights.quantised import is_quantised, named_tensors
@@ -230,11 +231,13 @@ def vae_name(vae: Any, kind: str = "vae") -> str:
 
 
 def numbers_of(model: Any) -> dict[str, Any]:
-    """Returns the numbers of a VAE that is made of its file's metadata: a node may have changed
-    them since.
+    """Returns the numbers that the class of a VAE took from its file's metadata: a node may have
+    changed them since. Numbers that ComfyUI's patchers note on the module, such as the bytes that
+    are loaded, are none of the VAE's.
     """
     own = vars(model) if getattr(model, "config", None) is not None else {}
-    return {name: one for name, one in own.items() if isinstance(one, (bool, int, float))}
+    names = assigned_first(type(model))
+    return {name: one for name, one in own.items() if name in names and isinstance(one, (bool, int, float))}
 
 
 def vae_source(vae: Any) -> dict[str, Any]:

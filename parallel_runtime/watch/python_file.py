@@ -251,6 +251,21 @@ def assigned_later(kind: type) -> frozenset[str]:
     """Returns the attributes that methods of a class of ComfyUI's assign as they compute, such as a
     cache: not ``__init__``, nor the methods that it calls.
     """
+    return frozenset(name for method in _methods_of(kind)[1] for name in method.assigned)
+
+
+@lru_cache(maxsize=1024)
+def assigned_first(kind: type) -> frozenset[str]:
+    """Returns the attributes that ``__init__`` of a class of ComfyUI's assigns, or a method that it
+    calls. Whatever else an object of that class has, somebody else put there.
+    """
+    return frozenset(name for method in _methods_of(kind)[0] for name in method.assigned)
+
+
+def _methods_of(kind: type) -> tuple[list[Method], list[Method]]:
+    """Returns the methods of a class of ComfyUI's: ``__init__`` with those that it calls, and the
+    others.
+    """
     own = [one for one in kind.__mro__ if one.__module__.startswith("comfy.")]
     methods = [method for one in own for method in file_of(module_of(one)).methods.get(one.__qualname__, ())]
     building, waiting = set(), {"__init__"}
@@ -258,4 +273,5 @@ def assigned_later(kind: type) -> frozenset[str]:
         name = waiting.pop()
         building.add(name)
         waiting |= {other for method in methods if method.name == name for other in method.named} - building
-    return frozenset(name for method in methods if method.name not in building for name in method.assigned)
+    first = [method for method in methods if method.name in building]
+    return first, [method for method in methods if method.name not in building]
