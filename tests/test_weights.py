@@ -21,8 +21,9 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_privately
 from pipemesh.parallel_runtime.own_pages import pages_of
 from pipemesh.parallel_runtime.weights import comparison, stored_weights
-from pipemesh.parallel_runtime.weights.comparison import Weights, checksum
+from pipemesh.parallel_runtime.weights.comparison import WeightMark, Weights, checksum
 from pipemesh.parallel_runtime.weights.slots import slots
+from pipemesh.parallel_runtime.weights.stored_weights import DTYPES
 
 from .models import load, write_model
 
@@ -134,12 +135,12 @@ def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_itse
     where = parameter(patcher).data_ptr()
     weights = compared(patcher)
     assert parameter(patcher).data_ptr() == where and not weights.changed
-    look_into, sampled = comparison._sampled, []
+    look_at, looked_at = comparison._looked_at, []
     monkeypatch.setattr(
-        comparison, "_sampled", lambda tensor: sampled.append(tensor.data_ptr()) or look_into(tensor)
+        comparison, "_looked_at", lambda tensor: looked_at.append(tensor.data_ptr()) or look_at(tensor)
     )
     weights.compare(patcher)
-    assert where not in sampled, "the kernel tells at once of all pages whether they were written to"
+    assert where not in looked_at, "the kernel tells at once of all pages whether they were written to"
     with torch.inference_mode(parameter(patcher).is_inference()):
         parameter(patcher).data[211, 34] += 0.5
     weights.compare(patcher)
@@ -224,6 +225,43 @@ def test_what_was_sent_is_compared_by_checksum_wherever_it_lies_now(patcher):
         parameter(patcher).data[200:202] = 0
     weights.compare(patcher)
     assert weights.changed == {NAME}
+
+
+def by_data(weight, place):
+    weight.data[place] += 1
+
+
+def by_numpy(weight, place):
+    weight.detach().numpy()[place] += 1
+
+
+def in_inference(weight, place):
+    with torch.inference_mode():
+        weight[place] += 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    [((3000, 40), 2001), ((40, 3000), (slice(None), 2001)), ((1500, 4, 3, 3), 1101), ((5000,), 4321)],
+    ids=["a row", "a column", "a kernel", "an element of a vector"],
+)
+@pytest.mark.parametrize("write", [by_data, by_numpy, in_inference], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_write_to_a_weight_in_memory_of_its_own_is_found(write, shape, place, is_inference):
+    with torch.inference_mode(is_inference):
+        weight = torch.randn(shape)
+    mark = WeightMark(weight, on_file=False)
+    assert mark.is_still(weight)
+    with torch.inference_mode(is_inference):
+        write(weight, place)
+    assert not mark.is_still(weight)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.complex128], ids=str)
+def test_a_weight_of_any_dtype_is_looked_at(dtype):
+    for shape in ((3, 5), (5,), (), (0, 4)):
+        weight = torch.zeros(shape, dtype=torch.uint8).to(dtype)
+        assert WeightMark(weight, on_file=False).is_still(weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)

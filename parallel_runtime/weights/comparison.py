@@ -1,8 +1,9 @@
 """The UI's weights of a model, compared with what the ranks have.
 
 The ranks read the checkpoint themselves, or are sent a state dict once. A node that changes a
-weight in place tells nobody, so the UI compares contents in full. That reads the checkpoint once
-per load, from the page cache, as the ranks do next; a sample would miss the change of a few rows.
+weight in place tells nobody, so the UI compares contents in full, once per load. That reads the
+checkpoint from the page cache, as the ranks do next. From then on ``WeightMark`` tells which
+weights may have been written to, and those alone are compared in full again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .quantised import stored_bytes, taken_apart
 from .slots import Slot, slots
 from .stored_weights import CheckpointContent
 
-SAMPLE = 1024  # elements of a tensor that are looked at where a full comparison would cost too much
+# By bytes of an element, numbers of the same size that torch can index, whatever the dtype
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 CHECKSUM_ROW = 4093  # prime, so that no two rows of a weight stand in the same columns by their shape
 
 
@@ -127,16 +129,18 @@ class Weights:
 class WeightMark:
     """A weight as it was when its content was last compared.
 
-    A write to a file's pages (``on_file``) is always found. In other memory, such as that of a
-    weight whose dtype is not the file's, the version that torch counts and a sample are compared:
-    writes through ``tensor.data`` and to inference tensors are not counted.
+    A write to a file's pages (``on_file``) is always found. Other memory, such as that of a weight
+    whose dtype is not the file's, has no marks of writes. There two things are compared: the count
+    that torch keeps of writes, and one element of every row and of every column. torch does not
+    count writes through ``tensor.data``, by numpy or to inference tensors. Of those, one is not
+    found if it leaves every element that is looked at as it was: most writes to a single element.
     """
 
     def __init__(self, tensor: torch.Tensor, on_file: bool):
         self._place = _place(tensor)
         self.pages = (tensor.data_ptr(), tensor.nbytes) if on_file else None
         self._memory = weakref.ref(tensor.untyped_storage()) if on_file else None
-        self._content = None if on_file else _sampled(tensor)
+        self._content = None if on_file else _looked_at(tensor)
 
     def is_still(self, tensor: torch.Tensor, unwritten: bool = False) -> bool:
         """True if the weight was neither moved nor, as far as this can tell, written to.
@@ -145,7 +149,7 @@ class WeightMark:
         if _place(tensor) != self._place:
             return False
         if self._memory is None:
-            return _sampled(tensor) == self._content
+            return _looked_at(tensor) == self._content
         # Not that of another weight, which came to the address of one that is gone
         is_same = self._memory() is tensor.untyped_storage()
         return is_same and (unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes))
@@ -166,14 +170,22 @@ def _is_within(tensor: torch.Tensor, mapped: list[range]) -> bool:
     )
 
 
-def _sampled(tensor: torch.Tensor) -> tuple[int | None, bytes]:
+def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
+    """Returns torch's count of writes, None for an inference tensor, and a hash of one element of
+    every row and of every column: of 2 rows and 3 columns those at (0, 0), (1, 1) and (0, 2). A
+    tensor of more dimensions has a row for each index of the first; a vector is looked at whole.
+    """
     try:
         version = tensor._version
     except RuntimeError:  # an inference tensor's
         version = None
-    flat = tensor.detach().flatten()
-    odd_step = flat.numel() // SAMPLE | 1  # so that it falls on all columns of a matrix, by and by
-    return version, _bytes_of(flat[::odd_step]).numpy().tobytes()
+    if not tensor.numel():
+        return version, b""
+    bits = tensor.detach().view(BITS[tensor.element_size()])
+    rows = bits.flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1)
+    steps = torch.arange(max(rows.shape), device=rows.device)
+    chosen = rows[steps % rows.shape[0], steps % rows.shape[1]]
+    return version, hashlib.blake2b(chosen.cpu().numpy().tobytes(), digest_size=16).digest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
