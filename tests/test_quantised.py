@@ -3,15 +3,20 @@ are, in every format that ComfyUI loads, with and without a LoRA.
 """
 
 import itertools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import comfy.model_management as mm
 import comfy.sd
 import comfy.utils
 import pytest
 import torch
+from comfy.ops import pick_operations
 from comfy_kitchen.exceptions import NoCapableBackendError
 from pipemesh.lab.commands.parity import Case, rms, sample
 from pipemesh.lab.quantised_files import FORMATS, taken_by, write_quantised
@@ -24,16 +29,21 @@ from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.memory import is_unwritten
 from pipemesh.parallel_runtime.weights.slots import slots
+from pipemesh.parallel_runtime.worker.prepare import PRODUCTS, answer_alike
 from safetensors.torch import load_file, save_file
+from torch.distributed import HashStore
 
-from .conftest import ALL
+from .conftest import ALL, running_clients
 from .models import run
 from .pipelines import ALL_WARM
 
 # Our distance from the fp32 truth over stock's; far below 1, the ranks would not quantise
 BOUNDS = (0.8, 1.2)
-LAYOUTS = {"ulysses": (2,), "ring": (1, 2), "pipefusion": (1, 1, 2)}
+SHARED = "weights shared out"
+LAYOUTS = {"ulysses": (2,), "ring": (1, 2), "pipefusion": (1, 1, 2), SHARED: (2,)}
 SAMPLE_OF = {family.samples[0].name: family.samples[0] for family in FAMILIES}
+# Its loader names no dtype to compute in, so that quantised weights leave theirs open
+WITHOUT_FILE = "ltxv"
 HEADS = 8  # of models without a file: their layers are as wide then as those that are quantised
 
 
@@ -131,7 +141,8 @@ def with_lora(model, file, lora):
 
 def in_pool(model, clients, layout):
     patching = Patching(2, ALL_WARM) if layout == "pipefusion" else None
-    return parallelize(model, clients(*LAYOUTS[layout]), holds_ui_device=0, patching=patching)
+    weights = "sharded" if layout == SHARED else "auto"
+    return parallelize(model, clients(*LAYOUTS[layout]), 0, patching, weights=weights)
 
 
 WITHOUT_STAGES = {
@@ -152,12 +163,11 @@ def prepares_text(plan):
 
 def cover():
     """Every format under a LoRA of all layers, and each layout without one too, over families that
-    have files in turn. And one whose text ComfyUI prepares with quantised weights.
+    have files, and one that has none, in turn. And one whose text ComfyUI prepares with quantised
+    weights.
     """
-    families, layouts = (
-        [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None],
-        list(LAYOUTS),
-    )
+    families = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None]
+    families, layouts = [families[0], WITHOUT_FILE, *families[1:]], list(LAYOUTS)
     return [
         (form, families[(number + lora) % len(families)], lora, layouts[(number + 2 * lora) % len(layouts)])
         for number, form in enumerate(FORMATS)
@@ -189,6 +199,40 @@ def test_quantised_weights_are_as_far_from_the_truth_as_stocks(
     distance = rms(rounded - truth)
     assert distance > 1e-3 * rms(truth), "nothing is quantised"  # fp32 rounds a thousand times finer
     assert BOUNDS[0] <= rms(ours - truth) / distance <= BOUNDS[1]
+
+
+def test_ranks_on_unlike_gpus_multiply_in_the_precision_that_all_of_them_have(written, setup, clients):
+    argv = (sys.executable, str(Path(__file__).with_name("unlike_worker.py")), "{fd}", "{parent}")
+    with running_clients(replace(setup, argv=argv)) as unlike:
+        ours, truth = (
+            sampled(in_pool(loaded(written(PLAIN, "fp8_scaled")), pools, "ulysses"), PLAIN)
+            for pools in (unlike, clients)
+        )
+    assert torch.equal(ours, truth)
+
+
+@pytest.mark.host
+def test_every_question_that_comfyui_asks_a_device_about_products_is_known():
+    asked = {name for name in pick_operations.__code__.co_names if name.startswith("supports_")}
+    assert len(asked) >= 3 and all(map(PRODUCTS.fullmatch, asked))
+
+
+@pytest.mark.parametrize("able", [(), (0,), (0, 1)])
+def test_a_product_of_small_numbers_is_computed_if_every_rank_can(able, caplog):
+    def host(rank):
+        return SimpleNamespace(
+            get_torch_device=lambda: rank,
+            supports_fp8_compute=lambda device=None: device in able,
+            supports_nvfp4_compute=lambda device=None: device == 1,
+            supports_fp64=None,
+        )
+
+    store, hosts = HashStore(), [host(0), host(1)]
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(lambda rank: answer_alike(hosts[rank], store, rank, 2), range(2)))
+    assert {one.supports_fp8_compute() for one in hosts} == {able == (0, 1)}
+    assert not any(one.supports_nvfp4_compute() for one in hosts)
+    assert caplog.text.count("multiplies in fp8 and nvfp4" if able == (0,) else "multiplies in nvfp4") == 1
 
 
 @pytest.fixture
@@ -229,6 +273,17 @@ def test_the_uis_quantised_weights_lie_on_the_checkpoints_pages(written, form):
     )
     data = [slot for slot in of_quantised if slot.name == slot.owner]
     assert data and all(is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in data)
+
+
+def test_a_write_to_one_scale_of_a_quantised_weight_is_found(written):
+    model = loaded(written(PLAIN, "int8_rowwise"))
+    weights = describe_source(model).weights
+    weights.compare(model)
+    name, layer = "double_blocks.0.img_attn.qkv", model.model.diffusion_model.double_blocks[0].img_attn.qkv
+    with torch.inference_mode():
+        layer.weight._params.scale.data[3] *= 2
+    weights.compare(model)
+    assert weights.changed == {f"{name}.weight_scale"}
 
 
 @pytest.mark.cover(2)

@@ -48,7 +48,7 @@ def run(channel: Channel) -> None:
 
     import torch
 
-    from .prepare import prepare
+    from .prepare import multiply_alike, prepare
 
     device, ranks = torch.device(start.device), math.prod(start.degrees.values())
     prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), ranks, device)
@@ -94,6 +94,7 @@ def run(channel: Channel) -> None:
                 timeout=timeout,
                 device_id=own_gpu,
             )
+            multiply_alike(store, start.rank, size)
         mesh = connect(
             layout,
             start.rank,

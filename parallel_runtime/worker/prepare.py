@@ -1,13 +1,21 @@
-"""Sets ComfyUI up inside a rank: its arguments, and its way of loading weights."""
+"""Sets ComfyUI up inside a rank: its arguments, its way of loading weights, and the products that
+it computes on small numbers.
+
+Read: comfy/ops.py (pick_operations), comfy/model_management.py @ ComfyUI 0.30.0.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from typing import Any
 
 import torch
 
+log = logging.getLogger("pipemesh")
 CPU = torch.device("cpu")
+PRODUCTS = re.compile(r"supports_(\w+)_compute")  # the functions by which ComfyUI asks a device
 
 
 def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1, device: torch.device = CPU) -> None:
@@ -53,3 +61,32 @@ def share_of_pinned(most: float, ranks: int) -> float:
     means none, stays.
     """
     return most / (2 * ranks) if most > 0 else most
+
+
+def multiply_alike(store: Any, rank: int, ranks: int) -> None:
+    """Makes this rank's ComfyUI compute products in fp8, MXFP8 or NVFP4 only if the devices of all
+    ranks can. Else rows of one image would have unlike precision on unlike GPUs. ``store``: every
+    rank writes its device's answers there.
+    """
+    import comfy.model_management
+
+    answer_alike(comfy.model_management, store, rank, ranks)
+
+
+def answer_alike(comfy: Any, store: Any, rank: int, ranks: int) -> None:
+    """Replaces the functions of ``comfy`` that ``PRODUCTS`` names by the answer of all ranks."""
+    device = comfy.get_torch_device()
+    asked = {found[1]: name for name in vars(comfy) if (found := PRODUCTS.fullmatch(name))}
+    own = {number for number, name in asked.items() if getattr(comfy, name)(device)}
+    store.set(f"products/{rank}", " ".join(sorted(own)))
+    every = [{*store.get(f"products/{one}").decode().split()} for one in range(ranks)]
+    of_all = set.intersection(*every)
+    for number, name in asked.items():
+        setattr(comfy, name, lambda device=None, answer=number in of_all: answer)
+    if rank == 0 and (left_out := sorted(set.union(*every) - of_all)):
+        log.warning(
+            "[PipeMesh] Not every device of the pool multiplies in %s: weights in it are cast before they are"
+            " multiplied, on all of them, so that every row has the same precision. A pool of the devices"
+            " that can is faster.",
+            " and ".join(left_out),
+        )
