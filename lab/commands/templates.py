@@ -22,6 +22,7 @@ from typing import Any
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
+from ...parallel_runtime.planner.ways import ASKED
 from ..comfyui.api import ServerError
 from ..comfyui.server import ONE_THREAD, ROOT, ComfyServer
 from ..templates.cut import Graph
@@ -35,8 +36,9 @@ WHOLE = 10000  # evaluations that PipeFusion warms up with: all of them are exac
 BAD = ("different", "error")
 
 
-def pool_inputs(method: str, ranks: int) -> dict[str, Any]:
-    return {"devices": "cpu", "layout": "by hand", "ulysses": 1, method: ranks, "warm_up": WHOLE}
+def pool_inputs(method: str, ranks: int, weights: str = ASKED[0]) -> dict[str, Any]:
+    layout = {"devices": "cpu", "layout": "by hand", "ulysses": 1, method: ranks, "warm_up": WHOLE}
+    return {**layout, "weights": weights}
 
 
 def tried(
@@ -88,6 +90,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     )
     parser.add_argument("--method", choices=METHODS, default="ulysses", help="default ulysses")
     parser.add_argument("--ranks", type=int, default=2, help="processes that share one image (default 2)")
+    parser.add_argument("--weights", choices=ASKED, default=ASKED[0], help="default auto")
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -106,7 +109,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     results: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="pipemesh-templates-") as folder:
         log = (options.log or Path(folder) / "comfyui.log").absolute()
-        for outcome in tried(host, chosen, pool_inputs(options.method, options.ranks), Path(folder), log):
+        pool = pool_inputs(options.method, options.ranks, options.weights)
+        for outcome in tried(host, chosen, pool, Path(folder), log):
             results[outcome.result] += 1
             print(json.dumps(asdict(outcome)) if options.json else line_of(outcome), flush=True)
     print(", ".join(f"{number} {result}" for result, number in results.most_common()), file=sys.stderr)

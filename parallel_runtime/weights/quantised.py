@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 FIELDS = "non_tensor_fields"  # under which QuantizedTensor's own description has its plain data
+DTYPE = "orig_dtype"  # the field that names the dtype to dequantise to; None: left open
 
 
 def is_quantised(tensor: Any) -> bool:
@@ -20,15 +21,18 @@ def is_quantised(tensor: Any) -> bool:
 
 
 def taken_apart(tensor: torch.Tensor) -> Any:
-    """A weight as a tree that can cross to another process: itself, or what a quantised one
-    holds.
+    """Returns a weight as a tree that can cross to another process: itself, or the tensors and
+    fields of a quantised one.
+
+    The fields always name the dtype that the weight is dequantised to. A loader that was given no
+    dtype to compute in leaves it open, and ComfyUI names the weight's own only when it casts.
     """
     if not is_quantised(tensor):
         return tensor.detach()
     names, context = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
     return {
         "tensors": {name: getattr(tensor, name).detach() for name in names},
-        "fields": dict(context[FIELDS]),
+        "fields": {**context[FIELDS], DTYPE: context[FIELDS][DTYPE] or tensor.dtype},
     }
 
 
