@@ -7,6 +7,7 @@ have up to 64 KB: the kernel hands them over before it would segment them.
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import select
@@ -51,7 +52,16 @@ def carry(ends: tuple[int, int], bytes_per_s: float, delay_s: float) -> None:
             there[to].append((sent_s[to] + delay_s, frame))
         for end, frames in there.items():
             while frames and frames[0][0] <= perf_counter():
-                os.write(end, frames.popleft()[1])
+                send(end, frames.popleft()[1])
+
+
+def send(end: int, frame: bytes) -> None:
+    """Hand a frame over. One to a machine whose device is not up is lost, as on a cable."""
+    try:
+        os.write(end, frame)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 if __name__ == "__main__":
