@@ -7,7 +7,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
+from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.launcher.trial.rounding import FACTOR, rounded, wrapped
 from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.tests.bounds import ADAPTIVE, assert_replayed, assert_same, bound
@@ -53,10 +53,10 @@ def with_other_sums(model):
     return wrapped(model, evaluate)
 
 
-def with_a_fault(model):
+def with_a_fault(model, size=FAULT):
     """Every evaluation is a little too large."""
     return wrapped(
-        model, lambda executor, x, *args, **kwargs: x - (1 + FAULT) * (x - executor(x, *args, **kwargs))
+        model, lambda executor, x, *args, **kwargs: x - (1 + size) * (x - executor(x, *args, **kwargs))
     )
 
 
@@ -70,6 +70,27 @@ def test_other_sums_stay_within_the_bound_and_a_small_fault_does_not(name, sampl
     assert_same(runs, with_other_sums(stock(name)), stock(name))
     with pytest.raises(AssertionError):
         assert_same(runs, with_a_fault(stock(name)), stock(name))
+
+
+def unsampled(model):
+    """From a picture to noise, as with FlipSigmas: what an evaluation at 1e-4 gives back is nearly
+    the picture, and the difference of both goes through a step 2500 times as large.
+    """
+    import comfy.sample
+
+    picture = torch.randn(1, 16, 24, 24, generator=torch.Generator().manual_seed(3))
+    sigmas = torch.tensor([1e-4, 0.25, 0.5, 0.75, 0.9])
+    how = (4, 1.0, "euler", "simple", conditioning(1, 16), conditioning(2, 16), picture)
+    with torch.inference_mode():
+        return comfy.sample.sample(model, torch.zeros_like(picture), *how, sigmas=sigmas, disable_pbar=True)
+
+
+def test_other_sums_stay_within_the_bound_where_a_run_begins_without_noise_and_a_fault_does_not():
+    error = relative_error(unsampled(with_other_sums(stock())), unsampled(stock()))
+    assert error > BOUND, "nothing is cancelled"
+    assert_same(unsampled, with_other_sums(stock()), stock())
+    with pytest.raises(AssertionError):
+        assert_same(unsampled, with_a_fault(stock(), 20 * FAULT), stock())
 
 
 @pytest.mark.cover(4)

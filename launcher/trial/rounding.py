@@ -94,14 +94,18 @@ def rms(tensor: torch.Tensor) -> float:
 def rounded(model: Any, seed: int = 0) -> Any:
     """A clone of a stock MODEL whose every evaluation is off by one rounding, always the same in a
     run; to be sampled once.
+
+    At next to no noise the model's share of an evaluation is far smaller than the latent that it is
+    added to, and its roundings vanish in that sum's own: each number is off by at least that one.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def evaluate(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         denoised = executor(x, *args, **kwargs)
-        return denoised + ROUNDING * (x - denoised).std() * torch.randn(x.shape, generator=generator).to(
-            x.device
-        )
+        noise = torch.randn(x.shape, generator=generator).to(x.device)
+        models = ROUNDING * (x - denoised).std() * noise.abs()
+        sums = torch.finfo(denoised.dtype).eps * denoised.std()
+        return denoised + torch.maximum(models, sums) * noise.sign()
 
     return wrapped(model, evaluate)
 
