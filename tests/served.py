@@ -4,7 +4,9 @@ questions to it.
 
 from __future__ import annotations
 
+import socket
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipemesh.lab.comfyui.api import node
@@ -118,6 +120,21 @@ def graph(
         common |= {"seed": seed, "denoise": 1.0}
     nodes["sampler"] = node(sampler, **common)
     return nodes
+
+
+@contextmanager
+def held(server, pool):
+    """Meanwhile a prompt of such a pool is held behind its sampler: what is queued waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(120)
+        nodes = graph("held", seed=99)
+        nodes["pool"]["inputs"] |= pool
+        port = listening.getsockname()[1]
+        nodes["hold"] = node("TestHold", samples=["sampler", 0], port=port)
+        nodes["save"]["inputs"]["samples"] = ["hold", 0]
+        server.queue(nodes)
+        with listening.accept()[0]:
+            yield
 
 
 def custom(name, guider, inputs, *, seed, parallel):

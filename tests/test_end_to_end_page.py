@@ -12,7 +12,7 @@ from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.page import ComfyPage
 from pipemesh.lab.templates.files import installed
 
-from .served import graph
+from .served import graph, held
 from .test_end_to_end_queue import IN_GROUPS
 
 pytestmark = pytest.mark.browser
@@ -418,10 +418,8 @@ def test_the_pages_batch_count_is_sampled_at_once_and_each_picture_has_a_workflo
     nodes["png"] = node("SaveImage", images=["picture", 0], filename_prefix="of the page")
     page.load(numbered(nodes), "batch")
     used = server.get("/pipemesh/status")["queue"]["used"]
-    held = graph("held by", seed=9, pixels=512)
-    held["pool"]["inputs"] |= IN_GROUPS
-    server.queue(held)
-    assert page.evaluate(BATCH)
+    with held(server, IN_GROUPS):
+        assert page.evaluate(BATCH)
     server.run(graph("behind the page", seed=10))
     assert server.get("/pipemesh/status")["queue"]["used"] - used == 2
     seeds = []

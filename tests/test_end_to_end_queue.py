@@ -13,7 +13,7 @@ from pipemesh.lab.commands.parity import BOUND, relative_error
 from safetensors.torch import load_file
 
 from .conftest import ALL
-from .served import custom, graph
+from .served import custom, graph, held
 from .test_end_to_end_auto import queued
 
 IN_GROUPS = {"ulysses": 1, "data": 2, "queue": "all soonest"}
@@ -77,10 +77,8 @@ def queued_together(server, graphs, first_begins=lambda: None):
             session.ws_connect(f"http://{server.address}/ws?clientId=queue", max_msg_size=0) as socket,
         ):
             await socket.send_json(PAGE)
-            held = graph("held", seed=len(graphs), pixels=512, steps=2)
-            held["pool"]["inputs"] |= IN_GROUPS
-            server.queue(held)
-            ids = [server.queue(nodes, "queue") for nodes in graphs]
+            with held(server, IN_GROUPS):
+                ids = [server.queue(nodes, "queue") for nodes in graphs]
             events = []
             while not events or (events[-1].type, events[-1].data.get("prompt_id"), ended(events[-1])) != (
                 "executing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import torch
@@ -166,7 +167,27 @@ class Picture:
         return (torch.sigmoid(samples["samples"][:, :3]).movedim(1, -1).cpu(),)
 
 
+class Hold:
+    """Gives the latent once the other end of a connection to this port is closed."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "run", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT",), "port": ("INT", {"max": 1 << 16})}}
+
+    @classmethod
+    def IS_CHANGED(cls, samples, port):
+        return float("nan")
+
+    def run(self, samples, port):
+        with socket.create_connection(("127.0.0.1", port)) as other:
+            other.recv(1)
+        return (samples,)
+
+
 NODE_CLASS_MAPPINGS = {
+    "TestHold": Hold,
     "TestOutOfMemory": OutOfMemory,
     "TestUNet": UNet,
     "TestWithoutPlan": WithoutPlan,
