@@ -302,7 +302,7 @@ def main(argv: list[str], host: ComfyInstall, server: ServerProcess | None = Non
         )
 
     bench = Bench(clients, options.weights)
-    error_of = partial(bench.error, steps=1 if options.smallest else STEPS)
+    error_of = partial(bench.error, steps=1) if options.smallest else bench.error
     figure, (least, most) = (bench.bf16_ratio, BF16_BOUNDS) if options.bf16 else (error_of, (0.0, BOUND))
     bad = 0
     for case in cases:
