@@ -162,7 +162,8 @@ class Conversation:
                 request = self.in_flight.get(getattr(answer, "request", 0))  # Ready answers the start
                 if request is not None:
                     request.take(rank, answer)
-            doubtful = self._in_doubt(cancelled)
+            if any(one.has_failed for one in self.in_flight.values()):
+                doubtful = self._in_doubt(cancelled)
             if not said:
                 owing = sorted(set().union(*(one.owing for one in self.in_flight.values())))
                 self._progress.look(
@@ -208,6 +209,8 @@ class Conversation:
         connected with it is over. What ranks will still answer by themselves is left to whoever
         collects or settles it.
         """
+        if not any(one.has_failed for one in self.in_flight.values()):
+            return
         verdicts = []
         for side in connected(list(self.in_flight.values())):
             if any(one.owing for one in side) and math.isinf(wait_after_failure(side)):
