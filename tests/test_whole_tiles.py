@@ -2,13 +2,15 @@
 ComfyUI's own, to the bit.
 """
 
+from types import SimpleNamespace
+
 import comfy.utils
 import pytest
 import torch
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.parallel_runtime.client.lookahead import Lookahead
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.remote_vae import parallelize_vae
+from pipemesh.parallel_runtime.client.remote_vae import StepsDone, parallelize_vae
 from pipemesh.parallel_runtime.client.tiles import side_by_side
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import ALONE
@@ -200,11 +202,13 @@ def test_no_more_is_computed_or_kept_at_once_than_is_to_be():
         now.append(len(asked))
         return [one * 10 for one in asked]
 
-    ahead = Lookahead(together, 3)
+    ahead = Lookahead(together, 3, "another way")
     for one in range(8):
         ahead.ask(one)
     for one in range(8):
         assert ahead.answer() == one * 10 and len(ahead._answers) < 3
+    with pytest.raises(Refused, match="another way"):
+        ahead.answer()
     assert now == [3, 3, 2]
 
 
@@ -223,3 +227,14 @@ def test_a_loop_that_asks_for_another_tile_than_at_first_is_refused():
     assert torch.equal(made(2, 2).nan_to_num(), (picture * 2).nan_to_num())
     with pytest.raises(Refused, match="goes through the tiles of this picture in another way"):
         made(2, 3)
+    with pytest.raises(Refused, match="goes through the tiles of this picture in another way"):
+        side_by_side(lambda one: one(picture), lambda one: [one(picture) for _ in "ab"], list, 1)
+
+
+def test_the_steps_that_are_shown_are_of_this_request_from_its_first_on():
+    """Until its rank begins it, the board has those of the request before."""
+    progress = (5 << 32) + 7
+    done = StepsDone(SimpleNamespace(progress=lambda rank: progress), 0, 9)
+    assert done.count() == 0
+    progress = (6 << 32) + 3
+    assert done.count() == 3

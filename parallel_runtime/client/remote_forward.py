@@ -19,6 +19,7 @@ from comfy.patcher_extension import WrappersMP
 from ..errors import Refused
 from ..forward import forward_binder, forward_name
 from ..refusals import patch_name
+from ..stand_ins import StandIn, standing_in
 from ..watch.in_place import refusal
 from ..watch.python_file import LIBRARIES, compiled_elsewhere, root_of
 from .separable import foreign_wrappers
@@ -91,14 +92,8 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 def uncompiled() -> Iterator[None]:
     """Inside, ComfyUI begins no recording: by its own option, which is put back."""
     args = comfy.cli_args.args
-    before = getattr(args, NO_COMPILER, None)
-    if before is not None:
-        setattr(args, NO_COMPILER, True)
-    try:
-        yield
-    finally:
-        if before is not None:
-            setattr(args, NO_COMPILER, before)
+    with standing_in(args, NO_COMPILER, StandIn) if hasattr(args, NO_COMPILER) else nullcontext():
+        yield  # a stand-in counts as true
 
 
 def outer_sample(

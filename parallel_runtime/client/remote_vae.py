@@ -207,9 +207,11 @@ class StepsDone:
         self._rank = rank
         self._bar = ProgressBar(total) if total else None
         self._shown_from = time.monotonic() + SHOWN_AFTER_S
+        self._before = board.progress(rank) & ~STEPS  # of another request, which says nothing of this one
 
     def count(self) -> int:
-        return self._board.progress(self._rank) & STEPS
+        progress = self._board.progress(self._rank)
+        return progress & STEPS if progress & ~STEPS != self._before else 0
 
     def interrupted(self) -> bool:
         """Shows it, unless the user pressed cancel; returns whether that is so."""

@@ -7,6 +7,7 @@ other (``lookahead``).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,10 +16,15 @@ import comfy.utils
 import torch
 
 from ..errors import Refused
+from ..stand_ins import StandIn, standing_in
 from .lookahead import Lookahead
 
 T = TypeVar("T")
 OnTile = Callable[[torch.Tensor], torch.Tensor]
+OTHERWISE = (
+    "ComfyUI goes through the tiles of this picture in another way than it was asked to at first: update"
+    " PipeMesh, and leave PipeMesh Parallelize VAE out until then."
+)
 
 
 def side_by_side(
@@ -38,7 +44,9 @@ def side_by_side(
         prepared = [prepare(tile) for tile in tiles]
         return list(zip(prepared, compute(prepared), strict=True))
 
-    ahead: Lookahead[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = Lookahead(together, at_once)
+    ahead: Lookahead[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = Lookahead(
+        together, at_once, OTHERWISE
+    )
 
     def ask(tile: torch.Tensor) -> torch.Tensor:
         ahead.ask(tile)
@@ -47,10 +55,7 @@ def side_by_side(
     def answer(tile: torch.Tensor) -> torch.Tensor:
         computed, output = ahead.answer()
         if not are_same(computed.cpu(), tile.cpu()):
-            raise Refused(
-                "ComfyUI goes through the tiles of this picture in another way than it was asked to at first:"
-                " update PipeMesh, and leave PipeMesh Parallelize VAE out until then."
-            )
+            raise Refused(OTHERWISE)
         return output
 
     with no_progress_shown():
@@ -67,10 +72,14 @@ def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def no_progress_shown() -> Iterator[None]:
-    """Inside, ComfyUI's progress bars that are made show nothing."""
-    hook = comfy.utils.PROGRESS_BAR_HOOK
-    comfy.utils.set_progress_bar_global_hook(None)
-    try:
+    """Inside, ComfyUI's progress bars of this thread show nothing."""
+    with standing_in(comfy.utils, "PROGRESS_BAR_HOOK", NoProgress):
         yield
-    finally:
-        comfy.utils.set_progress_bar_global_hook(hook)
+
+
+class NoProgress(StandIn):
+    """The hook of progress bars, which other threads' go on to reach."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.own is not None and threading.get_ident() not in self.inside:
+            self.own(*args, **kwargs)

@@ -16,6 +16,10 @@ from comfy.context_windows import IndexListContextHandler
 from .lookahead import Lookahead
 
 HOSTS = IndexListContextHandler.__module__  # other schedules may need what a run has
+OTHERWISE = (
+    "ComfyUI goes through the context windows of this evaluation in another way than at first: update"
+    " PipeMesh, and bypass PipeMesh Parallelize until then."
+)
 Together = Callable[[Sequence[Callable[[], Any]], Any], list[Any]]
 
 
@@ -44,7 +48,9 @@ class WindowsTogether(IndexListContextHandler):
         options = signature(super().execute).bind(*stock.args, **kwargs).arguments["model_options"]
         if self._in_sequence(model.current_patcher, conds, options):
             return stock()
-        self._ahead = Lookahead(lambda now: self._together(now, model.current_patcher), self._at_once)
+        self._ahead = Lookahead(
+            lambda now: self._together(now, model.current_patcher), self._at_once, OTHERWISE
+        )
         self._is_asking = True
         try:
             stock()

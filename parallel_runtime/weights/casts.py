@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..stand_ins import StandIn, standing_in
 from .quantised import put_together, stored_tensors, taken_apart, tensors_of, with_tensors
 
 # An attribute of layers: computes the cast of their weights that it is given, in their turn
@@ -21,14 +22,10 @@ TURN = "pipemesh_turn"
 Cast = Callable[[], Any]
 
 
-class CastsInTurn:
-    """Stands where ``comfy.ops.cast_bias_weight`` was, while so many evaluations are ``at_work``: a
-    layer that is given ``TURN`` has its casts computed by that.
+class CastsInTurn(StandIn):
+    """Stands for ``comfy.ops.cast_bias_weight``: a layer that is given ``TURN`` has its casts
+    computed by that.
     """
-
-    def __init__(self, own: Callable[..., Any]):
-        self.own = own
-        self.at_work = 0
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         cast, turn = partial(self.own, module, *args, **kwargs), getattr(module, TURN, None)
@@ -42,16 +39,8 @@ def casts_in_turn() -> Iterator[None]:
     """
     import comfy.ops  # a rank finds ComfyUI once it has started
 
-    if not isinstance(comfy.ops.cast_bias_weight, CastsInTurn):
-        comfy.ops.cast_bias_weight = CastsInTurn(comfy.ops.cast_bias_weight)
-    casts = comfy.ops.cast_bias_weight
-    casts.at_work += 1
-    try:
+    with standing_in(comfy.ops, "cast_bias_weight", CastsInTurn):
         yield
-    finally:
-        casts.at_work -= 1
-        if not casts.at_work and comfy.ops.cast_bias_weight is casts:
-            comfy.ops.cast_bias_weight = casts.own
 
 
 def in_own_memory(found: Any, room: torch.Tensor) -> Any:
