@@ -97,6 +97,11 @@ class PoolSettings:
         """Check each of ``values`` and fill in defaults for those left out. Raises LayoutError."""
         inputs = cls.inputs()
         for name, value in values.items():
+            if name not in inputs:
+                raise LayoutError(
+                    f"PipeMesh Pool has no input {name}, only {', '.join(inputs)}: remove the link to it, or"
+                    " put the node in anew."
+                )
             inputs[name].check(name, value)
         by_hand = [name for name in values if name not in FOR_EVERY_LAYOUT]
         if by_hand and "layout" not in values:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from pipemesh.launcher.comfyui import find, install
 from pipemesh.launcher.comfyui.console import Console, run_logged
-from pipemesh.launcher.comfyui.find import ensure_comfyui, link_checkout
+from pipemesh.launcher.comfyui.find import ensure_comfyui, find_own, link_checkout
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.comfyui.install import Tools
 from pipemesh.launcher.command_line import exit_with
@@ -311,6 +311,14 @@ def test_the_checkout_is_linked_once_and_a_link_that_led_elsewhere_is_switched_a
     assert link.resolve() == one and "already" in link_checkout(comfyui, one)
     assert f"It led to {one}, which is another checkout." in link_checkout(comfyui, make_checkout(two))
     assert link.resolve() == two
+
+
+def test_a_linked_checkout_is_of_the_comfyui_by_whose_link_the_shell_came(tmp_path: Path) -> None:
+    comfyui, root = write_tree(tmp_path / "ComfyUI", "0.100.0"), make_checkout(tmp_path / "one")
+    link_checkout(comfyui, root)
+    link = comfyui / "custom_nodes" / "pipemesh"
+    found = [find_own(root, {"PWD": str(place)}) for place in (link, root, link.parent, "")]
+    assert found == [comfyui, None, None, None]
 
 
 def test_a_folder_in_the_links_place_is_left_alone_and_named(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def test_an_input_of_a_layout_by_hand_is_not_passed_over_where_the_prompt_names_
         node.execute(devices="cpu", ulysses=2, ring=1)
 
 
+def test_a_link_to_an_input_that_the_node_does_not_have_is_named(node):
+    """ComfyUI passes such a link on; a value without a link it drops."""
+    sentence = r"^PipeMesh Pool has no input gpus, only devices, .*: remove the link to it, or"
+    with pytest.raises(LayoutError, match=sentence):
+        node.execute(devices="cpu", gpus=2)
+
+
 def test_of_itself_a_pipeline_takes_one_patch_more_than_stages_and_one_whole_evaluation(node):
     assert validated(node, **STAGES) is True
     assert node.execute(**STAGES).result[0].patching == Patching(3, 1)

@@ -62,8 +62,8 @@ def is_installed(root: Path, env: Mapping[str, str]) -> bool:
 
 
 def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
-    """PIPEMESH_COMFYUI's folder or archive, or the ComfyUI in whose custom_nodes the checkout lies.
-    Raises LaunchError where the folder holds none.
+    """PIPEMESH_COMFYUI's folder or archive, or the ComfyUI in whose custom_nodes the checkout lies,
+    or the link to it by which the shell came. Raises LaunchError where the folder holds none.
     """
     if env.get("PIPEMESH_COMFYUI"):
         own = Path(env["PIPEMESH_COMFYUI"]).expanduser().absolute()
@@ -72,8 +72,10 @@ def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
                 f"PIPEMESH_COMFYUI={own} holds no ComfyUI: point it to the folder that has ComfyUI's main.py."
             )
         return own
-    around = root.parent.parent
-    return around if root.parent.name == "custom_nodes" and comfyui_version(around) else None
+    came_by = Path(env.get("PWD", ""))
+    places = [root, came_by] if came_by.is_absolute() and came_by.resolve() == root else [root]
+    packs = [place for place in places if place.parent.name == "custom_nodes"]
+    return next((pack.parent.parent for pack in packs if comfyui_version(pack.parent.parent)), None)
 
 
 def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str]) -> ComfyInstall:

@@ -87,7 +87,7 @@ class Method(Protocol):
 
     def fail(self, number: int) -> None:
         """Go through the messages of the evaluation that ``begin`` opened, because this rank failed
-        before it came to ``evaluate``. Nothing happens after ``evaluate``. ``number``: as there.
+        before it came to ``forward``. Nothing happens after ``forward``. ``number``: as there.
         """
 
     def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:

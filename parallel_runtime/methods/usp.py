@@ -22,7 +22,6 @@ from ..attention.kernels import TORCHS, Kernels
 from ..comm.in_step import Expected, Flag, KnownSteps
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
-from ..errors import LayoutError
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
@@ -73,10 +72,6 @@ class SequenceParallel:
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
-        if layout.stages > 1:
-            raise LayoutError(
-                f"{layout.equation()}: sequence parallelism has one stage, set pipefusion to 1."
-            )
         require_fit(model, plan)
 
     def attach(self) -> None:

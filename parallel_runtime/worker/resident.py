@@ -105,13 +105,14 @@ class ResidentModel:
         readers: Readers | None,
         on_progress: Callable[[int], None],
     ) -> Placement:
-        """Bring the weights to where the request wants them. Without ``gather``, which joins the
-        ranks of one sequence, sharded ones are whole; with it, every rank must call this.
+        """Bring the weights to where the request wants them. If they are sharded, every rank of a
+        sequence must call this, and ``gather`` joins them.
         """
         model, device = self.patcher.model.diffusion_model, self.device
         if load.weights == "offloaded":
             return OffloadedWeights(self.patcher, device, load.budget, on_progress)
-        if load.weights == "sharded" and gather is not None:
+        if load.weights == "sharded":
+            assert gather is not None  # made before the load
             return ShardedWeights(model, device, gather, on_progress, load.by_layer)
         return DeviceWeights(model, device, on_progress, readers=readers)
 
