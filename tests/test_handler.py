@@ -51,18 +51,19 @@ class Counted:
 @pytest.mark.parametrize("cleared", [(), (0,), (1,)])
 def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, keeps, cleared):
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
-    memory, ended = Counted(), []
+    memory, ended, cuts = Counted(), [], []
     facts = SimpleNamespace(facts=Facts(graph_bytes=5))
     handler = RequestHandler(
         SimpleNamespace(rank=0, layout=layout),
         torch.device("cpu"),
         memory,
-        SimpleNamespace(conditioning=KeptConditioning(0)),
+        SimpleNamespace(conditioning=KeptConditioning(0), arena=SimpleNamespace(nbytes=512, cut=cuts.append)),
     )
     handler.models["m"] = SimpleNamespace(method=facts, end_run=lambda *args: ended.append(args) or True)
-    answer = handler.handle(EndRun(request=1, model="m", cleared=cleared), [], None)
+    answer = handler.handle(EndRun(request=1, model="m", cleared=cleared, arena_bytes=128), [], None)
     assert memory.done == [(keeps, 0 in cleared)] and not answer.keeps
     assert handler.handle(EndRun(request=2, model="m", steps=(3,)), [], None).keeps
+    assert cuts == [128, 512], "shared memory behind what its owner names, or none of it"
     assert ended == [((), -1), ((3,), 64)], "nothing is to stay where no steps are named"
     handler.models["n"] = SimpleNamespace(method=SimpleNamespace(facts=Facts(graph_bytes=7)))
     assert memory.graph_bytes() == 12
