@@ -45,7 +45,13 @@ what a token plan would, so three things are looked at instead, and where one is
 sampled on one GPU: an evaluation whose prompts and images come out otherwise when they are computed
 apart (the first one of each size is computed in both ways), random numbers that the forward draws,
 and what it keeps from one evaluation to the next. *Tried*: compared with stock ComfyUI, so that
-nothing is looked at.
+random numbers and what is kept are not looked at. Two models of one class may have other layers:
+images of a batch that are computed apart are compared once for each, whatever its class is called.
+
+Stable Video Diffusion and SV3D are a `UNetModel` too, and the rows of their batch are the frames of
+one video, which their layers mix. These stay on one GPU each; with a cfg above 1.0 the two prompts
+go to two GPUs. With cfg 1.0 there is nothing to share out: a pool by hand refuses, and auto mode
+samples on one GPU.
 
 """
 UNSEEN = (
