@@ -212,7 +212,7 @@ def test_a_request_that_cannot_be_met_ends_one_rank_and_not_the_others(server, r
 def test_a_process_that_holds_a_gpu_is_not_forked_and_says_so(tmp_path, capfd):
     """It starts afresh without what opened it, and its ranks import for themselves."""
     assert holds_a_gpu(["/dev/null", "/dev/nvidiactl"])
-    assert holds_a_gpu(["/dev/kfd"])
+    assert holds_a_gpu(["/dev/kfd"]) and holds_a_gpu(["/dev/dxg"])
     assert not holds_a_gpu(["/dev/null", "pipe:[7]", "/opt/nvidia"])
     with open(os.devnull):
         assert os.devnull in open_files()

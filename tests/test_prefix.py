@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
+from pipemesh.parallel_runtime.comm.in_step import Stopped
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, Prefix, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
@@ -116,6 +117,41 @@ def test_what_is_kept_of_a_prompt_is_seen_by_every_rank(monkeypatch, layout, ima
         truth = stock(**arguments(number, image))
         assert torch.allclose(outputs[0][number], truth, atol=1e-5)
     assert len(models) == layout.world_size and not any(model.kept[0] for model in models)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("cold", [0, 1])
+def test_what_an_attempt_that_failed_kept_is_void_in_the_next_one(monkeypatch, layout, cold):
+    """One rank failed before it had kept the prompt, the others behind that."""
+    stock, image, seen = Prompted(), 13, {}
+
+    def compute(mesh):
+        model = Prompted()
+        method = make_method(model, PLAN, mesh, IdleRank())
+        method.attach()
+        method.begin(Part(1, 0))
+        kept, forward = model.kept, model.forward
+
+        def failing(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            if mesh.rank == cold:
+                model.kept = kept
+                raise ZeroDivisionError
+            return output
+
+        with pytest.raises((ZeroDivisionError, Stopped)):
+            method.forward(failing, arguments(1, image), 1)
+        method.begin(Part(1, 0, attempt=1))
+        seen[mesh.rank] = bool(model.kept[0])
+        outputs = {1: method.forward(model, arguments(1, image), 2)}
+        method.begin(Part(1, 0, attempt=1))
+        outputs[2] = method.forward(model, arguments(2, image), 3)
+        return outputs
+
+    outputs = outputs_of(layout, compute, monkeypatch)
+    for number in (1, 2):
+        assert torch.allclose(outputs[0][number], stock(**arguments(number, image)), atol=1e-5)
+    assert not any(seen.values())
 
 
 class Segmented(Block):

@@ -20,7 +20,7 @@ from importlib import import_module
 
 WORD = struct.Struct("<i")  # of a report: a rank's pid when it is forked, its exit status when it has ended
 REQUEST_BYTES = 1 << 18
-GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/dxg")  # the last is WSL's
 
 
 def main() -> None:

@@ -83,7 +83,8 @@ class SequenceParallel:
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
         before = self._part
-        if before is None or part.run != before.run:
+        # Of an attempt that failed some ranks have kept what others have not
+        if before is None or (part.run, part.attempt) != (before.run, before.attempt):
             self._hooks.end_run()
         failed = before.attempt if before is not None and before.run == part.run else 0
         if expected.changed or expected.graph == "none" or part.attempt != failed:
