@@ -12,18 +12,23 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
-from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
+from pipemesh.parallel_runtime.families.every import FAMILIES
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
 from .holdings import Holdings
 from .models import write_model
-from .patched import advanced, custom
+from .patched import advanced, custom, execute
+from .pipelines import with_callback
 from .test_arena import largest_file
+
+SAMPLE = next(one for one in FAMILIES[0].samples if one.prompt_extras)  # with a reference
+EDIT = Case(SAMPLE.name, "ulysses2", "odd", 2, 1.0, False, "euler")
 
 
 class Once(threading.Thread):
@@ -159,6 +164,43 @@ def test_the_run_after_an_idle_rank_died_is_right_at_once_and_unloading_models_r
         assert pool.ranks._crew.supervisor.exit_of(1, DEADLINE_S) == -9
         act()
         assert is_right(parallel, truth)
+
+
+def edited(model, after_step=lambda: None):
+    """Three steps of an image with a reference."""
+    return with_callback(model, EDIT, after_step)
+
+
+@pytest.fixture(scope="module")
+def kept_references(client):
+    """The edited image by stock with Flux KV Cache, and the MODEL made parallel."""
+    stock = execute("nodes_flux", "FluxKVCache", stock_model(EDIT.heads, family=EDIT.family))
+    return edited(stock), parallelize(stock, client, holds_ui_device=False)
+
+
+@pytest.mark.parametrize("loss", ["a rank died", "the pool was closed", "the model was released"])
+def test_a_run_goes_on_after_a_loss_unless_a_nodes_code_keeps_a_state_of_it(
+    handle, client, kept_references, loss
+):
+    stock = stock_model(EDIT.heads, family=EDIT.family)
+    plain = edited(stock), parallelize(stock, client, holds_ui_device=False)
+
+    def lose() -> None:
+        pool = handle.live()
+        if loss == "a rank died":
+            kill(pool, 1)
+            pool.ranks._crew.supervisor.exit_of(1, DEADLINE_S)
+        elif loss == "the pool was closed":
+            handle.close()
+        else:
+            client.residency.release(model.remote.model)
+
+    truth, model = plain
+    assert relative_error(edited(model, lose), truth) <= BOUND
+    truth, model = kept_references
+    with pytest.raises(PoolFailed, match=r"^The workers lost .* in the middle of a run"):
+        edited(model, lose)
+    assert relative_error(edited(model), truth) <= BOUND
 
 
 def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):

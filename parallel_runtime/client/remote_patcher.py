@@ -54,6 +54,7 @@ from .patchwise import SAMPLING, Patchwise
 from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward, set_later
 from .remote_pool import RemotePool
+from .residency import load_of, require_states
 from .rows_apart import RowsApart
 from .separable import WRAPPER_KEY
 from .wait import waited_for
@@ -252,7 +253,7 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
     failed, was closed or serves another clone, and again with more memory left free where an
     evaluation needs that.
     """
-    remote = patcher.remote
+    remote, runs = patcher.remote, patcher.remote.pool.runs
     with remote.computing():
         while True:
             try:
@@ -260,11 +261,14 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
                 # Else nothing has changed, but for a loss that those in flight tell of
                 if session is None or not session.tickets:
                     bring_up(patcher)
-                return compute()
+                outputs = compute()
+                if patcher.in_block is not None and patcher.in_block.objects:
+                    runs.stateful[remote.model] = load_of(remote.pool.residency, remote.model)
+                return outputs
             except OutOfMemory as error:
                 if not remote.pool.beside.leave_more(remote.model):
                     raise
-                if not remote.sampling.can_repeat:
+                if not remote.sampling.can_repeat or remote.model in runs.stateful:
                     raise OutOfMemory(
                         f"{error} The weights left it too little: run again, and they will leave more free."
                     ) from error
@@ -273,7 +277,8 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
 
 def bring_up(patcher: RemotePatcher) -> None:
     """Has every rank hold the model under exactly this clone's weight patches and object
-    patches; begins again where the pool is lost on the way.
+    patches; begins again where the pool is lost on the way. Raises PoolFailed if ranks have lost
+    the state of a run that cannot go on without it.
     """
     hook_id, hook_patches = patcher.hook_set
     objects_id, objects = patcher.objects
@@ -285,6 +290,8 @@ def bring_up(patcher: RemotePatcher) -> None:
     patcher.remote.pool.sessions.settle(interrupted)
     if patcher.remote.pool.runs.owed:
         patcher.remote.pool.runs.end_owed()
+    if patcher.remote.pool.runs.stateful:
+        require_states(residency, patcher.remote.pool.runs)
     while not residency.is_ready(model, patcher.patches_id):
         state = partial(state_source, patcher, patcher.remote.source.weights)
         wish = WeightsWish(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..crossing.source import Source
-from ..errors import ModelError, OutOfMemory, PipeMeshError, Refused
+from ..errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused
 from ..planner.balance import Sizes, StageBalance
 from ..planner.keeping import WHOLE, WeightsWish, least
 from ..wire.messages import EndRun, Load, ReadWeights, Release
@@ -259,3 +259,23 @@ class Residency:
 def title_in(title: str, stages: Sequence[int]) -> str:
     """Names a model, and its blocks in each stage where they were shared out anew."""
     return f"{title} into stages of {', '.join(map(str, stages))} blocks" if stages else title
+
+
+def load_of(residency: Residency, model: str) -> int:
+    """Returns which of the model's loads ranks hold, counted over all pools; 0: none."""
+    held = residency.held(model)
+    return residency.loads[model] if held is not None and held.state is not ResidentState.LOADING else 0
+
+
+def require_states(residency: Residency, runs: Runs) -> None:
+    """Raises PoolFailed if ranks have lost what a node's code in the blocks kept of a run that goes
+    on: the rest of it would be another image.
+    """
+    sampled = runs.models()
+    for model, load in runs.stateful.items():
+        if model in sampled and load_of(residency, model) != load:
+            raise PoolFailed(
+                f"The workers lost {residency.titles.get(model, model)} in the middle of a run, and with it"
+                " what a node's code in its blocks had kept of the steps before, such as references or a"
+                " count: run again, from the first step."
+            )

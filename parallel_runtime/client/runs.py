@@ -33,6 +33,9 @@ class Runs:
         self._ids = count(1)
         self._open: dict[str, Run] = {}
         self.owed: list[str] = []  # models of ended runs, until their ranks have heard of it
+        # Models in a run, ranks of which may keep a state of it that no fresh copy has, a node's
+        # cache or count in the blocks: which of the model's loads that is in
+        self.stateful: dict[str, int] = {}
         self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
         self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
         self.recent: deque[Run] = deque()  # the newest last
@@ -112,6 +115,7 @@ class Runs:
         them.
         """
         run = self._open.pop(model, None)
+        self.stateful.pop(model, None)
         if run is None:
             return
         run.ended_s = time.time()
