@@ -41,8 +41,9 @@ def system_memory(proc: Path = Path("/proc")) -> tuple[int, int]:
 
 
 def group_memory(folder: Path, kind: str) -> Iterator[tuple[int, int]]:
-    """Yields (available, limit) bytes of a control group, nothing if it has no limit. All its pages
-    of files give way before the kernel ends a process, those that were read twice (active) too.
+    """Yields (available, limit) bytes of a control group, nothing if it has no limit or its files
+    cannot be read. All its pages of files give way before the kernel ends a process, those that
+    were read twice (active) too.
     """
     limit, used, names = GROUP_FILES[kind]
     try:
@@ -51,13 +52,14 @@ def group_memory(folder: Path, kind: str) -> Iterator[tuple[int, int]]:
             pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             of_files = int(pages[f"{names}inactive_file"]) + int(pages[f"{names}active_file"])
             yield max(0, int(most) - int((folder / used).read_text()) + of_files), int(most)
-    except OSError:
+    except (OSError, ValueError, KeyError):
         return  # the machine's own group has none of these files
 
 
 def control_groups(proc: Path) -> Iterator[tuple[Path, str]]:
     """Yields the folder of each control group that this process's memory counts in, and its version
-    (a key of ``GROUP_FILES``): its own group, and all around it that are mounted here.
+    (a key of ``GROUP_FILES``): its own group, and all around it that are mounted here. Lines of
+    another form are passed over.
     """
     try:
         own = (proc / "self/cgroup").read_text(errors="surrogateescape").splitlines()
@@ -65,15 +67,19 @@ def control_groups(proc: Path) -> Iterator[tuple[Path, str]]:
     except FileNotFoundError:
         return  # a system without control groups
     paths = {}
-    for _number, controllers, path in (line.split(":", 2) for line in own):
+    for _number, controllers, path in (line.split(":", 2) for line in own if line.count(":") > 1):
         if not controllers or "memory" in controllers.split(","):
             paths["cgroup" if controllers else "cgroup2"] = path
     for mount in mounts:
         fields = mount.split(" ")
-        kind, _source, options = fields[fields.index("-") + 1 :]
+        try:
+            # Docker Desktop's mounts on WSL have options with spaces: path=C:\Program Files\Docker
+            kind, _source, *_spaced, options = fields[fields.index("-") + 1 :]
+            root, folder = map(unescaped, fields[3:5])
+        except ValueError:
+            continue
         if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        root, folder = map(unescaped, fields[3:5])
         path = Path(paths[kind])
         # A path outside of the mount is another name space's: the mount is the container's own
         inside = path.relative_to(root).parts if path.is_relative_to(root) and ".." not in path.parts else ()

@@ -13,6 +13,13 @@ MIB = 1 << 20
 ROOT = Path(memory.__file__).parent.parent
 NO_LIMIT = {"cgroup": str((1 << 63) - 4096), "cgroup2": "max"}
 SUPER_OPTIONS = {"cgroup": "rw,memory", "cgroup2": "rw,nsdelegate"}
+FOREIGN = (
+    "30 1 8:1 / / rw - ext4 /dev/root rw",
+    "31 30 0:28 / /sys/cpu rw - cgroup cgroup rw,cpu",
+    r"33 30 0:30 / /Docker/host rw - 9p drvfs rw,aname=drvfs;path=C:\Program Files\Docker\resources;mmap",
+    "34 - cgroup2 cgroup rw,nsdelegate",
+    "of another form",
+)
 
 
 def group(folder, kind, limit=None, used=0, inactive=0, active=0):
@@ -33,7 +40,7 @@ def system(proc, available, total, own="", mounts=()):
         f"MemTotal: {total << 10} kB\nMemFree: 1 kB\nMemAvailable: {available << 10} kB\nBuffers: 1 kB\n"
     )
     (proc / "self/cgroup").write_text(own)
-    lines = ["30 1 8:1 / / rw - ext4 /dev/root rw", "31 30 0:28 / /sys/cpu rw - cgroup cgroup rw,cpu"]
+    lines = [*FOREIGN]
     for root, folder, kind in mounts:
         at = str(folder).replace(" ", "\\040")
         lines.append(f"32 30 0:29 {root} {at} rw shared:9 - {kind} cgroup {SUPER_OPTIONS[kind]}")
@@ -41,7 +48,7 @@ def system(proc, available, total, own="", mounts=()):
     return proc
 
 
-OWN = {"cgroup": "4:cpu:/\n3:cpuset,memory:{}\n0::/\n", "cgroup2": "0::{}\n"}
+OWN = {"cgroup": "of another form\n4:cpu:/\n3:cpuset,memory:{}\n0::/\n", "cgroup2": "0::{}\n"}
 
 
 @pytest.mark.parametrize("kind", GROUP_FILES)
@@ -81,6 +88,10 @@ def test_a_machine_with_less_than_the_groups_limit_counts_itself(tmp_path):
     mounts = [("/", tmp_path / "groups", "cgroup2"), ("/", tmp_path / "not there", "cgroup2")]
     proc = system(tmp_path / "proc", 100, 200, "0::/\n", mounts)
     assert system_memory(proc) == (100 * MIB, 200 * MIB)
+    group(tmp_path / "groups", "cgroup2", limit=50)
+    for name, said in (("memory.stat", "anon 1\n"), ("memory.current", "")):
+        (tmp_path / "groups" / name).write_text(said)
+        assert system_memory(proc) == (100 * MIB, 200 * MIB), f"{name} of another form is no limit"
     (proc / "self/cgroup").unlink()
     assert system_memory(proc) == (100 * MIB, 200 * MIB), "a kernel without control groups"
 
