@@ -16,7 +16,7 @@ LIFETIMES = {
     ),
     "a run": (
         "AttentionOverride BlockClock Calls Conds EnteredBlocks Evaluation FreeRun GuiderSeam KVBuffers"
-        " KeptTokens PoolSampling PromptTimes RopeCache Run Slot StageMessages StepTimes Steps Timeline Waiting"
+        " KeptTokens PoolSampling PromptTimes RopeCache RowsApart Run Slot StageMessages StepTimes Steps Timeline Waiting"
     ),
     "a model in the pool, a MODEL or a VAE": (
         "Assembly BandsOfRows CompiledBlocks Constants DeviceWeights Disassembly InBlockPatches InGroups"

@@ -8,9 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.client.alone import Admission
-from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from torch import nn
 
@@ -135,6 +136,34 @@ def test_what_fails_on_one_gpu_too_or_loses_the_pool_keeps_its_error(of_comfyui)
         in_groups(DATA, of_comfyui(least=least), admission=known)
 
 
+def test_a_rank_without_memory_says_nothing_of_rows_and_the_weights_leave_more(monkeypatch):
+    class Full(GroupsHere):
+        lacks = True
+
+        def _computed(self, arguments, part, group):
+            if self.lacks and group == (1,):
+                raise OutOfMemory("Rank 1 ran out of memory.")
+            return super()._computed(arguments, part, group)
+
+    stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Full)
+    more = partial(setattr, pool, "lacks", False)
+    monkeypatch.setattr(ours.remote.pool.beside, "leave_more", lambda _: more() is None)
+    assert_same(sampled, ours, stock)
+
+
+@pytest.mark.parametrize("least", [1, FRAMES])
+def test_stop_while_rows_are_compared_is_no_error(of_comfyui, least):
+    class Stopped(GroupsHere):
+        def _computed(self, arguments, part, group):
+            if len(arguments["x"]) == FRAMES:
+                raise RunCancelled("The run was cancelled.")
+            return super()._computed(arguments, part, group)
+
+    ours, _ = in_groups(DATA, of_comfyui(least=least), made=Stopped)
+    with pytest.raises(InterruptProcessingException):
+        sampled(ours)
+
+
 def test_images_are_shared_out_and_compared_once_for_each_form_of_model():
     known, stock = Admission(), unet("SDXL")
     for rows in ([2, 2, FRAMES, 2, 2], [2, 2, 2, 2]):
@@ -160,15 +189,23 @@ def test_what_mixes_the_two_prompts_of_one_image_is_found_as_comfyui_batches_the
 
 
 @pytest.mark.parametrize("error", [OutOfMemory, ModelError])
-def test_where_one_rank_cannot_compute_all_rows_the_run_goes_on_and_the_log_says_so(caplog, error):
+def test_where_one_rank_cannot_compute_all_rows_the_next_run_tries_and_the_log_says_so(
+    caplog, monkeypatch, error
+):
     class Small(GroupsHere):
+        tried = 0
+
         def _computed(self, arguments, part, group):
             if len(arguments["x"]) == FRAMES:
+                self.tried += 1
                 raise error("Rank 0 ran out of memory.")
             return super()._computed(arguments, part, group)
 
     stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Small)
-    assert_same(sampled, ours, stock)
+    monkeypatch.setattr(ours.remote.pool.residency, "make_room", lambda *_, **__: pytest.fail("evicts"))
+    for runs in (1, 2):
+        assert_same(sampled, ours, stock)
+        assert pool.tried == runs, "not at every step"
     assert {rows for _, rows, _ in pool.asked} == {2}
     assert "were not compared with all of them: Rank 0 ran out of memory." in caplog.text
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..branches import plan_branches
 from ..crossing.rows import Constants, NotAlike, batched, latents_of, put_together, take, tensors_in
-from ..errors import ModelError
+from ..errors import ModelError, OutOfMemory
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
 from .alone import Change, Shared, Watch, as_it_is, nobody
@@ -146,6 +146,8 @@ class InGroups:
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
         try:
             outputs = pool.evaluations.dispatch(run, works, interrupted, makes_room)
+        except OutOfMemory:  # which says nothing of rows: with more left free they may be computed
+            raise
         except ModelError as error:
             self._judge_failure(run, calls, len(works), error)
             raise
@@ -206,14 +208,17 @@ class InGroups:
         change: Change = as_it_is,
         in_fp32: bool = False,
     ) -> list[torch.Tensor]:
-        """Computes what the ``works`` have made once more, from changed latents."""
+        """Computes what the ``works`` have made once more, from changed latents. No other model
+        makes room for a comparison.
+        """
 
         def changed(work: Work) -> Work:
             name, latents = next(iter(work.arguments.items()))
             arguments = {**work.arguments, name: tree_map_only(torch.Tensor, change, latents)}
             return replace(work, arguments=arguments, in_fp32=in_fp32)
 
-        outputs = self._pool.evaluations.dispatch(run, [changed(work) for work in works], interrupted)
+        changed_works = [changed(work) for work in works]
+        outputs = self._pool.evaluations.dispatch(run, changed_works, interrupted, makes_room=False)
         return tensors_in(put_together(outputs))
 
 

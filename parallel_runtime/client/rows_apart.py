@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ..branches import Batch
-from ..errors import ModelError, OutOfMemory, PipeMeshError, Refused
+from ..errors import ModelError, OutOfMemory, PipeMeshError, Refused, RunCancelled
 from ..families import FRAMES_ALONE, name_of
 from .alone import Form, Judge, RowsKnown, Shared
 
@@ -35,6 +35,7 @@ class RowsApart:
         self._form = form_of(model)
         self._is_tried = is_tried
         self._is_first = True  # of the evaluations of a run
+        self._not_now: set[Hashable] = set()  # what one rank could not compute in this run
 
     def require(self) -> None:
         """Raises Refused for a model that was found to mix rows."""
@@ -42,7 +43,7 @@ class RowsApart:
             raise Refused(refusal)
 
     def begin_run(self) -> None:
-        self._is_first = True
+        self._is_first, self._not_now = True, set()
 
     def require_several(self, batches: Sequence[Batch]) -> None:
         """Raises Refused if the first evaluation of a run keeps all but one group idle, because it
@@ -60,7 +61,8 @@ class RowsApart:
     def watch(self, shapes: tuple[torch.Size, ...], of: str = "images") -> Judge | None:
         """Returns who compares rows, ``of`` one prompt's images, or of two prompts."""
         own = (of,) if self._is_tried else (of, shapes)
-        return None if (self._form, own) in self._known.are_apart else partial(self._judge, own)
+        is_done = own in self._not_now or (self._form, own) in self._known.are_apart
+        return None if is_done else partial(self._judge, own)
 
     def judge_failure(
         self,
@@ -73,6 +75,8 @@ class RowsApart:
             return
         try:
             alone()
+        except RunCancelled:
+            raise
         except PipeMeshError:  # it is not because rows are apart
             return
         self._refuse(f"fails ({str(error).partition(chr(10))[0].rstrip('.')}), and on one GPU it does not")
@@ -86,6 +90,7 @@ class RowsApart:
             if off and any(one.dtype != torch.float32 for one in shared.made):
                 off = furthest_apart(shared.again(in_fp32=True), shared.alone(in_fp32=True))
         except (OutOfMemory, ModelError) as error:
+            self._not_now.add(shapes)
             log.warning("[PipeMesh] Rows of a batch were not compared with all of them: %s", error)
             return
         if off:
