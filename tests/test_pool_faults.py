@@ -216,35 +216,6 @@ def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(h
     assert is_right(parallel, truth)
 
 
-def test_an_error_in_every_group_is_one_sentence_and_the_same_pool_goes_on(
-    checkpoint, clients, truth, monkeypatch
-):
-    """Of three prompts of the wrong width one rank has two, and owes an answer when both failed."""
-    client = clients(1, cfg=2)
-    model = parallelize(load(checkpoint), client, holds_ui_device=False)
-    assert is_right(model, truth)
-    pool = client.session.pool
-
-    def answers(listen):
-        came = []
-        while len(came) < 3:
-            came += listen(1.0)
-        ranks = [rank for rank, _ in came]
-        for said in sorted(came, key=lambda said: ranks.count(said[0])):
-            yield [said]
-
-    narrow = [[[text[..., :-1], more] for text, more in conditioning(1, tokens)] for tokens in (50, 13, 13)]
-    with monkeypatch.context() as patch:
-        said = answers(pool.ranks.listen)
-        patch.setattr(pool.ranks, "listen", lambda _: next(said))
-        with pytest.raises(
-            ModelError, match=r"^Rank [01] on cpu failed while computing: RuntimeError.* ready"
-        ):
-            advanced(model, custom("DualCFGGuider", model, *narrow, 3.0, 2.0, "regular"), steps=1)
-    assert is_right(model, truth)
-    assert client.session.pool is pool and pool.is_whole
-
-
 @contextmanager
 def confined(pids: list[int], room: int):
     """The kernel gives these processes ``room`` bytes of address space more, and then no more."""
@@ -337,6 +308,35 @@ def test_after_all_of_this_nothing_is_left_in_the_ui_but_the_lease_of_the_models
     assert {link.partition(" ")[2] for link in left.descriptors} <= {str(checkpoint)}
     assert {name.partition(" ")[0] for name in left.threads} <= {"pipemesh-lease"}
     assert not left.mappings and not left.children
+
+
+def test_an_error_in_every_group_is_one_sentence_and_the_same_pool_goes_on(
+    checkpoint, clients, truth, monkeypatch
+):
+    """Of three prompts of the wrong width one rank has two, and owes an answer when both failed."""
+    client = clients(1, cfg=2)
+    model = parallelize(load(checkpoint), client, holds_ui_device=False)
+    assert is_right(model, truth)
+    pool = client.session.pool
+
+    def answers(listen):
+        came = []
+        while len(came) < 3:
+            came += listen(1.0)
+        ranks = [rank for rank, _ in came]
+        for said in sorted(came, key=lambda said: ranks.count(said[0])):
+            yield [said]
+
+    narrow = [[[text[..., :-1], more] for text, more in conditioning(1, tokens)] for tokens in (50, 13, 13)]
+    with monkeypatch.context() as patch:
+        said = answers(pool.ranks.listen)
+        patch.setattr(pool.ranks, "listen", lambda _: next(said))
+        with pytest.raises(
+            ModelError, match=r"^Rank [01] on cpu failed while computing: RuntimeError.* ready"
+        ):
+            advanced(model, custom("DualCFGGuider", model, *narrow, 3.0, 2.0, "regular"), steps=1)
+    assert is_right(model, truth)
+    assert client.session.pool is pool and pool.is_whole
 
 
 # -- checkpoints
