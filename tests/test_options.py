@@ -151,13 +151,40 @@ def test_an_object_that_a_rank_might_read_is_refused_with_the_name_of_what_has_s
 THEIR_PACK = {
     "patches.py": """
 from . import deep
-from .names import KEY
+from .names import KEY, Names
 
-def patch(out, extra_options):
-    return out * extra_options["of_patch"] + deep.read(extra_options)
+KEYS = ("of_a_tuple", ["of_a_list", {"of_a_key": {"of_a_set"}}])
+FIELDS = "of_a_split of_another"
+
+def patch(out, extra_options, key="of_a_default", *, other="of_a_keyword"):
+    from .late import read
+    return out * extra_options["of_patch"] + deep.read(extra_options) + read(extra_options)
 """,
-    "names.py": 'KEY = "of_a_module"\n',
+    "late.py": 'def read(options): return options["of_late"] + options["of_" "a_sum"]',
+    "names.py": """
+import enum
+from dataclasses import dataclass
+
+KEY = "of_a_module"
+MADE = {"/".join(("of", "a", "value")): KEY}
+MADE["itself"] = MADE
+
+class Names(enum.Enum):
+    of_a_member = enum.auto()
+
+@dataclass
+class Fields:
+    of_a_field: int = 0
+    other = "-".join(("made", "up"))
+
+def of_a_routine(options, key="-".join(("a", "default"))):
+    return options["shared_%s" % key], options["form_{}".format(key)], options[f"block{key}"]
+""",
     "deep.py": """
+import comfy.ldm.wan  # which has no file of its own
+
+WAN = comfy.ldm.wan
+
 class Reader:
     option = "of_a_class"
     def read(self, options, which): return options[f"whose_{which}"]
@@ -179,7 +206,10 @@ def their_patch(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-READ = ("of_patch", "of_a_module", "of_a_class", "of_a_helper", "of_an_argument", "whose_it", "of_an_object")
+READ = ("of_patch", "of_a_module", "of_a_class", "of_a_helper", "of_an_argument", "whose_it", "of_an_object",
+        "of_a_tuple", "of_a_list", "of_a_key", "of_a_set", "of_another", "of_a_default", "of_a_keyword",
+        "of_a_member", "of_a_field", "made-up", "Fields", "of/a/value", "of_late", "of_a_sum", "of_a_routine",
+        "a-default", "shared_it", "form_it", "block7")  # fmt: skip
 
 
 @pytest.mark.parametrize("option", [*READ, "ExtraOptions"])

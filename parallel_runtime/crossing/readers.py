@@ -4,21 +4,25 @@ part of it as code that puts names together.
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..refusals import patch_name
-from ..watch.fingerprint import DEEP, HostFiles
-from ..watch.python_file import STANDARD, codes_in, file_hash, module_of
+from ..watch.fingerprint import DEEP, HostFiles, imported_by
+from ..watch.python_file import STANDARD, codes_in, file_hash, functions_of, module_of
 from .code import CUSTOM_NODES, HOST_FOLDERS, host_folder, name_of
 
 EXTRAS = HOST_FOLDERS[-1]
 LIBRARIES_IN = {"site-packages", "dist-packages"}
 SHORTEST = 3  # characters of a part of a name that says anything
+NAMES = re.compile(r"\w+(?:[\s,]+\w+)+")  # several in one text
+PLACES = re.compile(r"\{[^{}]*\}|%(?:\(\w*\))?[-#0 +.\d]*[a-zA-Z]")  # of what a text is filled with
 
 
 class Readers:
@@ -47,13 +51,20 @@ class Readers:
 
 
 def is_named(option: str, words: Collection[str]) -> bool:
-    """True where one of ``words`` is the option's name, or begins or ends it, as in ``"its_" +
-    name``.
+    """True if one of ``words`` is the option's name, with or without a number, or begins or ends
+    it, as in ``"its_" + name`` and ``"its_%s" % name``, or has it among several.
     """
-    parts = [word for word in words if len(word) >= SHORTEST and "_" in (word[0], word[-1])]
-    return option in words or any(
-        (word[-1] == "_" and option.startswith(word)) or (word[0] == "_" and option.endswith(word))
-        for word in parts
+    without = option.rstrip("0123456789")
+    parts = [part for word in words for part in PLACES.split(word) if len(part) >= SHORTEST]
+    return (
+        option in words
+        or (len(without) >= SHORTEST and without in words)
+        or any(option in re.findall(r"\w+", word) for word in words if NAMES.fullmatch(word))
+        or any(
+            (part[-1] == "_" and option.startswith(part))
+            or (part[0] == "_" and (option.endswith(part) or (part[-1] == "_" and part in option)))
+            for part in parts
+        )
     )
 
 
@@ -77,7 +88,7 @@ def words_of_code(things: Sequence[Any]) -> set[str]:
             continue
         seen.add(module.__name__)
         codes = codes_in(str(module.__file__), file_hash(Path(str(module.__file__))))
-        words.update(value for value in vars(module).values() if isinstance(value, str))
+        words.update(words_held(module))
         words.update(word for code in codes for word in (*texts_in(code.co_consts), *code.co_varnames))
         if not module.__name__.startswith(DEEP):
             waiting += named_in(module, codes)
@@ -85,13 +96,48 @@ def words_of_code(things: Sequence[Any]) -> set[str]:
 
 
 def named_in(module: types.ModuleType, codes: Sequence[types.CodeType]) -> Iterator[types.ModuleType | None]:
-    """Yields the modules that have what a module names, or that its code names from ``comfy``
-    on.
+    """Yields the modules that have what a module names, that its code imports as it runs, or that
+    its code names from ``comfy`` on.
     """
     names = {name for code in codes for name in code.co_names}
     inside = [one for one in list(sys.modules) if one.startswith(DEEP) and names >= {*one.split(".")[1:]}]
     found = [module_of(value) for value in vars(module).values()]
-    yield from (*found, *map(sys.modules.get, inside))
+    file = str(module.__file__)
+    imported = imported_by(module.__name__, file, file_hash(Path(file)))
+    yield from (*found, *(module_of(sys.modules.get(one)) for one in inside))
+    for where, name in imported:
+        yield module_named(f"{where}.{name}") or module_named(where)
+
+
+def module_named(name: str) -> types.ModuleType | None:
+    """Returns a module; of a package, one that nobody has imported yet as an empty one that has its
+    file.
+    """
+    if name in sys.modules:
+        return module_of(sys.modules[name])
+    root, *inside = name.split(".")
+    for folder in getattr(sys.modules.get(root), "__path__", ()) if inside else ():
+        path = Path(folder, *inside)
+        for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
+            if file.is_file():
+                made = types.ModuleType(name)
+                made.__file__ = str(file)
+                return made
+    return None
+
+
+def words_held(module: types.ModuleType) -> Iterator[str]:
+    """Yields the texts that a module's values and classes have by now, whichever code put them
+    together, and the names of its classes, their fields and its functions.
+    """
+    own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    yield from texts_in([*own.values()])
+    for kind in own.values():
+        if isinstance(kind, type) and kind.__module__ == module.__name__:
+            yield from texts_in([kind.__name__, vars(kind)])
+    for function in functions_of(module):
+        if function.__module__ == module.__name__:
+            yield from texts_in([function.__name__, function.__defaults__, function.__kwdefaults__])
 
 
 def is_read(module: types.ModuleType) -> bool:
@@ -105,11 +151,12 @@ def is_read(module: types.ModuleType) -> bool:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yields the texts in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from texts_in([*value.items()])
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for one in value:
-            yield from texts_in(one)
+    """Yields the texts in plain data, which may hold itself."""
+    waiting, seen = [value], dict[int, Any]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, (dict, MappingProxyType, list, tuple, set, frozenset)) and id(one) not in seen:
+            seen[id(one)] = one
+            waiting += [*one, *one.values()] if isinstance(one, (dict, MappingProxyType)) else one

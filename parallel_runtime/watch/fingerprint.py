@@ -12,7 +12,7 @@ import ast
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ..errors import Refused
@@ -242,6 +242,14 @@ def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, Place]]:
         where = ".".join([*above, *([node.module] if node.module else [])])
         for one in node.names:
             yield one.asname or one.name, (where, one.name)
+
+
+@lru_cache(maxsize=64)
+def imported_by(module: str, file: str, _hash: str) -> frozenset[tuple[str, str]]:
+    """Returns what a module's file imports, in functions too: module and name."""
+    package = module if Path(file).name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(Path(file).read_bytes())
+    return frozenset(place for node in ast.walk(tree) for _, place in _imports(node, package))
 
 
 def _parts(node: ast.stmt, name: str) -> Iterator[tuple[str, ast.AST]]:

@@ -147,7 +147,9 @@ def _hash_of(file: str, _modified: int, _size: int) -> str:
 
 @lru_cache(maxsize=64)
 def codes_in(file: str, _hash: str) -> list[types.CodeType]:
-    """Returns all code objects of a file, in the order in which they stand in it."""
+    """Returns all code objects of a file, in the order in which they stand in it; the module's own
+    last.
+    """
 
     def inside(code: types.CodeType) -> Iterator[types.CodeType]:
         for constant in code.co_consts:
@@ -155,7 +157,8 @@ def codes_in(file: str, _hash: str) -> list[types.CodeType]:
                 yield constant
                 yield from inside(constant)
 
-    return list(inside(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)))
+    own = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+    return [*inside(own), own]
 
 
 def edited_function(module: types.ModuleType, hash_: str) -> types.FunctionType | None:
