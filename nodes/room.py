@@ -24,7 +24,7 @@ def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[
     for placement, memory in live:
         for device, one in zip(placement.devices, memory, strict=False):
             free[device.name] = one.free
-            held[device.name] = held.get(device.name, 0) + one.model + RESERVED
+            held[device.name] = held.get(device.name, 0) + one.model + one.sets + RESERVED
     own = comfy.model_management.get_torch_device()
     if own.type == "cuda":
         free[str(own)] = free_on(own) + torch.cuda.memory_reserved(own) - torch.cuda.memory_allocated(own)

@@ -280,12 +280,9 @@ class Runtime:
 
     def _pool(self, placement: Placement) -> RemotePool:
         if placement not in self._pools:
-            whole = placement.layout.stages == 1
-            shares = whole and not placement.devices[0].is_gpu and not placement.other_machines
             handle, counts = self._keeper.handle(placement), self.planning.counts
             self._pools[placement] = RemotePool(
                 handle,
-                shares_weights=shares,
                 turn=self.turn,
                 wait=self.wait,
                 counts=counts,

@@ -224,7 +224,7 @@ def running_clients(setup):
         layout = Layout(ulysses=ulysses, ring=ring, pipefusion=pipefusion, cfg=cfg, data=data)
         if layout not in made:
             handle = PoolHandle(place(layout, "cpu", "gloo", ()), setup)
-            made[layout] = (RemotePool(handle, shares_weights=pipefusion == 1), handle)
+            made[layout] = (RemotePool(handle), handle)
         return made[layout][0]
 
     try:
@@ -251,7 +251,7 @@ def broken(setup, tmp_path_factory):
             for model in list(made[degrees].session.models):  # ranks break when they load
                 made[degrees].residency.release(model)
         pool = pools(*degrees)
-        made[degrees] = RemotePool(pool.sessions._handle, pool.residency._shares_weights)
+        made[degrees] = RemotePool(pool.sessions._handle)
         return made[degrees]
 
     with running_clients(replace(setup, argv=argv)) as pools:

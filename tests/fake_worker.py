@@ -40,7 +40,7 @@ PHASE = {
     "Load": "loading",
     "ReadWeights": "loading",
     "SetWeightPatches": "patching",
-    "Adopt": "patching",
+    "DropSets": "releasing",
     "Release": "releasing",
     "EndRun": "releasing",
     "Forward": "computing",

@@ -119,5 +119,5 @@ class GroupsHere:
 def in_groups(layout, stock, patching=None, made=GroupsHere, ahead=None, **options):
     """The MODEL on such a pool, and the pool."""
     pool = made(layout, stock)
-    remote = RemotePool(pool, shares_weights=False, **options)
+    remote = RemotePool(pool, **options)
     return parallelize(stock, remote, 0.0, patching, ahead=ahead), pool

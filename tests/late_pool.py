@@ -130,7 +130,7 @@ class PoolWorld(LateWorld):
     def _use(self, _mesh, run):
         run.gpu = self.box.own
         handle = SimpleNamespace(layout=self.layout, ensure=lambda *_: self.pool, live=lambda: self.pool)
-        remote = RemotePool(handle, shares_weights=self.layout.stages == 1)
+        remote = RemotePool(handle)
         session = remote.sessions.open(lambda: False)
         session.models |= {name: Resident(state=ResidentState.READY) for name in self.models}
         self._ui(remote)

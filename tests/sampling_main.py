@@ -25,5 +25,5 @@ from pipemesh.tests.models import load, run  # noqa: E402
 
 setup = rank_setup_from(os.environ, comfyui, {"cpu": True})
 handle = PoolHandle(place(Layout(ulysses=2), devices, "gloo", ()), setup)
-parallel = parallelize(load(model), RemotePool(handle, shares_weights=False), holds_ui_device=False)
+parallel = parallelize(load(model), RemotePool(handle), holds_ui_device=False)
 run(parallel, steps=1000, callback=lambda *_: print("a step", flush=True))

@@ -24,7 +24,6 @@ from pipemesh.parallel_runtime.errors import (
     PoolFailed,
     Refused,
     RunCancelled,
-    SharedMemoryFull,
 )
 from pipemesh.parallel_runtime.forward import forward_binder, forward_patch
 from pipemesh.parallel_runtime.layout import Layout
@@ -42,7 +41,6 @@ from pipemesh.parallel_runtime.wire.messages import (
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 
 from .models import run
-from .test_wire import descriptors
 
 
 class Ledger:
@@ -107,7 +105,7 @@ class Ledger:
 
 def remote(pool: Ledger, *models: str) -> RemotePool:
     """With these models loaded."""
-    made = RemotePool(pool, shares_weights=False)
+    made = RemotePool(pool)
     load(made, *models)
     return made
 
@@ -294,7 +292,7 @@ def test_where_the_end_of_a_run_was_not_answered_nothing_is_taken_for_confirmed(
 
 def test_only_ranks_on_the_uis_own_device_give_back_what_torch_caches():
     pool = Ledger(room=1)
-    client = RemotePool(pool, shares_weights=False, beside_ui=())
+    client = RemotePool(pool, beside_ui=())
     load(client, "a")
     client.runs.begin("a")
     client.runs.end("a")
@@ -386,20 +384,6 @@ def test_graphs_of_other_weight_patches_are_forgotten(monkeypatch):
     assert not resident.recorded and not resident.has_graphs
 
 
-def test_weight_patches_without_room_for_their_place_leave_no_descriptor(monkeypatch):
-    client = RemotePool(Ledger(room=1), shares_weights=True)
-    load(client, "a")
-
-    def full(*_):
-        raise SharedMemoryFull("full")
-
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.patched_weights.share_out_weights", full)
-    before = descriptors("pipemesh-parcel")
-    with pytest.raises(SharedMemoryFull):
-        client.residency.set_weight_patches("a", "p", {"k": [torch.zeros(4)]}, {}, {"k": 16}, lambda: False)
-    assert descriptors("pipemesh-parcel") == before
-
-
 def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatch):
     pool = Ledger(room=1)
     client = remote(pool, "a")
@@ -489,7 +473,7 @@ def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
 
 
 def patch(client: RemotePool, model: str) -> None:
-    client.residency.set_weight_patches(model, "p", {}, {}, {}, lambda: False)
+    client.residency.set_weight_patches(model, "p", {}, {}, lambda: False)
 
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
@@ -522,9 +506,7 @@ def test_a_pool_that_is_lost_between_a_load_and_its_weight_patches_is_replaced_a
         if key.startswith("diffusion_model.") and key.endswith(".weight")
     )
     patched.add_patches({key: ("diff", (torch.zeros_like(patched.model_state_dict()[key]),))})
-    parallel = parallelize(
-        patched, RemotePool(Successive(first, second), shares_weights=False), holds_ui_device=0.0
-    )
+    parallel = parallelize(patched, RemotePool(Successive(first, second)), holds_ui_device=0.0)
     bring_up(parallel)
     assert [kind for kind, _model in first.asked + second.asked] == ["Load", "Load", "SetWeightPatches"]
 

@@ -18,7 +18,6 @@ from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
-from pipemesh.parallel_runtime.worker.patched_sets import PatchedSets
 from pipemesh.parallel_runtime.worker.prepare import prepare
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
 
@@ -89,7 +88,7 @@ def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
     memory, patched = Counted(), []
     handler = RequestHandler(SimpleNamespace(rank=0, layout=Layout()), torch.device("cpu"), memory, None)
     handler.models["m"] = SimpleNamespace(
-        sets=PatchedSets(), patch=lambda patches_id, *_: patched.append((patches_id, *memory.done))
+        patch=lambda patches_id, *_: patched.append((patches_id, *memory.done)) is None
     )
     payload = encode_tree({"patches": {}, "objects": {}}, None)
     handler.handle(

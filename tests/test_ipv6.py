@@ -48,7 +48,7 @@ def test_two_machines_that_meet_at_an_ipv6_address_sample_as_one(machines, files
             store = open_store("fd00::1", PORT, DEADLINE_S)
             store.wait([store_key(name) for name in NAMES], timedelta(seconds=DEADLINE_S))
             assert find(store, "far").startswith("[fd00::2]:")
-            pool = RemotePool(handle, shares_weights=False)
+            pool = RemotePool(handle)
             model = parallelize(load(files["model"]), pool, holds_ui_device=False)
             assert relative_error(run(model), run(load(files["model"]))) <= BOUND
     finally:

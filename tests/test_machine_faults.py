@@ -148,7 +148,7 @@ class NearMachine:
         self.handles, self.models = {}, {}
         for layout in (Layout(ulysses=2), Layout(pipefusion=2)):
             handle = PoolHandle(place(layout, DEVICES, "gloo", ()), setup)
-            client, patching = RemotePool(handle, shares_weights=False), Patching(3, 1)
+            client, patching = RemotePool(handle), Patching(3, 1)
             ours = parallelize(load(file), client, 0.0, patching if layout.stages > 1 else None)
             alone = load(file)
             self.handles[layout.stages] = handle

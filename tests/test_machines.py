@@ -162,7 +162,7 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     plain, patched = truths
     handle = handle(Layout(ulysses=2), "cpu,far/cpu")
     first = started(handle, machines)
-    client = RemotePool(handle, shares_weights=False)
+    client = RemotePool(handle)
     model = parallelize(load(files["model"]), client, holds_ui_device=False)
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert relative_error(run(with_lora(model, files, 0.7)), patched) <= BOUND
@@ -259,7 +259,7 @@ def test_every_layout_over_machines_samples_as_stock_does_and_leaves_early(
 ):
     handle = handle(layout, devices)
     pool = started(handle, machines)
-    client, stages = RemotePool(handle, shares_weights=False), layout.stages > 1
+    client, stages = RemotePool(handle), layout.stages > 1
     for one in asked() if ALL else [UNEQUAL]:
         model = parallelize(
             stock, client, 0.0, Patching(PATCHES, ALL_WARM) if stages else None, can_join=False
@@ -309,7 +309,7 @@ def test_models_and_loras_take_turns_in_sight_and_each_lora_goes_once_to_a_machi
     """Both prompts, and several images for groups of them; previews are of every step."""
     handle = handle(layout, devices)
     far = started(handle, machines).ranks._machines
-    client, patching = RemotePool(handle, shares_weights=False), Patching(PATCHES, ALL_WARM)
+    client, patching = RemotePool(handle), Patching(PATCHES, ALL_WARM)
     names = "model", "other"
     stock = [load(two_models[name]) for name in names]
     ours = [
@@ -387,10 +387,7 @@ def test_a_group_on_another_machine_is_sent_its_prompt_once_and_its_latent_each_
     sent = bytes_sent(far, Forward)
     texts = {"positive": conditioning(1, 512), "negative": conditioning(2, 512)}
     of = partial(run, steps=3, size=(32, 32), cfg=4.0, **texts)
-    assert (
-        relative_error(of(parallelize(stock, RemotePool(handle, shares_weights=False), 0.0)), of(stock))
-        <= BOUND
-    )
+    assert relative_error(of(parallelize(stock, RemotePool(handle), 0.0)), of(stock)) <= BOUND
     ((text, extras),) = texts["negative"]
     due = 3 * 4 * 16 * 32 * 32 + text.nbytes + extras["pooled_output"].nbytes
     assert due <= sum(sent) <= 1.02 * due

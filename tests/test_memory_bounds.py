@@ -123,7 +123,7 @@ def test_ranks_follow_memory_that_shrinks_after_every_run(setup, files, monkeypa
     monkeypatch.setattr(Arena.__init__, "__defaults__", (FIRST, FIRST))
     handle, truth = PoolHandle(cpus(2), setup), sampled(load(files["model"]), cfg=2.0)
     try:
-        pool = RemotePool(handle, shares_weights=True)
+        pool = RemotePool(handle)
         parallel, seen = parallelize(load(files["model"]), pool, 0.0), []
         real = pool.evaluations.submit
         pool.evaluations.submit = lambda *args, **kwargs: (

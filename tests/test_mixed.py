@@ -386,7 +386,7 @@ def test_workers_share_by_the_speeds_that_they_are_told_and_the_image_is_stocks_
     def taken(speeds):
         """The bytes of the rank that sends most in an evaluation, and the weights of each."""
         handle = PoolHandle(replace(place(layout, "cpu", "gloo", ()), speeds=speeds), setup)
-        pool, stock = RemotePool(handle, shares_weights=False), load(files["model"])
+        pool, stock = RemotePool(handle), load(files["model"])
         try:
             ours = parallelize(
                 load(files["model"]), pool, 0.0, Patching(3, ALL_WARM) if layout.pipefusion > 1 else None

@@ -208,7 +208,7 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_po
 def test_a_rank_killed_while_decoding_is_named_and_the_next_is_right(stock, setup):
     handle = PoolHandle(cpus(2), setup)
     try:
-        vae, latent = parallel(stock["video"], RemotePool(handle, shares_weights=True)), noise(1, 16, 2, 6, 4)
+        vae, latent = parallel(stock["video"], RemotePool(handle)), noise(1, 16, 2, 6, 4)
         truth = vae.decode(latent)
         pool = handle.live()
         once = Once(lambda: in_forward(pool, 1, 30), lambda: kill(pool, 1))

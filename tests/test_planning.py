@@ -454,7 +454,7 @@ class PoolsHere:
         layout = choice.placement.layout
         if layout not in self.pools:
             here = GroupsHere(layout, self.stock)
-            self.pools[layout] = here, RemotePool(here, shares_weights=False)
+            self.pools[layout] = here, RemotePool(here)
         made = parallelize(model, self.pools[layout][1], 0.0)
         self.planning.leave_open(made.remote, left_open or (choice if choice.is_open else None))
         return made

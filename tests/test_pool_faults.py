@@ -73,7 +73,7 @@ def handle(setup, before):
 
 @pytest.fixture(scope="module")
 def client(handle):
-    return RemotePool(handle, shares_weights=True)
+    return RemotePool(handle)
 
 
 @pytest.fixture(scope="module")

@@ -24,12 +24,10 @@ from pipemesh.parallel_runtime.wire.messages import (
 )
 from pipemesh.parallel_runtime.wire.parcel import Parcel
 from pipemesh.parallel_runtime.worker import handler as handler_module
-from pipemesh.parallel_runtime.worker import resident
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
-from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
 from .fake_pools import OUT
 from .models import IdleRank
@@ -176,21 +174,3 @@ def test_a_load_that_only_checks_the_file_builds_nothing():
     rank, of_none = Rank(), {"factory": "none:none", "args": (), "file": None, "ends": b"", "index": None}
     assert not rank.ask(Load, "m", of_none, checks=True).unread
     assert not rank.handler.models
-
-
-def test_of_shared_weights_a_rank_patches_its_own_alone(monkeypatch):
-    patched, ended = [], []
-    monkeypatch.setattr(resident, "unpack_patches", lambda patches: patches)
-    monkeypatch.setattr(resident, "write_tree", lambda *_: None)
-    monkeypatch.setattr(resident, "taken_apart", lambda tensor: tensor)
-    model = SimpleNamespace(
-        _mesh=SimpleNamespace(rank=0),
-        unpatch=lambda: None,
-        patcher=SimpleNamespace(patches={}),
-        sets=SimpleNamespace(begin=ended.append),
-        weights=SimpleNamespace(has=lambda key: True, applies=lambda patches: False),
-        _patched=patched.append,
-    )
-    shared = {"a": (0, ()), "b": (1, ())}
-    ResidentModel.patch(model, "id", dict.fromkeys("ab"), {}, shared, object(), IdleRank())
-    assert patched == ["a"] and len(ended) == 1

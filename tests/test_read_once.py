@@ -180,7 +180,7 @@ class Unread(Ledger):
 
 def test_weights_are_read_once_every_rank_has_built_the_model_and_the_model_goes_where_they_cannot_be():
     pool = Unread(room=1)
-    client = RemotePool(pool, shares_weights=False)
+    client = RemotePool(pool)
     load_by_name(client, "a")
     client.residency.release("a")
     pool.fails = True

@@ -40,7 +40,7 @@ def answered_to(setup, **headers):
 
     def act(identity):
         asked.append(identity)
-        return handle, RemotePool(handle, shares_weights=True)
+        return handle, RemotePool(handle)
 
     request = make_mocked_request(
         "POST",
@@ -53,7 +53,7 @@ def answered_to(setup, **headers):
 
 def test_nothing_is_done_to_a_pool_amid_a_run_and_the_answer_says_so(setup):
     handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
-    pool = RemotePool(handle, shares_weights=True)
+    pool = RemotePool(handle)
     runtime = SimpleNamespace(pools=lambda: [(handle, pool)], turn=threading.Lock())
     executing = [True]
     control = PoolControl(runtime, lambda: executing[0])

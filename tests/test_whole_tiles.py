@@ -179,7 +179,7 @@ def test_a_cancel_amid_tiles_is_the_hosts_interrupt_and_the_next_is_right(stock,
 def test_a_rank_killed_amid_tiles_is_named_and_the_next_is_right(stock, setup):
     handle = PoolHandle(cpus(2), setup)
     try:
-        vae = parallel(stock["video"], RemotePool(handle, shares_weights=True))
+        vae = parallel(stock["video"], RemotePool(handle))
         tiles = {"tile_x": 4, "tile_y": 4, "overlap": 1}
         truth = vae.decode_tiled(noise(1, 16, 2, 7, 5), **tiles)
         pool = handle.live()

@@ -79,7 +79,7 @@ class GroupRuns:
             other_machines = self.handles[-1].placement.other_machines
             self.parallel[name] = parallelize(
                 comfy.sd.load_diffusion_model(str(file)),
-                RemotePool(self.handles[-1], shares_weights=not other_machines),
+                RemotePool(self.handles[-1]),
                 0.0,
                 can_join=not other_machines,
                 ahead=LookAhead(lambda: self.prompts.now),

@@ -55,7 +55,7 @@ class Hops:
 
         argv = (sys.executable, str(Path(__file__).with_name("hop_rank.py")), "{fd}", "{parent}")
         self.handle = cpu_pool(options, Layout(ulysses=RANKS), argv=argv)
-        self._remote = RemotePool(self.handle, shares_weights=True)
+        self._remote = RemotePool(self.handle)
         stock = SAMPLE.form.random_model(options.choose(SIZE, LEAST))
         # The pool holds the model for as long as this lives
         self._patcher = parallelize(stock, self._remote, holds_ui_device=False)

@@ -94,9 +94,7 @@ class Loads:
         try:
             pids = handle.ensure().ranks.pids + self._server.pids
             base, before = sum(map(proportional_bytes, pids)), own_bytes(pids)
-            remote = parallelize(
-                model, RemotePool(handle, shares_weights=True), holds_ui_device=False, weights=weights
-            )
+            remote = parallelize(model, RemotePool(handle), holds_ui_device=False, weights=weights)
             sample(
                 remote, Case(SAMPLE.name, f"ulysses{ranks}", "even", SIZE.heads, 1.0, False, "euler"), steps=1
             )
@@ -139,7 +137,8 @@ def require_room(folder: str) -> None:
 
 def memory_figures(case: str, one: dict[str, int], two: dict[str, int]) -> Iterator[Figure]:
     made, models = CaseFigures("load", case), [held["loaded"] - held["base"] for held in (one, two)]
-    yield made.counted("rss_ratio", two["loaded"] / one["loaded"], "ratio", Goal(at_most=1.1))
+    goal = Goal(at_most=1.1) if case == "plain" else None  # each rank merges a LoRA into weights of its own
+    yield made.counted("rss_ratio", two["loaded"] / one["loaded"], "ratio", goal)
     yield made.counted("model_ratio", models[1] / models[0], "ratio")
     for ranks, held in ((1, one), (2, two)):
         made = CaseFigures("load", f"{case}_{ranks}_ranks")

@@ -74,7 +74,7 @@ def pool_of_stages(where: Where, devices: str = "cpu", **known: Any) -> tuple[An
     from ...parallel_runtime.client.remote_pool import RemotePool
 
     handle = cpu_pool(where, Layout(pipefusion=STAGES), devices, **known)
-    return handle, RemotePool(handle, shares_weights=False)
+    return handle, RemotePool(handle)
 
 
 class Pipeline:

@@ -225,7 +225,7 @@ class Pictures:
         model = comfy.sd.load_diffusion_model_state_dict(dict(self._model_weights))
         if cell.pool:
             placement = place(Layout(**POOLS[cell.pool]), "cpu", "gloo", ())
-            pool = RemotePool(self._keeper.handle(placement), shares_weights=True)
+            pool = RemotePool(self._keeper.handle(placement))
             return parallelize(
                 model, pool, 0.0, Patching(cell.patches, cell.warm_up) if cell.patches > 1 else None
             )

@@ -91,7 +91,7 @@ def bench(options: Options) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="pipemesh-bench-") as folder:
         file = write_model(Path(folder, "model.safetensors"), SAMPLE.form, size)
         try:
-            pool = RemotePool(handle, shares_weights=True)
+            pool = RemotePool(handle)
             remote = parallelize(comfy.sd.load_diffusion_model(str(file)), pool, holds_ui_device=False)
 
             def evaluations() -> list[tuple[float, float]]:

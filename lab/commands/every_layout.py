@@ -85,7 +85,7 @@ def compared(layouts: Sequence[Layout], host: ComfyInstall) -> Iterator[dict[str
     bounds = {one: bound(one, stock, truths[STOCK, one]) for one in asked()}
     for layout in layouts:
         handle = PoolHandle(place(layout, "cpu", "gloo", ()), setup)
-        pool, pipelined = RemotePool(handle, shares_weights=layout.stages == 1), layout.stages > 1
+        pool, pipelined = RemotePool(handle), layout.stages > 1
         try:
             for truth, warm_up in ((STOCK, ALL_WARM), (PLAIN_LOOP, 1))[: 1 + pipelined]:
                 ours = parallelize(stock, pool, 0.0, Patching(PATCHES, warm_up) if pipelined else None)

@@ -297,9 +297,7 @@ def main(argv: list[str], host: ComfyInstall, server: ServerProcess | None = Non
 
     @cache
     def clients(ulysses: int, ring: int) -> RemotePool:
-        return RemotePool(
-            keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())), shares_weights=True
-        )
+        return RemotePool(keeper.handle(place(Layout(ulysses=ulysses, ring=ring), "cpu", "gloo", ())))
 
     bench = Bench(clients, options.weights)
     error_of = partial(bench.error, steps=1) if options.smallest else bench.error

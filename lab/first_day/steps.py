@@ -205,7 +205,7 @@ def pool_of(place: Place, layout: Layout, setup: Any, backend: str = "gloo") -> 
         layout, ",".join(names), "gloo" if place.on_cpu else backend, visible_gpus(place.on_cpu)
     )
     handle, stock = PoolHandle(placement, setup), stock_model(HEADS)
-    remote = RemotePool(handle, shares_weights=place.on_cpu)
+    remote = RemotePool(handle)
     choice, here = Choice(placement, None), str(mm.get_torch_device())
     try:
         yield (

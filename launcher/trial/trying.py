@@ -140,7 +140,7 @@ def pool_of(keeper: PoolKeeper, layout: Layout) -> RemotePool:
     from ...parallel_runtime.client.remote_pool import RemotePool
 
     handle = keeper.handle(place(layout, "cpu", "gloo", ()))
-    return RemotePool(handle, shares_weights=layout.stages == 1)
+    return RemotePool(handle)
 
 
 def as_sequence(sample: Sample, pool: RemotePool) -> Iterator[Compared]:

@@ -240,10 +240,18 @@ def kernel_lines(kernels: RingKernels) -> list[str]:
 
 
 def memory_text(ranks: Sequence[RankFigures]) -> str:
-    rows: list[tuple[str, ...]] = [("rank", "device", "models", "free", "total")]
+    """Have a column for sets of patched weights if a rank keeps some."""
+    keeps = any(rank.memory is not None and rank.memory.sets for rank in ranks)
+    columns = {
+        "model": "models",
+        **({"sets": "LoRA sets"} if keeps else {}),
+        "free": "free",
+        "total": "total",
+    }
+    rows: list[tuple[str, ...]] = [("rank", "device", *columns.values())]
     for rank in ranks:
         held = rank.memory
-        sizes = map(size_text, (held.model, held.free, held.total)) if held else "---"
+        sizes = (size_text(getattr(held, name)) if held else "-" for name in columns)
         rows.append((str(rank.rank), rank.device, *sizes))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

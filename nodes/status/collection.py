@@ -112,13 +112,12 @@ def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
 def shared_figures(session: Session | None) -> SharedFigures:
     if session is None:
         return SharedFigures()
-    arena, cache, models = session.pool.arena, session.conditioning, list(session.models.values())
+    arena, cache = session.pool.arena, session.conditioning
     return SharedFigures(
         arena.nbytes,
         arena.segment.registered_bytes,
         cache.nbytes,
         cache.copied_bytes,
-        sum(nbytes for model in models for nbytes in list(model.sets.values())),
     )
 
 
@@ -143,7 +142,9 @@ def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
             name,
             pids[rank] or None,
             board.phase(rank),
-            MemoryFigures(one.free, one.total, one.model, one.conditioning, one.kept),
+            MemoryFigures(
+                one.free, one.total, one.model, one.conditioning, one.kept, one.sets + one.sets_in_main
+            ),
         )
         for rank, (name, one) in enumerate(zip(names, pool.memory, strict=False))
     )

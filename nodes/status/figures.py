@@ -55,6 +55,7 @@ class DeviceStatus:
 class MemoryFigures:
     """Bytes on a rank's device; ``model``: held by the rank's models, ``conditioning`` of a run,
     ``kept`` of evaluations before: keys and values, CUDA graphs, and the memory of messages.
+    ``sets``: of sets of patched weights that may come back, with those in main memory.
     """
 
     free: int
@@ -62,20 +63,20 @@ class MemoryFigures:
     model: int
     conditioning: int = 0
     kept: int = 0
+    sets: int = 0
 
 
 @dataclass(frozen=True)
 class SharedFigures:
     """Bytes that ComfyUI's process holds for a pool. ``arena``: of the memory that it shares with
     workers, of which ``registered`` are pinned for GPUs, and ``conditioning`` is prompts;
-    ``copies`` of these on its own GPU. ``patched``: of sets of patched weights that ranks share.
+    ``copies`` of these on its own GPU.
     """
 
     arena: int = 0
     registered: int = 0
     conditioning: int = 0
     copies: int = 0
-    patched: int = 0
 
 
 @dataclass(frozen=True)

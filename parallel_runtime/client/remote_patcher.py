@@ -37,9 +37,10 @@ from ..weights.weight_patches import (
     cast_switches,
     content_id,
     hooked_id,
+    pack_patches,
     plain_objects,
-    weight_patches_of,
     widened_weights,
+    with_hooks,
 )
 from .ahead import LookAhead
 from .beside import Sampled
@@ -299,9 +300,9 @@ def bring_up(patcher: RemotePatcher) -> None:
         )
         residency.load(patcher.remote.source, state, interrupted, wish)
         if not residency.is_ready(model, patcher.patches_id):
-            patches, sizes = weight_patches_of(patcher, patcher.hook_set[1])
+            patches, takes_turns = pack_patches(with_hooks(patcher, hook_patches)), bool(patcher.hook_patches)
             residency.set_weight_patches(
-                model, patcher.patches_id, patches, objects, sizes, interrupted, keeps=bool(hook_id)
+                model, patcher.patches_id, patches, objects, interrupted, comes_back=takes_turns
             )
 
 

@@ -24,18 +24,15 @@ class RemotePool:
     def __init__(
         self,
         handle: Handle,
-        shares_weights: bool,
         turn: threading.Lock | None = None,
         wait: Wait | None = None,
         counts: Counts | None = None,
         admission: Admission | None = None,
         beside_ui: Collection[int] | None = None,
     ):
-        """``shares_weights``: the ranks live in one machine's memory, so patched weights are
-        computed once and mapped by all. ``turn``: held by a thread that acts on the pool between
-        two runs. ``wait`` begins and ends with that for a first step. ``counts``: by which
-        evaluations have room beside the weights. ``admission`` of models; without it all are.
-        ``beside_ui``: as ``Runs`` has it.
+        """``turn``: held by a thread that acts on the pool between two runs. ``wait`` begins and
+        ends with that for a first step. ``counts``: by which evaluations have room beside the
+        weights. ``admission`` of models; without it all are. ``beside_ui``: as ``Runs`` has it.
         """
         self.admission = admission or Admission()
         self.turn = turn or threading.Lock()
@@ -44,7 +41,7 @@ class RemotePool:
         self.layout = handle.layout
         self.runs = Runs(self.sessions, beside_ui)
         balance = StageBalance()
-        self.residency = Residency(self.sessions, self.runs, balance, shares_weights)
+        self.residency = Residency(self.sessions, self.runs, balance)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
         self.beside = Beside(self.sessions, self.residency, counts or Counts(nobody))
         self.digests = Digests()  # of LoRAs under hooks

@@ -18,7 +18,7 @@ from ..planner.balance import Sizes, StageBalance
 from ..planner.keeping import WHOLE, WeightsWish, least
 from ..wire.messages import EndRun, Load, ReadWeights, Release
 from ..wire.parcel import Parcel
-from .patched_weights import PatchedWeights, send_weights
+from .patched_weights import PatchedWeights, drop_sets, send_weights
 from .runs import Runs
 from .session import Resident, ResidentState, Session, Sessions
 
@@ -29,14 +29,10 @@ log = logging.getLogger("pipemesh")
 class Residency:
     """Keeps the models of one pool handle. A new pool holds none; the count of users goes on."""
 
-    def __init__(self, sessions: Sessions, runs: Runs, balance: StageBalance, shares_weights: bool):
-        """``shares_weights``: the ranks live in one machine's memory, so patched weights are
-        computed once and mapped by all.
-        """
+    def __init__(self, sessions: Sessions, runs: Runs, balance: StageBalance):
         self._sessions = sessions
         self._runs = runs
         self._balance = balance
-        self._shares_weights = shares_weights
         self._users: Counter[str] = Counter()
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
         self._unused: list[str] = []  # to be released at the next occasion
@@ -130,6 +126,7 @@ class Residency:
         """
         stages = self._balance.sizes_of(source.model)
         if wish.depends_on_room:
+            drop_sets(session)
             session.end_run()
             # Of no run: ranks tell of their memory as it is now
             session.ask(EndRun, (), interrupted, model=source.model)
@@ -163,13 +160,11 @@ class Residency:
         patches_id: str,
         patches: dict,
         objects: dict,
-        sizes: dict[str, int],
         interrupted: Callable[[], bool],
-        keeps: bool = False,
+        comes_back: bool = False,
     ) -> None:
-        """Brings every rank that holds the model to ``patches_id``. ``sizes``: the bytes of each
-        patched weight, as it will be stored. ``keeps``: the set will be asked for again, so ranks
-        keep what they computed, in shared memory. Raises ModelError, Refused, PoolFailed,
+        """Brings every rank that holds the model to ``patches_id``. ``comes_back``: sets take
+        turns, so ranks keep what they computed. Raises ModelError, Refused, PoolFailed,
         RunCancelled.
 
         Nothing is done where the pool was lost since the model was loaded: ``is_ready`` tells.
@@ -178,9 +173,9 @@ class Residency:
         resident = session.models.get(model)
         if resident is None or resident.state is ResidentState.LOADING:
             return
-        patched = PatchedWeights(patches_id, patches, objects, sizes, keeps)
-        shares = bool(patches) and self._shares_weights and resident.weights.kept != "offloaded"
-        self.retry_with_room(model, lambda: send_weights(session, model, patched, shares, interrupted))
+        comes_back = comes_back and resident.weights.kept != "offloaded"  # those merge in every layer
+        patched = PatchedWeights(patches_id, patches, objects, comes_back)
+        self.retry_with_room(model, lambda: send_weights(session, model, patched, interrupted))
         resident.state, resident.patches_id = ResidentState.READY, patches_id
         resident.forget_graphs()
         session.patchings += 1
@@ -205,9 +200,12 @@ class Residency:
                     raise
 
     def make_room(self, model: str, of_runs: bool = False) -> bool:
-        """Releases the least recently used model, but not ``model``, nor one that is in a run
-        unless ``of_runs``. Returns False where there is no such model.
+        """Frees sets of patched weights that ranks keep, and if they keep none the least recently
+        used model, but not ``model``, nor one that is in a run unless ``of_runs``. Returns False if
+        there is no such model.
         """
+        if drop_sets(self._sessions.live):
+            return True
         session = self._sessions.live
         spared = {model} if of_runs else {model, *self._runs.models()}
         others = [name for name in list(session.models) if name not in spared] if session is not None else []

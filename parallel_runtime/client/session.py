@@ -100,11 +100,10 @@ class Graphs(NamedTuple):
 @dataclass(eq=False)
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
-    empty: as many each. ``weights``: what was asked for of them, and what came of it. ``sets``: the
-    bytes of each set of patched weights that ranks keep, least recently used first. ``confirmed``:
-    which steps of a kind of evaluation all these ranks have told that they know; they have had
-    memory for the messages since. ``recorded``: the CUDA graphs that all of them have;
-    ``has_graphs``: one of them may hold some.
+    empty: as many each. ``weights``: what was asked for of them, and what came of it.
+    ``confirmed``: which steps of a kind of evaluation all these ranks have told that they know;
+    they have had memory for the messages since. ``recorded``: the CUDA graphs that all of them
+    have; ``has_graphs``: one of them may hold some.
     """
 
     stages: tuple[int, ...] = ()
@@ -112,7 +111,6 @@ class Resident:
     weights: Keeping = field(default_factory=Keeping)
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
-    sets: dict[str, int] = field(default_factory=dict)
     confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     recorded: dict[Like, Graphs] = field(default_factory=dict)
     has_graphs: bool = False

@@ -6,7 +6,7 @@ Read: comfy/ops.py (_quantized_apply), comfy/model_management.py (archive_model_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
@@ -27,8 +27,8 @@ class DeviceWeights(Placement):
     those assigned from a file still have the file's.
 
     What a parameter was loaded from is kept where it is a file's mapped pages, which cost no
-    memory. So nothing stays on the device beside a patched weight, and taking the patch away reads
-    the file's pages again.
+    memory. So nothing need stay on the device beside a patched weight, and taking the patch away
+    reads the file's pages again.
     """
 
     def __init__(
@@ -87,21 +87,37 @@ class DeviceWeights(Placement):
             self._unread = []
 
     def replace(self, name: str, weight: Any) -> None:
+        whole = put_together(weight, self.get(name)).to(self._device)
+        self._put(name, torch.nn.Parameter(whole, requires_grad=False))
+
+    def _put(self, name: str, parameter: torch.nn.Parameter) -> None:
         module, attribute = self._slot(name)
-        before = getattr(module, attribute)
         if name not in self._replaced:
             on_file = self._loaded.get(name)
+            before = getattr(module, attribute)
             self._replaced[name] = (
                 on_file if on_file is not None else settled_as(module, attribute, before, CPU)
             )
-        weight = put_together(weight, before).to(self._device)
-        setattr(module, attribute, torch.nn.Parameter(weight, requires_grad=False))
+        setattr(module, attribute, parameter)
 
-    def restore(self) -> None:
-        while self._replaced:
-            name, loaded = self._replaced.popitem()
+    def restore(self, but: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> None:
+        here = {} if kept is None else kept
+        for name in [name for name in self._replaced if name not in but]:
             module, attribute = self._slot(name)
-            setattr(module, attribute, settled_as(module, attribute, loaded, self._device))
+            loaded = self._replaced.pop(name)
+            if name in here:
+                self._loaded[name] = loaded  # it will be replaced again
+            settled = here[name] if name in here else settled_as(module, attribute, loaded, self._device)
+            setattr(module, attribute, settled)
+
+    def aside_bytes(self, name: str) -> int:
+        return stored_bytes([self.get(name)])
+
+    def aside(self, name: str, device: torch.device) -> torch.nn.Parameter:
+        return on_device(self.get(name), device)
+
+    def put_back(self, name: str, aside: torch.nn.Parameter) -> None:
+        self._put(name, on_device(aside, self._device))
 
     def _placed(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
@@ -120,6 +136,12 @@ class DeviceWeights(Placement):
             self._unread.append((places[key], tensor))
         placed = put_together(with_tensors(tree, places), parameter)
         return torch.nn.Parameter(placed, requires_grad=False)
+
+
+def on_device(parameter: Any, device: torch.device) -> torch.nn.Parameter:
+    """Returns the parameter itself if it is there already."""
+    moved = parameter.to(device)
+    return parameter if moved is parameter else torch.nn.Parameter(moved.detach(), requires_grad=False)
 
 
 def is_mapped(parameter: torch.Tensor) -> bool:

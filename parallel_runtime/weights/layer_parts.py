@@ -153,12 +153,34 @@ class ShardedBlock:
         self.forget_views()
 
     def _write(self, place: Place, tensor: torch.Tensor) -> None:
-        first = self._rank * self.part.numel()
-        begin, end = max(place.at, first), min(place.at + place.nbytes, first + self.part.numel())
-        if begin < end:
-            elements = slice(*((at - place.at) // place.dtype.itemsize for at in (begin, end)))
+        own = self._own(place)
+        if own:
+            begin = self._rank * self.part.numel() - place.at
+            elements = slice(*((begin + at) // place.dtype.itemsize for at in (own.start, own.stop)))
             content = tensor.detach().contiguous().reshape(-1)[elements].to(place.dtype)
-            self.part[begin - first : end - first].copy_(content.view(torch.uint8))
+            self.part[own.start : own.stop].copy_(content.view(torch.uint8))
+
+    def _own(self, place: Place) -> range:
+        """Returns which bytes of this rank's part are of the tensor, none if it has none of it."""
+        first, nbytes = self._rank * self.part.numel(), self.part.numel()
+        begin = min(max(place.at - first, 0), nbytes)
+        return range(begin, max(begin, min(place.at + place.nbytes - first, nbytes)))
+
+    def part_bytes(self, one: ShardedParameter) -> int:
+        """Returns the bytes of a parameter that this rank has."""
+        return sum(len(self._own(place)) for place in tensors_of(one.tree).values())
+
+    def copy(self, one: ShardedParameter, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
+        """Returns this rank's part of a parameter, to be put back."""
+        owns = map(self._own, tensors_of(one.tree).values())
+        return one.tree, [self.part[own.start : own.stop].to(device, copy=True) for own in owns]
+
+    def put_copy(self, one: ShardedParameter, copy: tuple[Any, list[torch.Tensor]]) -> None:
+        one.tree, parts = copy
+        for place, part in zip(tensors_of(one.tree).values(), parts, strict=True):
+            own = self._own(place)
+            self.part[own.start : own.stop].copy_(part)
+        self.forget_views()
 
     def put_away(self) -> None:
         for layer in self.layers:

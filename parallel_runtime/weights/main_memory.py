@@ -53,6 +53,11 @@ class Table(NamedTuple):
             return settled_as(self.module, self.attribute, self.tensor)
         return self.tensor
 
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor that is in place, in the machine's memory."""
+        return self.slot[self.attribute].held
+
     def put(self, tensor: torch.Tensor) -> None:
         self.slot[self.attribute] = tensor
 

@@ -8,7 +8,7 @@ ComfyUI 0.30.0.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class OffloadedWeights(Placement):
         replaced = put_together(weight, self._loaded[name])
         self._replaced[name] = torch.nn.Parameter(replaced, requires_grad=False)
 
-    def restore(self) -> None:
+    def restore(self, but: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> None:
         self._replaced.clear()
         self._unload()
         self._patcher.patches = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,22 @@ class Placement:
         """Puts a weight, or one that was taken apart, in the place of a parameter."""
         raise NotImplementedError
 
-    def restore(self) -> None:
-        """Puts every parameter back as it was loaded, and takes weight patches away."""
+    def restore(self, but: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> None:
+        """Puts every parameter back as it was loaded, and takes weight patches away; ``but`` those
+        that ``put_back`` follows for. ``kept``: some as they were loaded, as ``aside`` gave them.
+        """
+        raise NotImplementedError
+
+    def aside_bytes(self, name: str) -> int:
+        """Returns the bytes of what ``aside`` gives."""
+        raise NotImplementedError
+
+    def aside(self, name: str, device: torch.device) -> Any:
+        """Returns what this rank has of a parameter now, on ``device``, for ``put_back``."""
+        raise NotImplementedError
+
+    def put_back(self, name: str, aside: Any) -> None:
+        """Puts into a parameter's place what ``aside`` gave."""
         raise NotImplementedError
 
     def _slot(self, name: str) -> tuple[torch.nn.Module, str]:

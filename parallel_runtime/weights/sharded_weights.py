@@ -4,7 +4,7 @@ A layer has all of its weights only while it computes. Large tables stay in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from ..comm.shard_gather import ShardGather
 from ..forward import PREFIX
-from .device_weights import DeviceWeights
+from .device_weights import DeviceWeights, on_device
 from .layer_parts import ShardedBlock, ShardedParameter, aligned
 from .main_memory import Table, tables_of
 from .placement import Placement
@@ -114,12 +114,52 @@ class ShardedWeights(Placement):
         one.put_away()
         self._replaced.add(name)
 
-    def restore(self) -> None:
-        self._whole.restore()
-        for table in self._tables.values():
-            table.put_away()
-        while self._replaced:
-            block, one = self._sharded[self._replaced.pop()]
+    def restore(self, but: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> None:
+        here = {} if kept is None else kept
+        self._whole.restore(but, here)
+        for name, table in self._tables.items():
+            if name not in but:
+                table.put_away()
+        for name in self._replaced.difference(but):
+            block, one = self._sharded[name]
+            if name in here:
+                self.put_back(name, here[name])
+            else:
+                one.instead = None
+                block.load(one)
+                one.put_away()
+            self._replaced.discard(name)
+
+    def aside_bytes(self, name: str) -> int:
+        if name in self._tables:
+            return self._tables[name].nbytes
+        if name not in self._sharded:
+            return self._whole.aside_bytes(name)
+        block, one = self._sharded[name]
+        return stored_bytes([one.instead]) if one.instead is not None else block.part_bytes(one)
+
+    def aside(self, name: str, device: torch.device) -> Any:
+        """Returns a copy of a sharded one: its bytes are overwritten by the next set."""
+        if name in self._tables:
+            return self._tables[name].held
+        if name not in self._sharded:
+            return self._whole.aside(name, device)
+        block, one = self._sharded[name]
+        return on_device(one.instead, device) if one.instead is not None else block.copy(one, device)
+
+    def put_back(self, name: str, aside: Any) -> None:
+        if name in self._tables:
+            self._tables[name].keep(aside)
+            return
+        if name not in self._sharded:
+            self._whole.put_back(name, aside)
+            return
+        block, one = self._sharded[name]
+        if isinstance(aside, torch.nn.Parameter):
+            one.instead = on_device(aside, self._device)
+            block.forget_views()
+        else:
             one.instead = None
-            block.load(one)
-            one.put_away()
+            block.put_copy(one, aside)
+        one.put_away()
+        self._replaced.add(name)

@@ -8,7 +8,6 @@ Read: comfy/model_patcher.py (add_patches, patch_model, set_model_compute_dtype)
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,12 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import Refused
 from ..forward import PREFIX
 from ..refusals import patch_name
-from ..wire.reserved import room_for
 from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 from .bypass import BYPASS, put_bypass
-from .gguf import is_dequantised_late
-from .quantised import stored_tensors
 
 # Of weight patches that are no adapters: what calculate_weight knows
 TYPES = ("diff", "set", "model_as_lora")
@@ -127,22 +123,6 @@ def cast_switches(patcher: Any) -> dict[str, Any]:
     return {f"{PREFIX}{path}.comfy_cast_weights": True for path in off}
 
 
-def patched_sizes(model: Any, patches: Mapping[str, list]) -> dict[str, int]:
-    """In the UI: the bytes to reserve for each patched weight, as it is stored. None for those that
-    each rank patches in every forward.
-    """
-    import comfy.utils
-
-    sizes = {}
-    for key, shape in patched_shapes(model, patches).items():
-        weight = comfy.utils.get_attr(model, key)
-        if is_dequantised_late(weight):
-            continue
-        growth = math.prod(shape) / max(1, weight.numel())
-        sizes[key] = room_for(math.ceil(tensor.nbytes * growth) for tensor in stored_tensors(weight))
-    return sizes
-
-
 def widened_weights(model: Any, patches: Mapping[str, list]) -> dict[str, torch.nn.Parameter]:
     """In the UI, as object patches: weights of the right shape, without content, for the layers
     that a weight patch widens, as control LoRAs do. ComfyUI tells by the shape which inputs the
@@ -223,14 +203,6 @@ def content_id(objects: Mapping[str, Any], digest: Callable[[torch.Tensor], byte
 
     content.update(encode_tree(objects, put))
     return f"|{content.hexdigest()}"
-
-
-def weight_patches_of(patcher: Any, of_hooks: dict) -> tuple[dict, dict[str, int]]:
-    """Returns the transformer's weight patches, those ``of_hooks`` too, packed, and the bytes to
-    reserve for each patched weight.
-    """
-    patches = with_hooks(patcher, of_hooks)
-    return pack_patches(patches), patched_sizes(patcher.model, patches)
 
 
 def with_hooks(patcher: Any, of_hooks: Mapping[str, list]) -> dict[str, list]:

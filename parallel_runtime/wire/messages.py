@@ -86,29 +86,22 @@ class ReadWeights(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Weight patches and object patches of a model, replacing earlier ones.
 
-    ``payload`` is the tree ``{"patches", "objects"}``. Carries the segment of its tensors and,
-    where ranks share memory for patched weights, a second one; ``shared`` says where each patched
-    weight goes in it and which rank computes it. ``keeps``: earlier sets that stay, all others go;
-    ``recalled``: this set is one of them, and only its objects are in the payload.
+    ``payload`` is the tree ``{"patches", "objects"}``; carries the segment of its tensors. Without
+    "patches" a rank takes the set that it has kept under this name, or answers that it ``lacks``
+    it. ``comes_back``: sets take turns, so ranks keep this one and the one in place if they can.
     """
 
     request: int
     model: str
     patches_id: str
     payload: bytes
-    shared: dict[str, tuple[int, TensorRef]] | None = None
-    keeps: tuple[str, ...] = ()
-    recalled: bool = False
+    comes_back: bool = False
 
 
-class Adopt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Use the shared patched weights: every rank has computed its part of them. ``keeps``: they
-    stay in shared memory, to be recalled.
-    """
+class DropSets(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Free the sets of patched weights that are kept beside those in place, of all models."""
 
     request: int
-    model: str
-    keeps: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -163,7 +156,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     out: TensorRef
 
 
-Request = Load | ReadWeights | SetWeightPatches | Adopt | Release | EndRun | Forward | Fetch
+Request = Load | ReadWeights | SetWeightPatches | DropSets | Release | EndRun | Forward | Fetch
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -173,7 +166,8 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 class Memory(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a rank's device; ``model``: those of the weights of its resident models;
     ``conditioning``: of the run's that it keeps; ``kept``: of messages' memory, and what its
-    methods keep of evaluations.
+    methods keep of evaluations. ``sets``: those of sets of patched weights that may come back,
+    beside ``sets_in_main`` in main memory.
     """
 
     free: int
@@ -181,6 +175,8 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     model: int
     conditioning: int = 0
     kept: int = 0
+    sets: int = 0
+    sets_in_main: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -206,8 +202,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
     for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it, ``recorded`` as
     ``Facts``. ``keeps``: as ``EndRun`` has it. ``unread``: the model is built, and its
-    ``ReadWeights`` is to follow. ``wrote``: where in the arena the output's tensors lie, as offset
-    and bytes.
+    ``ReadWeights`` is to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where
+    in the arena the output's tensors lie, as offset and bytes.
     """
 
     request: int
@@ -225,6 +221,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     recorded: int = 0
     keeps: bool = False
     unread: bool = False
+    lacks: bool = False
 
     @property
     def exchange_s(self) -> float:
@@ -367,7 +364,7 @@ PHASE = {
     Load: "loading",
     ReadWeights: "loading",
     SetWeightPatches: "patching",
-    Adopt: "patching",
+    DropSets: "releasing",
     Release: "releasing",
     EndRun: "releasing",
     Forward: "computing",

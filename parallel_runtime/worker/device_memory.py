@@ -22,14 +22,15 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 class DeviceMemory:
     """The memory of one rank's device. ``model_bytes``: of the resident models' weights;
     ``conditioning_bytes``: of a run's conditioning; ``graph_bytes``: of all CUDA graphs, which
-    torch keeps for them alone; ``kept_bytes``: of messages' memory, and what methods keep. The
-    handler sets all four.
+    torch keeps for them alone; ``kept_bytes``: of messages' memory, and what methods keep;
+    ``set_bytes``: of sets of patched weights, on the device or else. The handler sets all five.
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
         """``sharers``: the ranks on the device that ask for room at the same time, this one too."""
         self.model_bytes = 0
         self.conditioning_bytes = 0
+        self.set_bytes: Callable[[bool], int] = lambda on_device: 0
         self.graph_bytes: Callable[[], int] = lambda: 0
         self.kept_bytes: Callable[[], int] = lambda: 0
         self._sharers = sharers
@@ -51,16 +52,27 @@ class DeviceMemory:
         models and conditioning take is always as it is now.
         """
         last = self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
-        return Memory(last.free, last.total, self.model_bytes, self.conditioning_bytes, last.kept)
+        return Memory(
+            last.free, last.total, self.model_bytes, self.conditioning_bytes, last.kept, *self._sets()
+        )
+
+    def _sets(self) -> tuple[int, int]:
+        return self.set_bytes(True), self.set_bytes(False)
 
     def _measure(self) -> Memory:
-        held = self.model_bytes, self.conditioning_bytes, self.kept_bytes()
+        held = self.model_bytes, self.conditioning_bytes, self.kept_bytes(), *self._sets()
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             cached = max(0, cached - self.graph_bytes())
             return Memory(free + cached, total, *held)
         return Memory(*system_memory(), *held)
+
+    def free_on(self, device: torch.device, ranks: int) -> int:
+        """Returns this rank's share of what is free on its own device, or in main memory, which it
+        shares with all ``ranks`` at most.
+        """
+        return self.now().free // self._sharers if device == self._device else system_memory()[0] // ranks
 
     def reserve(self, nbytes: int) -> None:
         """Checks that this rank's share of what is free is so much. Raises NoRoom."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,8 @@ from ..families.plan import COMPILE
 from ..layout import ALONE
 from ..methods.method import Progress, free_frames
 from ..wire.messages import (
-    Adopt,
     Done,
+    DropSets,
     EndRun,
     Fetch,
     Forward,
@@ -40,6 +40,7 @@ from ..wire.tree import decode_tree
 from .arena_io import NOTHING, ArenaIO
 from .compiling import compilation_noted
 from .device_memory import DeviceMemory
+from .patched_sets import PatchedSets
 from .resident import CountingRank, ResidentModel, counted, in_fp32
 from .resident_vae import ResidentVAE
 
@@ -85,6 +86,7 @@ class RequestHandler:
         self._writes[ALONE] = True
         memory.kept_bytes = lambda: kept_bytes(self.models.values(), mesh)
         memory.graph_bytes = lambda: sum(one.method.facts.graph_bytes for one in self.models.values())
+        memory.set_bytes = lambda on_device: sum(one.nbytes(on_device) for one in sets_of(self.models))
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
         """Carries out ``request`` and returns the answer. ``segments``: those that the request
@@ -115,9 +117,11 @@ class RequestHandler:
             case ReadWeights():
                 self._read_weights(request, rank)
             case SetWeightPatches():
-                self._set_weight_patches(request, segments, rank)
-            case Adopt():
-                self._transformer(request.model).adopt(request.keeps)
+                return self._set_weight_patches(request, segments, rank)
+            case DropSets():
+                for sets in sets_of(self.models):
+                    sets.drop()
+                self._memory.give_back()
             case EndRun():
                 return self._end_run(request)
             case Release():
@@ -152,8 +156,9 @@ class RequestHandler:
         else:
             patcher = build_from_state(source)
         readers = None if self._spans_machines else readers_of(self._mesh)
+        free_bytes = partial(self._memory.free_on, ranks=self._mesh.layout.world_size)
         self.models[request.model] = ResidentModel(
-            patcher, self._device, self._mesh, rank, request, self._kernels, readers
+            patcher, self._device, self._mesh, rank, request, self._kernels, readers, free_bytes
         )
         self._count_models()
         self._memory.give_back()  # whole layers that were loaded or patched for the sake of a part
@@ -180,18 +185,12 @@ class RequestHandler:
 
     def _set_weight_patches(
         self, request: SetWeightPatches, segments: list[Segment], rank: CountingRank
-    ) -> None:
-        payload = decode_tree(request.payload, segments[0].tensor)
-        model, place = self._transformer(request.model), segments[1] if request.shared is not None else None
-        if request.recalled:
-            model.recall(request.patches_id, payload["objects"], rank)
-            model.sets.keep(request.keeps)
-        else:
-            model.sets.keep(request.keeps)
-            model.patch(
-                request.patches_id, payload["patches"], payload["objects"], request.shared, place, rank
-            )
-        self._memory.give_back()
+    ) -> Done:
+        payload, model = decode_tree(request.payload, segments[0].tensor), self._transformer(request.model)
+        patches, objects = payload.get("patches"), payload["objects"]
+        is_there = model.patch(request.patches_id, patches, objects, rank, request.comes_back)
+        self._memory.give_back()  # whole layers that were patched for the sake of a part
+        return Done(request=request.request, memory=self._memory.now(), lacks=not is_there)
 
     def _transformer(self, name: str) -> ResidentModel:
         """A transformer: VAEs have no weight patches."""
@@ -222,9 +221,10 @@ class RequestHandler:
             stays = model.end_run(request.steps, self._memory.little() if request.steps else -1)
         self._forget_conditioning()
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
-        self._memory.end_run(
-            keeps_freed=self._mesh.layout.stages == 1, needed=self._mesh.rank in request.cleared
-        )
+        needed = self._mesh.rank in request.cleared
+        for sets in sets_of(self.models) if needed else ():
+            sets.leave_gpu()
+        self._memory.end_run(keeps_freed=self._mesh.layout.stages == 1, needed=needed)
         return Done(request=request.request, memory=self._memory.now(), keeps=stays and bool(request.steps))
 
     def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
@@ -297,6 +297,10 @@ def kept_bytes(models: Iterable[ResidentModel | ResidentVAE], mesh: Mesh) -> int
     """Returns the bytes of messages' memory, and of what methods keep for later evaluations."""
     buffers = sum(buffer.nbytes for buffer in mesh.sequence.buffers)
     return buffers + sum(model.method.facts.kept_bytes() for model in models)
+
+
+def sets_of(models: Mapping[str, ResidentModel | ResidentVAE]) -> list[PatchedSets]:
+    return [model.sets for model in models.values() if isinstance(model, ResidentModel)]
 
 
 def no_tensors(ref: TensorRef) -> torch.Tensor:

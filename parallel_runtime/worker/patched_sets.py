@@ -1,57 +1,125 @@
-"""Keep the weights that ranks of one machine patched together, in segments that all of them map."""
+"""Keep the sets of patched weights of a model that come back: while hooks of conds change weights,
+ComfyUI asks for another set before nearly every evaluation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from ..errors import Refused
-from ..wire.reserved import read_tree
-from ..wire.segment import Segment, TensorRef
+import torch
 
-Places = Mapping[str, tuple[int, TensorRef]]  # key -> the rank that patches it, and where
+from ..weights.placement import Placement
+
+SHARE_OF_SETS = 0.25  # of what is free for a rank, on its device and in main memory
+CPU = torch.device("cpu")
 
 
 class PatchedSet(NamedTuple):
-    patches_id: str
-    places: Places
-    segment: Segment
+    """``weights``: by their names, as ``Placement.aside`` gave them on ``device``."""
 
-    def put(self, replace: Callable[[str, Any], None]) -> None:
-        for key, (_rank, place) in self.places.items():
-            replace(key, read_tree(self.segment, place))
+    device: torch.device
+    nbytes: int
+    weights: dict[str, Any]
 
 
 class PatchedSets:
-    """The sets of one model. The UI decides which are kept: it knows their bytes, and whether all
-    ranks have them.
+    """The sets of one model that others have taken the place of. One stays on the rank's device if
+    there is room, else in main memory, where those that were used longest ago make room for it.
+
+    The weights as they were loaded stay on a GPU too if there is room: from the file's pages they
+    would have to be sent there again for each switch.
     """
 
-    def __init__(self):
-        self._pending: PatchedSet | None = None
-        self._kept: dict[str, PatchedSet] = {}
+    def __init__(self, weights: Placement, device: torch.device, free_bytes: Callable[[torch.device], int]):
+        """``free_bytes`` tells what is free for this rank on its device, or in main memory."""
+        self._weights = weights
+        self._device = device
+        self._free_bytes = free_bytes
+        self._kept: dict[str, PatchedSet] = {}  # least recently used first
+        self._loaded = PatchedSet(device, 0, {})
+        self._used: set[str] = set()  # in this run
+        self._takes_turns = False  # the set in place, with others
+        self.in_place: Collection[str] = ()  # the weights of that set
 
-    def keep(self, names: Collection[str]) -> None:
-        """Drops all other sets."""
-        self._kept = {name: one for name, one in self._kept.items() if name in names}
+    def nbytes(self, on_device: bool) -> int:
+        """Returns the bytes of all sets that are on the device, or not."""
+        every = (self._loaded, *self._kept.values())
+        return sum(one.nbytes for one in every if (one.device == self._device) == on_device)
 
-    def begin(self, one: PatchedSet) -> None:
-        """Notes a set that every rank computes its part of; ``adopt`` follows."""
-        self._pending = one
+    def has(self, name: str) -> bool:
+        return name in self._kept
 
-    def forget_pending(self) -> None:
-        self._pending = None
+    def names_in(self, name: str) -> Collection[str]:
+        """Returns the names of the weights in a set, none if it is not kept."""
+        return self._kept[name].weights if name in self._kept else ()
 
-    def adopt(self, replace: Callable[[str, Any], None], keeps: bool) -> None:
-        """Puts the set into place, all of which is computed now."""
-        assert self._pending is not None
-        one, self._pending = self._pending, None
-        one.put(replace)
-        if keeps:
-            self._kept[one.patches_id] = one
+    def leave(self, name: str, takes_turns: bool) -> None:
+        """Keeps the set ``name``, which is in place, if it or the next one ``takes_turns`` with
+        others and there is room.
+        """
+        self._used.add(name)
+        takes_turns, self._takes_turns = takes_turns or self._takes_turns, takes_turns
+        if takes_turns and self.in_place and name not in self._kept:
+            self._put_aside(name, self.in_place)
 
-    def recall(self, patches_id: str, replace: Callable[[str, Any], None]) -> None:
-        """Puts a kept set into place. Raises Refused where there is none."""
-        if patches_id not in self._kept:
-            raise Refused(f"Weight patches {patches_id!r} are not kept any more: run again.")
-        self._kept[patches_id].put(replace)
+    def _put_aside(self, name: str, weights: Collection[str]) -> None:
+        nbytes = sum(map(self._weights.aside_bytes, weights))
+        for device in dict.fromkeys((self._device, CPU)):
+            if self._has_room(nbytes, device):
+                aside = {weight: self._weights.aside(weight, device) for weight in weights}
+                self._kept[name] = PatchedSet(device, nbytes, aside)
+                return
+
+    def keep_loaded(self, weights: Iterable[str]) -> None:
+        """Keeps ``weights`` on a GPU with room, as they were loaded, before a set that takes turns
+        is merged into them.
+        """
+        if not self._takes_turns:
+            return
+        new = [weight for weight in weights if weight not in self._loaded.weights]
+        nbytes = sum(map(self._weights.aside_bytes, new))
+        if self._device != CPU and self._has_room(nbytes, self._device):
+            aside = {weight: self._weights.aside(weight, self._device) for weight in new}
+            self._loaded.weights.update(aside)
+            self._loaded = self._loaded._replace(nbytes=self._loaded.nbytes + nbytes)
+
+    def _has_room(self, nbytes: int, device: torch.device) -> bool:
+        """Drops what was used longest ago in main memory if that makes room there."""
+        on_device = device == self._device
+        held = self.nbytes(on_device)
+        limit = int(SHARE_OF_SETS * (self._free_bytes(device) + held))
+        others = [name for name, one in self._kept.items() if one.device == device == CPU]
+        while nbytes <= limit and held + nbytes > limit and others:
+            held -= self._kept.pop(others.pop(0)).nbytes
+        return held + nbytes <= limit
+
+    def put(self, name: str) -> None:
+        """Puts a kept set into place. One in main memory stays there too, for the next time."""
+        one = self._kept[name]
+        self._used.add(name)
+        self.in_place = tuple(one.weights)
+        for weight, aside in one.weights.items():
+            self._weights.put_back(weight, aside)
+        del self._kept[name]
+        if one.device != self._device:
+            self._kept[name] = one  # the last used
+
+    def restore(self, but: Collection[str]) -> None:
+        """Puts all other weights back as they were loaded."""
+        self._weights.restore(but, self._loaded.weights)
+        self.in_place = ()
+
+    def end_run(self) -> None:
+        """Drops the sets that the run did not ask for."""
+        self._kept = {name: one for name, one in self._kept.items() if name in self._used}
+        self._used.clear()
+
+    def leave_gpu(self) -> None:
+        """Drops what is kept on a GPU, which others need."""
+        self._kept = {name: one for name, one in self._kept.items() if one.device == CPU}
+        self._loaded = PatchedSet(self._device, 0, {})
+
+    def drop(self) -> None:
+        self._kept.clear()
+        self.leave_gpu()

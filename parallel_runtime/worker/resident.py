@@ -32,13 +32,11 @@ from ..weights.gguf import is_dequantised_late, with_patches
 from ..weights.in_fp32 import arguments_in_fp32, computing_in_fp32
 from ..weights.offloaded_weights import OffloadedWeights
 from ..weights.placement import Placement
-from ..weights.quantised import stored_bytes, taken_apart
+from ..weights.quantised import stored_bytes
 from ..weights.sharded_weights import ShardedWeights
 from ..weights.weight_patches import put_object, unpack_patches
 from ..wire.messages import Load
-from ..wire.reserved import write_tree
-from ..wire.segment import Segment
-from .patched_sets import PatchedSet, PatchedSets, Places
+from .patched_sets import PatchedSets
 
 log = logging.getLogger("pipemesh")
 NO_RUN = -1
@@ -62,8 +60,8 @@ class ResidentModel:
     pipeline it has those of its own blocks alone.
 
     ``load``: the request for it. ``kernels``: the rank's. ``readers``: with whom it reads whole
-    weights, by ``weights.read``. Raises Refused or LayoutError where the
-    model cannot run in this layout.
+    weights, by ``weights.read``. ``free_bytes``: as ``PatchedSets`` has it. Raises
+    Refused or LayoutError where the model cannot run in this layout.
     """
 
     def __init__(
@@ -75,6 +73,7 @@ class ResidentModel:
         load: Load,
         kernels: Kernels = TORCHS,
         readers: Readers | None = None,
+        free_bytes: Callable[[torch.device], int] = lambda device: 0,
     ):
         self.patcher = patcher
         self.device = device
@@ -84,7 +83,6 @@ class ResidentModel:
         self._run: int | None = None
         # What takes object patches away, in the order in which they were put
         self._take_away: list[Callable[[], Any]] = []
-        self.sets = PatchedSets()
         self._in_block = PatchesHere()
         transformer = patcher.model.diffusion_model
         plan = plan_or_whole(type(transformer))
@@ -94,6 +92,7 @@ class ResidentModel:
         self.method = make_method(transformer, plan, mesh, rank, load.stages, kernels)
         on_progress = counted(rank, stored_bytes(transformer.parameters()))
         self.weights = self._placed(load, mesh.sequence.weights, readers, on_progress)
+        self.sets = PatchedSets(self.weights, device, free_bytes)
         if self.weights.turns is not None:
             self.weights.turns.attach()  # first: a layer has its weights before anything else happens to it
         self.method.attach()
@@ -142,20 +141,29 @@ class ResidentModel:
     def patch(
         self,
         patches_id: str,
-        patches: dict,
+        patches: dict | None,
         objects: dict,
-        shared: Places | None,
-        segment: Segment | None,
         rank: CountingRank,
-    ) -> None:
-        """Replace all weight patches. With ``shared``, this rank computes its own keys into
-        ``segment``; ``adopt`` follows.
+        comes_back: bool = False,
+    ) -> bool:
+        """Replace all weight patches by ``patches``, or without them by the set of this name if it
+        is kept: False if it is not, and nothing changes. ``comes_back``: sets take turns, so the
+        one in place and this one are kept if there is room.
         """
-        self.unpatch()
-        self.patcher.patches = {
-            key: value for key, value in unpack_patches(patches).items() if self.weights.has(key)
-        }
-        objects = dict(objects)
+        if patches is None and not self.sets.has(patches_id):
+            return False
+        self.sets.leave(self.patches_id, comes_back)
+        known = self.sets.names_in(patches_id)
+        self.unpatch(known)
+        self._put_objects(dict(objects))
+        if known:
+            self.sets.put(patches_id)
+        else:
+            self._merge(patches or {}, rank)
+        self.patches_id = patches_id
+        return True
+
+    def _put_objects(self, objects: dict) -> None:
         if IN_BLOCK in objects:
             self._in_block = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
             objects |= self._in_block.methods
@@ -166,45 +174,31 @@ class ResidentModel:
             take_away = put_object(self.patcher.model, name, value, self.device)
             if take_away is not None:
                 self._take_away.append(take_away)
+
+    def _merge(self, patches: dict, rank: CountingRank) -> None:
+        self.patcher.patches = {
+            key: value for key, value in unpack_patches(patches).items() if self.weights.has(key)
+        }
         if self.weights.applies(self.patcher.patches):
-            self.patches_id = patches_id
             return
-        mine = [
-            key
-            for key in self.patcher.patches
-            if shared is None or shared.get(key, (self._mesh.rank,))[0] == self._mesh.rank
-        ]
+        mine = tuple(self.patcher.patches)
+        self.sets.keep_loaded(mine)
         on_progress = counted(rank, len(mine))
         for key in mine:
-            if shared is None or segment is None or key not in shared:
-                self.weights.replace(key, self._patched(key))
-            else:
-                write_tree(segment, shared[key][1], taken_apart(self._patched(key)))
+            self.weights.replace(key, self._patched(key))
             on_progress(1)
-        if shared is None or segment is None:
-            self.patcher.patches = {}
-        else:
-            self.sets.begin(PatchedSet(patches_id, shared, segment))
-        self.patches_id = patches_id
-
-    def adopt(self, keeps: bool) -> None:
-        """Use the shared patched weights, all of which are computed now."""
-        self.sets.adopt(self.weights.replace, keeps)
         self.patcher.patches = {}
+        self.sets.in_place = mine
 
-    def recall(self, patches_id: str, objects: dict, rank: CountingRank) -> None:
-        """Replace all weight patches by those of a set that was kept."""
-        self.patch(patches_id, {}, objects, None, None, rank)
-        self.sets.recall(patches_id, self.weights.replace)
-
-    def unpatch(self) -> None:
-        """Put back the weights and objects as they were loaded."""
-        self.weights.restore()
+    def unpatch(self, but: Collection[str] = ()) -> None:
+        """Put back the weights and objects as they were loaded; ``but`` weights that others will
+        take the place of.
+        """
+        self.sets.restore(but)
         while self._take_away:
             self._take_away.pop()()
         self.patches_id = ""
         self._run = None  # what the model kept is of other weights
-        self.sets.forget_pending()
         self._in_block = PatchesHere()
 
     def _patched(self, key: str) -> torch.Tensor:
@@ -280,6 +274,7 @@ class ResidentModel:
             self.weights.turns.end_run()
             room = -1
         self._tell(None)
+        self.sets.end_run()
         return self.method.end_run(named, room)
 
 

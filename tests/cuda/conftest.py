@@ -58,9 +58,7 @@ def pools(setup, device):
         )
         placement = replace(placement, backend=backend)
         if placement not in made:
-            made[placement] = RemotePool(
-                keeper.handle(placement), shares_weights=device == "cpu" and layout.pipefusion == 1
-            )
+            made[placement] = RemotePool(keeper.handle(placement))
         return SimpleNamespace(remote=made[placement], placement=placement, handle=keeper.handle(placement))
 
     yield pool

@@ -165,12 +165,13 @@ def patches_its_own_weights():
     def make(real):
         def patch(self, patches_id, patches, *rest):
             before = dict(self.patcher.model.named_parameters())
-            real(self, patches_id, patches, *rest)
+            is_there = real(self, patches_id, patches, *rest)
             patched = {
                 name for name, weight in self.patcher.model.named_parameters() if weight is not before[name]
             }
             own = set(patches) & set(before)
             assert patched == own and 0 < len(own) < len(patches), (len(patched), len(own), len(patches))
+            return is_there
 
         return patch
 
