@@ -490,7 +490,7 @@ def test_so_does_a_pipeline_whose_evaluations_are_whole(pack, layout, monkeypatc
         resident = ResidentModel(
             stock_model(3), CPU, mesh, rank, SimpleNamespace(stages=(), weights="whole", budget=0)
         )
-        resident.patch("set", {}, across(sent.objects), None, None, rank)
+        resident.patch("set", {}, across(sent.objects), rank)
         options = across(crossing_options(asked["transformer_options"], sent))
         resident.method.begin(Part(1, 0))
         return resident.on_rank({**asked, "transformer_options": options}, 1)

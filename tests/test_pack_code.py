@@ -214,7 +214,7 @@ def test_models_that_a_rank_holds_at_once_compute_each_with_what_its_own_nodes_s
                 rank,
                 SimpleNamespace(stages=(), weights="whole", budget=0, by_layer=False),
             )
-            resident.patch("set", {}, across(sent.objects), None, None, rank)
+            resident.patch("set", {}, across(sent.objects), rank)
             residents.append((resident, across(crossing_options(asked[0]["transformer_options"], sent))))
         for rank.at, (resident, options) in enumerate([residents[0], residents[1], residents[0]]):
             resident.method.begin(Part(1, 0))

@@ -268,7 +268,7 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
             resident.weights = SimpleNamespace(turns=turns, **own)
         resident.begin(Part(1, 0))
         resident.begin(Part(1, 1))
-        resident.patch("others", {}, {}, None, None, rank)
+        resident.patch("others", {}, {}, rank)
         resident.begin(Part(1, 0))
         resident.end_run()
         resident.begin(Part(2, 0))

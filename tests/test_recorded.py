@@ -468,7 +468,7 @@ def test_a_rank_tells_its_method_of_other_weights_and_of_nodes_code(monkeypatch)
     monkeypatch.setattr(resident.method, "begin", lambda _, expected: told.append(expected[-2:]))
     for number in range(4):
         if number == 2:
-            resident.patch("b", {}, {}, None, None, rank)
+            resident.patch("b", {}, {}, rank)
             resident.end_run()  # of a run that ended before this rank had anything to compute
         if number == 3:
             resident._in_block = PatchesHere(methods={"blocks.0.forward": print})

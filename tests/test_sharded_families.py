@@ -18,7 +18,7 @@ from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.weights.quantised import stored_bytes
+from pipemesh.parallel_runtime.weights.quantised import stored_bytes, stored_tensors
 from pipemesh.parallel_runtime.weights.weight_patches import pack_patches
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
 
@@ -95,6 +95,14 @@ def serving(mesh, weights, runs, calls):
     return rank, requests, SimpleNamespace(stages=(), weights=weights, budget=0, by_layer=False)
 
 
+def bytes_of(resident):
+    """A copy of what this rank has of the weights that are shared out, or of all of them."""
+    blocks = [block for block, _ in getattr(resident.weights, "_sharded", {}).values()]
+    weights = resident.patcher.model.diffusion_model.parameters()
+    every = [block.part for block in blocks] or [one for weight in weights for one in stored_tensors(weight)]
+    return [one.clone().reshape(-1).view(torch.uint8) for one in every]
+
+
 def computed(monkeypatch, layout, weights, path, calls, patches):
     """(rank, evaluation) -> outputs: under a LoRA twice, so that the order of layers is known, then
     without it; and the residents. With weights that ComfyUI itself loads in part: under the LoRA
@@ -112,14 +120,21 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
         resident = residents[mesh.rank] = ResidentModel(patcher, CPU, mesh, rank, load)
         if weights != BY_COMFYUI:
             resident.patch("lora", pack_patches(patches), {}, None, None, rank)
+        rank, requests, load = serving(mesh, weights, (1, 1, 2), calls)
+        resident = ResidentModel(loaded(path), CPU, mesh, rank, load, free_bytes=lambda device: 1 << 40)
+        residents[mesh.rank] = resident
+        resident.patch("lora", pack_patches(patches), {}, rank, True)
+        merged = bytes_of(resident)
         for rank.at, part in enumerate(requests):
             if rank.at == 2 * len(calls):
-                resident.patch("", {}, {}, None, None, rank)
+                resident.patch("", {}, {}, rank, True)
             resident.method.begin(part)
             out = resident.on_rank(dict(calls[part.branch]), rank.at + 1)
             outputs[mesh.rank, rank.at] = (
                 None if out is None else torch.cat([one.flatten() for one in tensors_of(out)])
             )
+        assert resident.patch("lora", None, {}, rank, True), "the set is kept"
+        assert all(map(torch.equal, bytes_of(resident), merged))
         resident.end_run()
 
     with torch.inference_mode():

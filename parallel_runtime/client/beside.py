@@ -7,11 +7,12 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RunCancelled
+from ..errors import OutOfMemory, RunCancelled
 from ..layout import Layout
 from ..planner.counts import Counts, NotCounted
 from ..planner.keeping import LEFT_FREE, gib
@@ -20,6 +21,7 @@ from .residency import Residency
 from .session import Sessions
 
 log = logging.getLogger("pipemesh")
+MOST_RELOADS = 3  # of a model for one evaluation: each may take a minute
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Beside:
         self._residency = residency
         self._counts = counts
         self._more: dict[str, int] = {}  # of each model, for as long as ComfyUI runs
+        self._reloads: Counter[str] = Counter()  # of each model since an evaluation had room
 
     def left_free(self, model: str, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
@@ -77,7 +80,8 @@ class Beside:
 
     def leave_more(self, model: str) -> bool:
         """Releases a model whose weights left too little free, so that they are loaded anew and
-        leave more. Returns False where they would leave no more.
+        leave more: half as much again in the second of ``MOST_RELOADS``, twice as much in the
+        third. Returns False if they would leave no more. Raises OutOfMemory after the last.
         """
         session = self._sessions.live
         held = session.models.get(model) if session is not None else None
@@ -87,12 +91,25 @@ class Beside:
             or (held.weights.kept == "offloaded" and not held.weights.budget)
         ):
             return False
-        more = int(held.weights.leaves + max(LEFT_FREE, held.weights.leaves // 4))
-        if more <= self._more.get(model, 0):  # that was asked for, and brought no more
+        reloads, leaves = self._reloads[model], held.weights.leaves
+        if reloads == MOST_RELOADS:
+            self.had_room(model)  # the next prompt may be another
+            raise OutOfMemory(
+                f"The weights were loaded anew {reloads} times, and an evaluation has still too little memory"
+                f" with {gib(int(leaves))} left free on each device: make the image or the batch smaller, add"
+                " devices, or free memory."
+            )
+        step = max(LEFT_FREE, leaves // 4)
+        if leaves + step <= self._more.get(model, 0):  # that was asked for, and brought no more
             return False
-        self._more[model] = more
+        self._more[model] = int(leaves + step * 2**reloads)
+        self._reloads[model] += 1
         self._residency.release(model)
         return True
+
+    def had_room(self, model: str) -> None:
+        """Notes that an evaluation was computed, or that no further one is tried."""
+        self._reloads.pop(model, None)
 
     def _needed(self, name: str, sampled: Sampled, rows: int = 0) -> int:
         """Returns what each rank needs, or one rank for so many ``rows`` by itself, in fp32.

@@ -50,6 +50,7 @@ from .in_pool import InPool
 from .instead import Instead, take_place
 from .interrupt import interrupted, interrupting
 from .patch_backend import PipelineBackend
+from .patched_weights import drop_sets
 from .patching import Patching
 from .patchwise import SAMPLING, Patchwise
 from .remote import Remote
@@ -265,15 +266,18 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
                 outputs = compute()
                 if patcher.in_block is not None and patcher.in_block.objects:
                     runs.stateful[remote.model] = load_of(remote.pool.residency, remote.model)
+                remote.pool.beside.had_room(remote.model)
                 return outputs
             except OutOfMemory as error:
-                if not remote.pool.beside.leave_more(remote.model):
+                freed = drop_sets(remote.pool.session)
+                if not freed and not remote.pool.beside.leave_more(remote.model):
                     raise
                 if not remote.sampling.can_repeat or remote.model in runs.stateful:
                     raise OutOfMemory(
                         f"{error} The weights left it too little: run again, and they will leave more free."
                     ) from error
-                log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
+                if not freed:
+                    log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
 
 
 def bring_up(patcher: RemotePatcher) -> None:
