@@ -41,7 +41,7 @@ class Beside:
         self._residency = residency
         self._counts = counts
         self._more: dict[str, int] = {}  # of each model, for as long as ComfyUI runs
-        self._reloads: Counter[str] = Counter()  # of each model since an evaluation had room
+        self.reloads: Counter[str] = Counter()  # of each model since an evaluation had room
 
     def left_free(self, model: str, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
@@ -91,7 +91,7 @@ class Beside:
             or (held.weights.kept == "offloaded" and not held.weights.budget)
         ):
             return False
-        reloads, leaves = self._reloads[model], held.weights.leaves
+        reloads, leaves = self.reloads[model], held.weights.leaves
         if reloads == MOST_RELOADS:
             self.had_room(model)  # the next prompt may be another
             raise OutOfMemory(
@@ -103,13 +103,13 @@ class Beside:
         if leaves + step <= self._more.get(model, 0):  # that was asked for, and brought no more
             return False
         self._more[model] = int(leaves + step * 2**reloads)
-        self._reloads[model] += 1
+        self.reloads[model] += 1
         self._residency.release(model)
         return True
 
     def had_room(self, model: str) -> None:
         """Notes that an evaluation was computed, or that no further one is tried."""
-        self._reloads.pop(model, None)
+        self.reloads.pop(model, None)
 
     def _needed(self, name: str, sampled: Sampled, rows: int = 0) -> int:
         """Returns what each rank needs, or one rank for so many ``rows`` by itself, in fp32.

@@ -266,7 +266,8 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
                 outputs = compute()
                 if patcher.in_block is not None and patcher.in_block.objects:
                     runs.stateful[remote.model] = load_of(remote.pool.residency, remote.model)
-                remote.pool.beside.had_room(remote.model)
+                if remote.pool.beside.reloads:
+                    remote.pool.beside.had_room(remote.model)
                 return outputs
             except OutOfMemory as error:
                 freed = drop_sets(remote.pool.session)

@@ -52,15 +52,12 @@ class DeviceMemory:
         models and conditioning take is always as it is now.
         """
         last = self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
-        return Memory(
-            last.free, last.total, self.model_bytes, self.conditioning_bytes, last.kept, *self._sets()
-        )
-
-    def _sets(self) -> tuple[int, int]:
-        return self.set_bytes(True), self.set_bytes(False)
+        held = self.model_bytes, self.conditioning_bytes, last.kept, last.sets, last.sets_in_main
+        return Memory(last.free, last.total, *held)
 
     def _measure(self) -> Memory:
-        held = self.model_bytes, self.conditioning_bytes, self.kept_bytes(), *self._sets()
+        sets = self.set_bytes(True), self.set_bytes(False)
+        held = self.model_bytes, self.conditioning_bytes, self.kept_bytes(), *sets
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
