@@ -14,6 +14,7 @@ from pipemesh.parallel_runtime.client.alone import Admission
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from torch import nn
+from torch.backends import cudnn
 
 from .bounds import assert_same
 from .foreign_pack import unet, video_unet
@@ -44,6 +45,16 @@ def test_frames_alone_are_refused_before_anything_is_computed(layout):
     with pytest.raises(Refused, match=ALONE):
         sampled(ours, cfg=1.0)
     assert not pool.asked
+
+
+def test_two_prompts_that_are_computed_one_after_the_other_are_no_frames_alone():
+    stock, (ours, pool) = video_unet(), in_groups(DATA, video_unet())
+    for one in (stock, ours):
+        one.set_model_unet_function_wrapper(
+            lambda apply, args: apply(args["input"], args["timestep"], **args["c"])
+        )
+    assert_same(partial(sampled, cfg=2.5, negative=conditioning(2, 7)), ours, stock)
+    assert {rows for _, rows, _ in pool.asked} == {FRAMES}
 
 
 def test_frames_of_one_group_or_a_single_one_are_nothing_to_refuse():
@@ -97,7 +108,7 @@ def test_layers_that_mix_rows_are_found_once_in_a_class_that_is_known(kind, of_c
     ours, pool = in_groups(DATA, of_comfyui(kind), admission=known)
     with pytest.raises(Refused, match=rf"{MIXED} evaluation is [\d.]+% off from that of one GPU"):
         sampled(ours)
-    assert len(pool.asked) == 3, "two rows each, and all of them"
+    assert len(pool.asked) == 6, "two rows each, and all of them; once more in fp32, without TF32"
     with pytest.raises(Refused, match=MIXED):
         in_groups(DATA, of_comfyui(kind), admission=known)
     in_groups(Layout(), of_comfyui(kind), admission=known)
@@ -178,7 +189,7 @@ def test_what_mixes_the_two_prompts_of_one_image_is_found_as_comfyui_batches_the
     one = partial(run, steps=2, cfg=4.0, latent=torch.zeros(1, 4, 8, 8), **alike)
     with pytest.raises(Refused, match=rf"{MIXED} evaluation is [\d.]+% off"):
         one(ours)
-    assert [rows for _, rows, _ in pool.asked] == [1, 1, 2]
+    assert [rows for _, rows, _ in pool.asked] == [1, 1, 2] * 2, "once more in fp32"
     stock, (ours, pool) = unet(), in_groups(Layout(cfg=2), unet())
     assert_same(one, ours, stock)
     assert [rows for _, rows, _ in pool.asked][:5] == [1, 1, 2, 1, 1], "once"
@@ -210,23 +221,24 @@ def test_where_one_rank_cannot_compute_all_rows_the_next_run_tries_and_the_log_s
     assert "were not compared with all of them: Rank 0 ran out of memory." in caplog.text
 
 
-def test_rounding_in_small_numbers_is_decided_in_fp32():
+@pytest.mark.parametrize("numbers", [torch.bfloat16, torch.float32])
+def test_rounding_in_small_numbers_and_in_tf32_is_decided_in_fp32(numbers):
     """A batch of other kernels than its rows': another order of adding up, 3 % of bf16's scale."""
 
     class Rounds(GroupsHere):
         in_fp32 = 0
 
         def _computed(self, arguments, part, group):
-            out = super()._computed(arguments, part, group)
-            self.in_fp32 += out.dtype == torch.float32
-            rounding = 4e-2 if out.dtype == torch.bfloat16 and len(out) == FRAMES else 0.0
-            return out * (1 + rounding)
+            out, rounds = super()._computed(arguments, part, group), cudnn.allow_tf32
+            self.in_fp32 += not rounds
+            return out * (1.04 if rounds and len(out) == FRAMES else 1.0)
 
     model = unet()
-    model.model.diffusion_model.to(torch.bfloat16).dtype = torch.bfloat16
+    model.model.diffusion_model.to(numbers).dtype = numbers
     model.model.manual_cast_dtype = None
     ours, pool = in_groups(DATA, model, made=Rounds)
-    assert sampled(ours).isfinite().all()
+    with cudnn.flags(enabled=True, allow_tf32=True):
+        assert sampled(ours).isfinite().all()
     assert pool.in_fp32 == 3
 
 

@@ -48,6 +48,7 @@ class Conds:
         self._in_sequence = in_sequence
         self._is_known = False  # all code of the run at hand
         self._origins: dict[str, Origin] = {}
+        self.prompts = 0  # conds of all sides of the evaluation at hand
         self.given: Given | None = None  # to the sampler that is in the loop
 
     @contextmanager
@@ -81,6 +82,7 @@ class Conds:
         patcher = model.current_patcher
         self._constants.look(patcher, conds)
         present = [index for index, cond in enumerate(conds) if cond is not None]
+        self.prompts = sum(len(conds[index]) for index in present)
         has_state = must_run_conds_in_sequence(patcher, conds, model_options)
         self._origins = origins_by_cond(conds) if self._is_known and not has_state else {}
         if len(present) < 2 or self._in_sequence() or has_state:

@@ -130,7 +130,7 @@ class InGroups:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
         batches = tuple(constants.batch_of(call.arguments) for call in calls)
         if self._rows is not None:
-            self._rows.require_several(batches)
+            self._rows.require_several(batches, self.conds.prompts)
         session = pool.sessions.latest
         speeds = session.group_speeds if session is not None else ()
         held = session.models.get(self._model) if session is not None else None

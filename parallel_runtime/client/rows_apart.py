@@ -45,17 +45,13 @@ class RowsApart:
     def begin_run(self) -> None:
         self._is_first, self._not_now = True, set()
 
-    def require_several(self, batches: Sequence[Batch]) -> None:
-        """Raises Refused if the first evaluation of a run keeps all but one group idle, because it
-        is the only one, and its rows are computed together.
+    def require_several(self, batches: Sequence[Batch], prompts: int) -> None:
+        """Raises Refused if the first evaluation of a run keeps all but one group idle, because
+        there are no more ``prompts``, and its rows are computed together. Other prompts may be
+        computed after it, where something between them keeps a state.
         """
         first, self._is_first = self._is_first, False
-        if (
-            first
-            and len(batches) == 1
-            and batches[0].together
-            and batches[0].branches == 1 < batches[0].items
-        ):
+        if first and prompts == len(batches) == 1 and batches[0].together and batches[0].items > 1:
             raise Refused(FRAMES_ALONE)
 
     def watch(self, shapes: tuple[torch.Size, ...], of: str = "images") -> Judge | None:
@@ -82,12 +78,13 @@ class RowsApart:
         self._refuse(f"fails ({str(error).partition(chr(10))[0].rstrip('.')}), and on one GPU it does not")
 
     def _judge(self, shapes: Hashable, shared: Shared) -> None:
-        """What looks like more than rounding is computed once more in fp32, which decides. If one
-        rank cannot compute all rows, or has no memory for them, the next run tries again.
+        """What looks like more than rounding is computed once more in fp32 without TF32, which
+        decides. If one rank cannot compute all rows, or has no memory for them, the next run tries
+        again.
         """
         try:
             off = furthest_apart(shared.made, shared.alone())
-            if off and any(one.dtype != torch.float32 for one in shared.made):
+            if off:
                 off = furthest_apart(shared.again(in_fp32=True), shared.alone(in_fp32=True))
         except (OutOfMemory, ModelError) as error:
             self._not_now.add(shapes)
