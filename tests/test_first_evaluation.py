@@ -5,6 +5,7 @@ numbers smaller than fp32 one more, and one that ranks share.
 
 import re
 import weakref
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException
 from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.launcher.pool.devices import Device, place
@@ -190,8 +192,8 @@ def test_real_ranks_of_a_comfyui_that_looks_at_neighbours_where_it_is_large_are_
 def test_where_one_rank_has_no_room_a_notice_says_so_once_and_the_next_run_tries_again(trials):
     told = []
     ours, pool = in_groups(PAIR, stock_model(5), **watched(trials(notice=told.append)))
-    pool.memory = [Memory(1 << 20, 1 << 40, 0)] * 2
-    for _ in range(2):
+    for free in (1 << 20, 1 << 28):
+        pool.memory = [Memory(free, 1 << 40, 0)] * 2
         run(ours)
         assert alone_in(pool) == 0
     assert why_not(told) == ["one worker would need 0.5 GiB for it, and 0.0 GiB are free"]
@@ -206,6 +208,15 @@ def why_not(told):
         r"Of Flux of this ComfyUI \(9\.9\) only tiny models .* workers shared \((.*)\): compare an image with"
     )
     return [found[1] for one in told if (found := re.match(says, one))]
+
+
+def test_stop_while_the_evaluation_is_counted_is_no_reason(trials):
+    told = []
+    known = {**watched(trials(notice=told.append)), "counts": Counts(lambda asked: Future(), lambda: True)}
+    ours, _ = in_groups(PAIR, stock_model(5), **known)
+    with pytest.raises(InterruptProcessingException):
+        run(ours)
+    assert not why_not(told)
 
 
 def test_a_pipeline_has_no_rank_with_all_blocks_and_a_notice_says_so(trials):

@@ -164,7 +164,7 @@ class HostTrials:
         self._found = cache(HostFiles(comfyui).fingerprint)
         self._try_class = try_class
         self._kept = kept
-        self._notice = cache(notice)  # each once
+        self._tell_once = told_once(notice)
         self._known = known
         self._now = BEGINNING
         self._lock = threading.Lock()
@@ -283,13 +283,15 @@ class HostTrials:
         return judge
 
     def not_judged(self, model: Any, why: str) -> None:
-        """Tells the user, once, that the first evaluation of such a BaseModel could not be judged.
-        Who judges it is asked again in every run.
+        """Tells the user, once for its class and numbers, that the first evaluation of such a
+        BaseModel could not be judged. Who judges it is asked again in every run.
         """
-        name = f"{type(model.diffusion_model).__name__} of this ComfyUI ({self.version})"
-        self._notice(
+        transformer = type(model.diffusion_model)
+        name = f"{transformer.__name__} of this ComfyUI ({self.version})"
+        self._tell_once(
+            f"{name_of(transformer)} in {numbers_of(model)}",
             f"Of {name} only tiny models were compared with stock, and not the first evaluation that workers"
-            f" shared ({why}): compare an image with that of one GPU. The next run tries again."
+            f" shared ({why}): compare an image with that of one GPU. The next run tries again.",
         )
 
     def _require_same(self, transformer: type, judged: Future[Verdict]) -> None:
@@ -312,9 +314,10 @@ class HostTrials:
         named = ", ".join(one.partition(":")[2] for one in unknown[:NAMED])
         more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
         differs = f" ({named}{more} differ)" if unknown else ""
-        self._notice(
+        self._tell_once(
+            found.kind,
             f"{found.name} of this ComfyUI ({self.version}) is not the one that PipeMesh was tested"
-            f" with{differs}: it is compared with stock on the CPU, once."
+            f" with{differs}: it is compared with stock on the CPU, once.",
         )
         future: Future[Verdict] = Future()
         threading.Thread(
@@ -341,6 +344,18 @@ class HostTrials:
         took = f", {seconds:.0f} s" if seconds else ""
         log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
         return verdict
+
+
+def told_once(notice: Callable[[str], None]) -> Callable[[str, str], None]:
+    """Returns what tells of each thing once, whatever figures are in the text another time."""
+    told: set[str] = set()
+
+    def tell(of: str, text: str) -> None:
+        if of not in told:
+            told.add(of)
+            notice(text)
+
+    return tell
 
 
 def done(verdict: Verdict) -> Future[Verdict]:

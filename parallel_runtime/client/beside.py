@@ -59,7 +59,7 @@ class Beside:
 
     def why_not_alone(self, model: str, sampled: Sampled, rows: int) -> str:
         """Says why the first rank cannot compute an evaluation of so many rows by itself, in fp32;
-        empty where it can.
+        empty where it can. Raises RunCancelled.
         """
         session = self._sessions.live
         held = session.models.get(model) if session is not None else None
@@ -71,7 +71,7 @@ class Beside:
             return "each worker has a part of its weights"
         try:
             needed = self._needed(model, sampled, rows)
-        except (NotCounted, RunCancelled) as error:
+        except NotCounted as error:
             return f"what it takes is not known ({error})"
         free = session.pool.memory[0].free
         return (
