@@ -66,6 +66,18 @@ def test_a_model_in_bf16_computes_as_its_copy_in_fp32_does_once(family):
         assert relative_error(one, truth) <= IN_FP32
 
 
+def test_of_cudnn_nothing_but_tf32_is_off():
+    cudnn = torch.backends.cudnn
+
+    def flags():
+        return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+
+    with cudnn.flags(enabled=True, benchmark=True, deterministic=True, allow_tf32=True):
+        with computing_in_fp32(torch.nn.Linear(1, 1)):
+            assert flags() == (True, True, True, False)
+        assert flags() == (True, True, True, True)
+
+
 def test_quantised_weights_are_dequantised_and_what_comes_in_is_not_quantised():
     sample = SAMPLES[PLAIN]
     model = int8_model(sample.form, sample.tiny.size(WIDE_HEADS))

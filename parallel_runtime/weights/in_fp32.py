@@ -50,7 +50,7 @@ def computing_in_fp32(model: torch.nn.Module, forget: str = "") -> Iterator[None
         if forget:
             back.callback(vars(model).update, vars(model).copy())
             getattr(model, forget)()
-        back.enter_context(torch.backends.cudnn.flags(allow_tf32=False))
+        _put(back, torch.backends.cudnn, "allow_tf32", False)
         _put(back, torch.backends.cuda.matmul, "allow_tf32", False)
         for module in model.modules():
             if isinstance(vars(module).get("dtype"), torch.dtype):
