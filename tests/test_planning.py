@@ -4,6 +4,7 @@ for the devices that are there, and the image is stock's own whatever is chosen.
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.launcher.pool.devices import Device, Placement, place
-from pipemesh.nodes.auto.layouts import require_several
+from pipemesh.nodes.auto.layouts import require_more_than_frames, require_several
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
@@ -133,6 +134,13 @@ def test_the_frames_of_a_video_are_not_shared_out_and_its_two_prompts_are():
         for branches in (1, 2)
     ]
     assert layouts[0].data == layouts[1].data == layouts[0].cfg == 1 and layouts[1].cfg == 2
+
+
+def test_what_another_packs_guider_lacks_is_what_planning_hears_of_a_videos_too():
+    model, given = video_unet(), {"noise": torch.zeros(4, 4, 8, 8), "sigmas": torch.ones(3)}
+    require_more_than_frames(model, SimpleNamespace(), given)
+    asks = partial(Sampling.of, SimpleNamespace(), *given.values())
+    assert planning().choose(model.model, OPEN, asks, ()).why == "AttributeError, see the log"
 
 
 def test_prompts_and_images_go_to_groups_and_one_alone_is_shared_by_all_ranks():

@@ -13,7 +13,6 @@ from ...parallel_runtime.client.asked import Asked
 from ...parallel_runtime.client.remote_patcher import RemotePatcher
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.families import FRAMES_ALONE, takes_rows_for_frames
-from ...parallel_runtime.planner.counts import NotCounted
 from ...parallel_runtime.refusals import require_whole_groups
 from ..planning import PlannedLayout, Sampling, placed
 from ..runtime import Runtime
@@ -40,12 +39,16 @@ def in_chosen_layout(
 
 def require_more_than_frames(model: ModelPatcher, guider: Any, given: Mapping[str, Any]) -> None:
     """Raises Refused if there is nothing to share out but the frames of one video, before a pool is
-    started for it.
+    started for it. What another pack's guider lacks to be asked is for planning to tell, which asks
+    the same.
     """
-    if takes_rows_for_frames(model.model.diffusion_model):
-        with suppress(NotCounted):
-            if Sampling.of(guider, given.get("noise"), given.get("sigmas")).branches == 1:
-                raise Refused(FRAMES_ALONE)
+    if not takes_rows_for_frames(model.model.diffusion_model):
+        return
+    branches = 0
+    with suppress(Exception):
+        branches = Sampling.of(guider, given.get("noise"), given.get("sigmas")).branches
+    if branches == 1:
+        raise Refused(FRAMES_ALONE)
 
 
 def require_several(planned: PlannedLayout, model: ModelPatcher, choice: Choice) -> None:
