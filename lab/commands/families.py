@@ -46,7 +46,8 @@ sampled on one GPU: an evaluation whose prompts and images come out otherwise wh
 apart (the first one of each size is computed in both ways), random numbers that the forward draws,
 and what it keeps from one evaluation to the next. *Tried*: compared with stock ComfyUI, so that
 random numbers and what is kept are not looked at. Two models of one class may have other layers:
-images of a batch that are computed apart are compared once for each, whatever its class is called.
+images of a batch, and the two prompts of an image, that are computed apart are compared once for
+each, whatever its class is called.
 
 Stable Video Diffusion and SV3D are a `UNetModel` too, and the rows of their batch are the frames of
 one video, which their layers mix. These stay on one GPU each; with a cfg above 1.0 the two prompts
