@@ -44,7 +44,7 @@ def their_node(model):
     model.theirs_scaled = MethodType(lambda self, x: (x * self.theirs_scale, self), model)
     model.set_attachments("before", Cloned(asked))
     stocks = model.get_model_object
-    model.get_model_object = lambda name: asked.append(name) or stocks(name)
+    model.get_model_object = MethodType(lambda self, name: asked.append(self) or stocks(name), model)
 
     def sampler(denoise, x, sigmas, extra_args=None, callback=None, disable=None):
         patcher = denoise.inner_model.model_patcher
@@ -57,6 +57,7 @@ def their_node(model):
             x, of = patcher.theirs_scaled(x)
             assert of is patcher
             patcher.get_model_object("model_sampling")
+            assert asked[-1] is patcher
         patcher.theirs_result = x.shape
         patcher.set_attachments("theirs", patcher.get_attachment("before"))
         return x

@@ -17,7 +17,8 @@ HONOURED = ("add_", "apply_hooks", "get_", "is_", "memory_", "model_", "prepare_
 
 class Instead:
     """What a node sets, changes or deletes on this object or on the one that it is ``instead_of``
-    is so on both, but for ComfyUI's own fields; of those, what nodes attach.
+    is so on both, but for ComfyUI's own fields, of which what nodes attach is, and for its methods,
+    which are as they were when this object was made.
     """
 
     instead_of: Any = None
@@ -49,6 +50,7 @@ def take_place(made: Instead, of: Any) -> None:
     """Has ``made`` stand in the place of the MODEL ``of``, with the methods that a node has
     replaced on that object. Raises Refused for one that the pool has another of, or does not call.
     """
+    made.instead_of = of  # by which ``bound`` knows whose methods they are
     for name, value in vars(of).items():
         if not is_method(made, name):
             continue
@@ -59,7 +61,6 @@ def take_place(made: Instead, of: Any) -> None:
             )
         vars(made)[name] = bound(value, made)
     vars(made)["attachments"] = of.attachments
-    made.instead_of = of
 
 
 def is_method(one: Any, name: str) -> bool:
