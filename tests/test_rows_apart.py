@@ -11,6 +11,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.client.alone import Admission
+from pipemesh.parallel_runtime.crossing.rows import NotAlike, batched
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from torch import nn
@@ -197,6 +198,23 @@ def test_what_mixes_the_two_prompts_of_one_image_is_found_as_comfyui_batches_the
     stock, (ours, pool) = unet(), in_groups(Layout(cfg=2), unet())
     assert_same(partial(one, **unlike), ours, stock)
     assert {rows for _, rows, _ in pool.asked} == {1}, "which ComfyUI would repeat to the same length"
+
+
+def test_two_prompts_that_comfyui_would_not_batch_are_not_compared_as_one_batch():
+    own = {"sigmas": torch.ones(1), "cond_or_uncond": [0], "uuids": ["a"], "scale": torch.ones(2)}
+    one = {"x": torch.zeros(1, 4), "context": torch.zeros(1, 9, 4), "transformer_options": own}
+    other = {**own, "sigmas": torch.zeros(1), "cond_or_uncond": [1], "uuids": ["b"], "scale": torch.ones(2)}
+    both = batched([one, {**one, "transformer_options": other}])
+    assert both["context"].shape == (2, 9, 4)
+    assert both["transformer_options"]["cond_or_uncond"] == [0, 1]
+    for more in ({"y": torch.zeros(1, 2)}, {"y": None}):
+        for several in ([one, {**one, **more}], [{**one, **more}, one]):
+            with pytest.raises(NotAlike):
+                batched(several)
+    for unlike in ({"scale": torch.zeros(2)}, {"patches": {"attn1": [object()]}}, {"mark": 1}):
+        for several in ((own, {**other, **unlike}), ({**own, **unlike}, other)):
+            with pytest.raises(NotAlike):
+                batched([{**one, "transformer_options": options} for options in several])
 
 
 @pytest.mark.parametrize("error", [OutOfMemory, ModelError])

@@ -20,6 +20,7 @@ from .in_block import runs_code_in_blocks
 # The argument of a model that takes the rows of a branch for so many frames of one video
 FRAMES = "num_video_frames"
 OPTIONS, SIDES, SIGMAS = "transformer_options", "cond_or_uncond", "sigmas"
+OWN = {SIDES, "uuids", SIGMAS}  # options that each cond has of its own
 
 
 def latents_of(arguments: dict[str, Any]) -> list[torch.Tensor]:
@@ -93,11 +94,32 @@ class NotAlike(Exception):
     """Evaluations are no batch of equal shapes."""
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """True for trees of equal tensors and of other leaves that are equal."""
+    (leaves, spec), (others, of_other) = tree_flatten(one), tree_flatten(other)
+    return spec == of_other and all(
+        a is b
+        or (
+            a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+            else type(a) is type(b) and (a == b) is True
+        )
+        for a, b in zip(leaves, others, strict=True)
+    )
+
+
 def batched(several: Sequence[dict[str, Any]], constants: Collection[str] = ()) -> dict[str, Any]:
     """Makes the arguments of one evaluation of the rows of several, as the host batches conds of
-    equal shapes. ``constants``: as in ``take``. Raises NotAlike.
+    equal shapes, equal names and the same options. ``constants``: as in ``take``. Raises NotAlike.
     """
     first, rows = several[0], latents_of(several[0])[0].shape[0]
+    options = [
+        {name: value for name, value in own.get(OPTIONS, {}).items() if name not in OWN} for own in several
+    ]
+    if any(own.keys() != first.keys() for own in several) or not all(
+        is_same(own, options[0]) for own in options
+    ):
+        raise NotAlike
 
     def joined(name: str, *own: Any) -> Any:
         one = own[0]
