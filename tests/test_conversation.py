@@ -160,6 +160,8 @@ def test_stop_makes_the_wait_for_a_silent_rank_shorter(talking, deed):
         with pytest.raises(Lost, match=r"^Rank 0 on cpu failed while computing"):
             talk.collect(1, lambda at=stopped_at, clock=clock: clock.now >= at)
         waited.append(clock.now)
+        if stopped_at != NEVER_S:
+            assert clock.now - max(failed_at, stopped_at) < 1.0 + 3 * conversation.POLL_S
     assert max(waited[1:]) < waited[0]
 
 
