@@ -112,10 +112,10 @@ def computed(
     """
     world, outputs, residents, poses = World(layout, "gloo", monkeypatch), {}, {}, {}
 
-    def free_memory(_device, torch_free_too=False):
-        return (1 << 60,) * 2 if torch_free_too else free(getcurrent().rank)
+    def free_bytes(_device):
+        return free(getcurrent().rank)
 
-    monkeypatch.setattr("comfy.model_management.get_free_memory", free_memory)
+    monkeypatch.setattr("pipemesh.parallel_runtime.crossing.kept_tokens.free_bytes", free_bytes)
     forward_pose = model_animate2.WanAnimate2Block.forward_pose
 
     @wraps(forward_pose)
