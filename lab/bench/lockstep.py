@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -26,13 +27,14 @@ from .figures import Options, Round, Where
 
 if TYPE_CHECKING:
     from ...launcher.pool.fork_server import ServerProcess
-    from ...launcher.pool.supervisor import Process
+    from ...launcher.pool.supervisor import Output, Process
     from ...parallel_runtime.comm.mesh import Mesh
     from ...parallel_runtime.layout import Layout
 
 WARM_UP = 2
 POLL_S = 0.02
-SAID_BYTES = 1 << 16  # shown of a process that failed
+SAID_BYTES = 1 << 16  # taken at once of what a process says
+LIMIT_S, SMALLEST_LIMIT_S = 6 * 3600.0, 600.0  # for a bench, and for one of smallest cases
 SCRIPT = Path(__file__).with_name("lockstep_main.py")
 
 
@@ -150,7 +152,7 @@ def run(options: Options, size: int, function: str, **arguments: Any) -> list[An
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
-        wait_for(processes)
+        wait_for(processes, SMALLEST_LIMIT_S if options.smallest else LIMIT_S)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
 
 
@@ -169,21 +171,44 @@ def start(word: str, server: ServerProcess | None) -> Process:
     return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
-def wait_for(processes: Sequence[Process]) -> None:
-    while any(process.poll() is None for process in processes):
+def wait_for(processes: Sequence[Process], limit_s: float) -> None:
+    """Show what the processes say until all have ended. Raises PipeMeshError if one has failed, or
+    some are left after ``limit_s``.
+    """
+    until = time.monotonic() + limit_s
+    outputs = [process.stdout for process in processes if process.stdout is not None]
+    while left := [rank for rank, process in enumerate(processes) if process.poll() is None]:
         if any(process.returncode for process in processes):
             break
-        time.sleep(POLL_S)
+        pass_on(outputs, POLL_S)
+        if time.monotonic() > until:
+            raise PipeMeshError(
+                f"Rank {left[0]} of the bench has not ended after {limit_s:.0f} s: if other programs kept the"
+                " cores busy, end them and run the bench again; else the lines above say how far it came."
+            )
+    for rank in left:
+        processes[rank].kill()
+    while pass_on(outputs):
+        pass
     for rank, process in enumerate(processes):
-        if process.returncode:
-            for other in processes:
-                other.kill()
-            said = process.stdout.read(SAID_BYTES) if process.stdout is not None else None
-            print((said or b"").decode(errors="replace"), end="", file=sys.stderr)
+        if process.returncode and rank not in left:
             raise PipeMeshError(
                 f"Rank {rank} of the bench ended with exit status {process.returncode}: its last lines say"
                 " why."
             )
+
+
+def pass_on(outputs: list[Output], wait_s: float = 0.0) -> bool:
+    """Show what was said, and wait a moment for it: a process whose words nobody takes blocks.
+    Return whether there was any. Outputs that have ended are taken off.
+    """
+    ready = select.select(outputs, [], [], wait_s)[0]
+    for output in ready:
+        said = output.read(SAID_BYTES)
+        print((said or b"").decode(errors="replace"), end="", file=sys.stderr)
+        if not said:
+            outputs.remove(output)
+    return bool(ready)
 
 
 def merge(by_rank: Sequence[Sequence[Round]]) -> list[Round]:

@@ -3,6 +3,9 @@
 import json
 import os
 import random
+import subprocess
+import sys
+from functools import partial
 from statistics import median
 
 import pytest
@@ -25,7 +28,7 @@ from pipemesh.lab.bench.figures import (
     ratio,
 )
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
-from pipemesh.lab.bench.lockstep import Phase, Ranks, merge
+from pipemesh.lab.bench.lockstep import Phase, Ranks, merge, wait_for
 from pipemesh.lab.bench.plan import MESSAGES
 from pipemesh.lab.bench.queue import CALIBRATED
 from pipemesh.lab.comfyui.api import Event, RunResult, Tick
@@ -34,6 +37,7 @@ from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
+from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.families import FILES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.measured import read, this_machine
@@ -367,6 +371,23 @@ def test_where_stock_gains_nothing_nothing_can_be_kept():
     assert [one.metric for one in compile_bench.figures("case", slower) if not one.is_met] == [
         "gain_of_stocks"
     ]
+
+
+# -- processes in lockstep
+
+
+def test_what_ranks_say_is_shown_and_a_rank_that_never_ends_is_named(capsys):
+    start = partial(subprocess.Popen, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    more_than_is_buffered, waits = "print('x' * (1 << 20))", "print('waits', flush=True); input()"
+    wait_for([start([sys.executable, "-c", more_than_is_buffered])], 60.0)
+    assert capsys.readouterr().err == "x" * (1 << 20) + "\n"
+    fails = f"{more_than_is_buffered}; raise SystemExit(3)"
+    silent = start([sys.executable, "-c", waits])
+    with pytest.raises(PipeMeshError, match=r"^Rank 0 of the bench has not ended after 0 s"):
+        wait_for([silent], 0.0)
+    with pytest.raises(PipeMeshError, match=r"^Rank 1 of the bench ended with exit status 3"):
+        wait_for([silent, start([sys.executable, "-c", fails])], 60.0)
+    assert silent.wait() < 0 and capsys.readouterr().err.count("x") == 1 << 20
 
 
 # -- unlike devices
