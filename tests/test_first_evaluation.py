@@ -178,7 +178,7 @@ def test_real_ranks_of_a_comfyui_that_looks_at_neighbours_where_it_is_large_are_
         assert is_same, says
     handle = PoolHandle(place(PAIR, "cpu", "gloo", ()), setup)
     try:
-        ours = parallelize(load(files["model"]), RemotePool(handle, True, **watched(made)), 0.0)
+        ours = parallelize(load(files["model"]), RemotePool(handle, **watched(made)), 0.0)
         with pytest.raises(Refused, match=r"its first evaluation in float32 with ulysses 2: off by"):
             run(ours, size=LARGE)
         assert handle.live() is not None
