@@ -68,6 +68,20 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
     assert memory.graph_bytes() == 12
 
 
+def test_shared_memory_and_prompts_are_let_go_of_though_a_node_s_cleanup_fails():
+    def fail(*_):
+        raise RuntimeError("no such hook")
+
+    cuts, conditioning = [], KeptConditioning(0)
+    io = SimpleNamespace(conditioning=conditioning, arena=SimpleNamespace(nbytes=512, cut=cuts.append))
+    handler = RequestHandler(SimpleNamespace(rank=0, layout=Layout()), torch.device("cpu"), Counted(), io)
+    handler.models["m"] = SimpleNamespace(end_run=fail)
+    conditioning.get(1, lambda: torch.ones(4))
+    with pytest.raises(RuntimeError, match="no such hook"):
+        handler.handle(EndRun(request=1, model="m", arena_bytes=128), [], None)
+    assert (cuts, conditioning.nbytes) == ([128], 0)
+
+
 @pytest.mark.parametrize(
     ("free", "needed", "sharers", "is_emptied"),
     [(30, False, 1, False), (30, True, 1, True), (30, False, 2, True), (10, False, 1, True)],

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from ..errors import PipeMeshError, RunCancelled
+from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
 from ..wire.messages import EndRun
 from .run import Aside, Run
 from .session import Session, Sessions
@@ -145,7 +145,8 @@ def tell(session: Session, model: str, cleared: Collection[int] | None) -> None:
     is decoded next. Logs errors.
     """
     until = time.monotonic() + END_WAIT_S
-    steps, stays, arena_bytes = session.lasting_steps(model), False, session.cut_arena()
+    steps, arena_bytes = session.lasting_steps(model), session.cut_arena()
+    stays = have_cut = False
     cleared = session.pool.facts.everyone if cleared is None else tuple(cleared)
     try:
         answers = session.ask(
@@ -157,13 +158,14 @@ def tell(session: Session, model: str, cleared: Collection[int] | None) -> None:
             cleared=cleared,
             arena_bytes=arena_bytes,
         )
-        if arena_bytes:
-            session.pool.arena.shrink()
-        stays = bool(answers) and all(answer.keeps for answer in answers)
+        stays, have_cut = bool(answers) and all(answer.keeps for answer in answers), True
     except RunCancelled:  # they need longer: the next request waits for them
         pass
     except Exception as error:  # noqa: BLE001 - the run's own error is told, not this one
+        have_cut = isinstance(error, (ModelError, Refused))  # a rank's: all have answered
         log.warning("[PipeMesh] Freeing the memory of a run: %s", error)
     finally:
         if not stays:
             session.end_run()
+    if arena_bytes and have_cut:
+        session.pool.arena.shrink()

@@ -215,12 +215,15 @@ class RequestHandler:
     def _end_run(self, request: EndRun) -> Done:
         """Frees what the method kept for the run, and conditioning. On CPUs, freed memory is kept
         for the next run, but for a pipeline's keys and values: they are gigabytes.
+
+        Shared memory is let go of before any node's code runs: whether that fails or not, its owner
+        gives it back.
         """
+        self._forget_conditioning()
+        self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
         stays, model = False, self.models.get(request.model)
         if model is not None:
             stays = model.end_run(request.steps, self._memory.little() if request.steps else -1)
-        self._forget_conditioning()
-        self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
         needed = self._mesh.rank in request.cleared
         for sets in sets_of(self.models) if needed else ():
             sets.leave_gpu()
