@@ -89,13 +89,31 @@ def test_windows_that_shift_models_in_turn_and_residuals_once_leave_what_the_pag
     pooled(Layout(), sample, at_once=True, pins=True, models=MODELS)
     assert outputs == [True] * len(MODELS) * STEPS
     for shared, in_rank, on_gpu in within:
-        assert max(shared.conditioning, shared.copies, on_gpu) <= CONDITIONING
+        assert max(shared.conditioning, shared.copies, on_gpu) <= CONDITIONING + NAMED
         assert in_rank <= CONDITIONING + NAMED
     assert max(shared.arena for shared, *_ in within) > RESIDUALS, "there was room for them"
     assert max(on_gpu for *_, on_gpu in within) > CONDITIONING // 2, "a bound that is used"
     for shared, in_rank, registered in after:
         assert shared.arena == shared.registered <= BOUND and registered <= 2 * BOUND
         assert in_rank == 0
+
+
+def test_what_an_evaluation_names_beyond_the_bound_is_sent_once_in_a_run_and_goes_with_it(monkeypatch):
+    monkeypatch.setattr(ConditioningCache.__init__, "__defaults__", (0,))
+
+    def sample(remote):
+        known, run = remote.sessions.latest.conditioning, remote.runs.begin("m")
+        assert evaluated(remote, run, 1)
+        uploads, nbytes = known.uploads, known.nbytes
+        assert nbytes >= text(1).nbytes
+        for _ in range(3):
+            assert evaluated(remote, run, 1)
+        assert known.uploads == uploads, "each tensor was sent once"
+        assert evaluated(remote, run, 2) and known.nbytes == nbytes, "what was named before has gone"
+        remote.runs.end("m")
+        assert known.nbytes == known.copied_bytes == 0
+
+    pooled(Layout(), sample, at_once=True, pins=True)
 
 
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)

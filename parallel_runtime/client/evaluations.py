@@ -161,7 +161,9 @@ class Evaluations:
         frame = Frame(session.pool.arena)
         try:
             out = frame.blank(latent_bytes * self._growth.get((run.model, arguments.get("work")), 1))
-            written = written or write_arguments(session, arguments, work.branch, assume)
+            if written is None:
+                written = write_arguments(session, arguments, work.branch, assume)
+                session.named.clear()
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
             raise
@@ -293,6 +295,7 @@ class Evaluations:
 
     def _done_with(self, session: Session, ticket: Ticket) -> None:
         session.tickets.remove(ticket)
+        session.named.update(ticket.written.versions)
         ticket.out.release()
         if not any(other.written is ticket.written for other in session.tickets):
             ticket.written.frame.release()

@@ -170,6 +170,8 @@ class Session:
         pool.arena.at_close.append(self.conditioning.close)
         self.models: dict[str, Resident] = {}
         self.tickets: list[Ticket] = []  # submitted and not collected
+        # Versions of conditioning that the evaluations collected last have named
+        self.named: set[int] = set()
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
@@ -177,19 +179,21 @@ class Session:
 
     def evict(self, end: int | None = None) -> None:
         """Evicts conditioning down to its bound, and all that lies behind ``end`` of the arena, but
-        nothing that is in flight.
+        nothing that is in flight, nor what was named last: the next evaluation mostly names it again.
         """
-        self.conditioning.evict((one for ticket in self.tickets for one in ticket.written.versions), end)
+        in_flight = (one for ticket in self.tickets for one in ticket.written.versions)
+        self.conditioning.evict((*self.named, *in_flight), end)
 
     def cut_arena(self) -> int:
-        """Leaves nothing behind the arena's bound while nothing is in flight. Returns how much of
-        the arena ranks are to keep, so that it can shrink; 0 for all.
+        """Leaves nothing behind the arena's bound while nothing is in flight, and conditioning
+        within its own. Returns how much of the arena ranks are to keep, so that it can shrink; 0
+        for all.
         """
         arena = self.pool.arena
-        if self.tickets or arena.nbytes <= arena.bound:
-            return 0
-        self.evict(arena.bound)
-        return arena.bound
+        end = arena.bound if not self.tickets and arena.nbytes > arena.bound else None
+        self.named.clear()
+        self.evict(end)
+        return end or 0
 
     def known_steps(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
         """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
