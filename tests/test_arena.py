@@ -4,6 +4,8 @@ import os
 import resource
 from contextlib import contextmanager
 from itertools import pairwise
+from mmap import PAGESIZE
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +86,32 @@ def test_a_mapping_that_cannot_follow_says_so_again_when_asked_again():
             mine.tensor(TensorRef(4096, (2,), "float32"))  # it would end this process
     assert mine.nbytes == 4096
     mine.close()
+
+
+def test_a_piece_that_ends_behind_the_segment_is_refused_and_none_is_cut_short():
+    mine = Segment.create("test", 4096)
+    with (
+        open(mine.fd, "rb", closefd=False) as file,
+        pytest.raises(ValueError, match=r"piece ends at byte 4104 of"),
+    ):
+        mine.fill([(4000, 104), (0, 8)], file.fileno())
+    mine.close()
+
+
+@pytest.mark.parametrize("left", [1 << 30, None], ids=["a limit", "no limit"])
+def test_memory_that_grows_takes_a_quarter_of_the_addresses_that_a_limit_leaves(left):
+    """In a process of its own: a limit cannot be taken back there."""
+    if not (child := os.fork()):
+        status = 1
+        try:
+            taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * PAGESIZE
+            if left is not None:
+                resource.setrlimit(resource.RLIMIT_AS, (taken + left, resource.RLIM_INFINITY))
+            room = len(Segment.create("test", 4096, ROOM)._mapping)
+            status = 0 if (room == ROOM if left is None else left // 8 < room <= left // 4) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_segment_gives_its_descriptor_back_once():

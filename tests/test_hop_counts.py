@@ -236,6 +236,23 @@ def test_where_memory_cannot_be_registered_the_log_says_so_once_and_copies_go_th
     assert not driver.registered
 
 
+def test_memory_that_could_not_be_extended_is_pinned_again_once_that_is_cut_off(driver, caplog):
+    ours = Segment.create("pinned", 1 << 16, ROOM)
+    ours.pin(GPU)
+    for _ in range(2):
+        driver.error = 2
+        with Watched(driver):
+            ours.grow(1 << 18)
+        assert not ours.is_pinned
+        driver.error = 0
+        ours.shrink(1 << 17)
+        assert not ours.is_pinned, "what is left reaches beyond what is registered"
+        ours.shrink(1 << 16)
+        assert ours.is_pinned and ours.registered_bytes == 1 << 16
+    assert caplog.text.count("cannot copy") == 1
+    ours.close()
+
+
 def test_ranks_on_the_cpu_register_nothing(driver):
     ours = Segment.create("pinned", 1 << 16, ROOM)
     ours.pin(CPU)

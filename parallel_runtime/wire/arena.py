@@ -26,7 +26,7 @@ MAX_RANKS = BOARD_BYTES // (8 * LINE_WORDS) - 1
 KEPT_CONDITIONING = 256 << 20
 KEPT_ARENA = 512 << 20  # from run to run, of all kinds
 STEP = 256 << 20  # that the arena is extended by at most beside what is needed
-ROOM = 1 << 38  # of addresses: no machine has memory for as much in one evaluation
+ROOM = 1 << 38  # of addresses, which take no memory: the most that the arena can grow to
 PHASES = (
     "starting",
     "importing",

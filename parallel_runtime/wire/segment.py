@@ -8,8 +8,10 @@ import logging
 import math
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -76,6 +78,7 @@ class Segment:
         self._address = ctypes.addressof(self._mapping)
         self.is_pinned = False
         self._device: torch.device | None = None  # that it was to be pinned for
+        self._is_told = False  # the log, that this cannot be
         self._registered: list[tuple[int, int]] = []  # [start, end) that GPUs reach, in order
 
     @property
@@ -105,6 +108,9 @@ class Segment:
         with contextlib.suppress(RuntimeError):  # else whatever runs next would tell of the error
             torch.empty(1, device=self._device).fill_(0)
             torch.cuda.synchronize(self._device)
+        if self._is_told:
+            return
+        self._is_told = True
         log.warning(
             "[PipeMesh] %s cannot copy from shared memory itself (error %s of cudaHostRegister): its copies"
             " go through other memory, a little slower.",
@@ -113,10 +119,14 @@ class Segment:
         )
 
     def _unregister(self, end: int) -> None:
-        """Has GPUs let go of what lies behind ``end``. They go on reaching what lies before it."""
-        gone = [one for one in self._registered if one[1] > end]
-        if not gone:
-            return
+        """Has GPUs let go of what lies behind ``end``. They go on reaching what lies before it, and
+        do so again if only what was behind could not be registered.
+        """
+        if gone := [one for one in self._registered if one[1] > end]:
+            self._let_go(gone, end)
+        self.is_pinned = 0 < end == self.registered_bytes
+
+    def _let_go(self, gone: Sequence[tuple[int, int]], end: int) -> None:
         self._registered = [one for one in self._registered if one[1] <= end]
         with contextlib.suppress(RuntimeError):  # of a GPU that repeats an earlier error
             torch.cuda.synchronize(self._device)
@@ -187,11 +197,14 @@ class Segment:
 
     def fill(self, pieces: Sequence[tuple[int, int]], fd: int) -> None:
         """Fills places of the segment (offset, bytes) with what a file holds, one after another.
-        Raises SharedMemoryFull where it holds less: there was no room for it.
+        Raises SharedMemoryFull where it holds less: there was no room for it. Raises ValueError for
+        a place behind the end.
         """
         at = 0
         for offset, nbytes in pieces:
-            place = memoryview(self._mapping).cast("B")[offset : min(offset + nbytes, self.nbytes)]
+            if offset + nbytes > self.nbytes:
+                raise ValueError(f"A piece ends at byte {offset + nbytes} of {self.nbytes}.")
+            place = memoryview(self._mapping).cast("B")[offset : offset + nbytes]
             while place:
                 read = os.preadv(fd, [place], at)
                 if not read:
@@ -207,7 +220,6 @@ class Segment:
 
     def close(self) -> None:
         self._unregister(0)
-        self.is_pinned = False
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -222,12 +234,23 @@ def require_addresses(nbytes: int, there: int) -> None:
         )
 
 
-def mapped(fd: int, nbytes: int, room: int = 0) -> ctypes.Array[ctypes.c_ubyte]:
-    """Maps a file until nothing looks at it any more. ``room``: so many bytes, or as many as the
-    limit of this process's addresses leaves; those behind ``nbytes`` can be used once the file
-    reaches there. Raises OSError.
+def spare_addresses() -> float:
+    """Returns how many bytes of addresses a segment may take that it has no memory for: a quarter
+    of what the limit leaves, because checkpoints are mapped too.
     """
-    libc, length = ctypes.CDLL(None, use_errno=True), max(nbytes, room)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * mmap.PAGESIZE
+    return max(0, limit - taken) // 4
+
+
+def mapped(fd: int, nbytes: int, room: int = 0) -> ctypes.Array[ctypes.c_ubyte]:
+    """Maps a file until nothing looks at it any more. ``room``: so many bytes, or as many as this
+    process has addresses to spare; those behind ``nbytes`` can be used once the file reaches there.
+    Raises OSError.
+    """
+    libc, length = ctypes.CDLL(None, use_errno=True), int(max(nbytes, min(room, spare_addresses())))
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
