@@ -179,7 +179,7 @@ class Session:
 
     def evict(self, end: int | None = None) -> None:
         """Evicts conditioning down to its bound, and all that lies behind ``end`` of the arena, but
-        nothing that is in flight, nor what was named last: the next evaluation mostly names it again.
+        nothing in flight, nor what was named last: the next evaluation mostly names it again.
         """
         in_flight = (one for ticket in self.tickets for one in ticket.written.versions)
         self.conditioning.evict((*self.named, *in_flight), end)
