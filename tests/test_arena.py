@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import SharedMemoryFull
+from pipemesh.parallel_runtime.wire import arena as arenas
 from pipemesh.parallel_runtime.wire.arena import (
     BOARD_BYTES,
     MAX_RANKS,
@@ -182,6 +183,18 @@ def test_an_arena_that_cannot_grow_says_so_and_stays_usable():
     ):
         assert torch.equal(arena.segment.tensor(ref), expected)
     assert arena.segment.tensor(large).min() == 3.0
+    arena.close()
+
+
+def test_sizes_that_rise_within_a_run_add_up_as_the_page_says_until_the_arena_is_cut(monkeypatch):
+    monkeypatch.setattr(arenas, "STEP", 256 << 10)  # all in KiB, in the place of MiB
+    arena = Arena(8 << 10, 512 << 10)
+    for size in (300, 600, 900, 600, 900):
+        with arena.frame() as frame:
+            frame.blank(size << 10)
+    assert arena.nbytes == 2012 << 10
+    arena.shrink()
+    assert arena.nbytes == 512 << 10
     arena.close()
 
 

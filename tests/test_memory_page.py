@@ -6,11 +6,11 @@ import re
 from dataclasses import fields
 
 from pipemesh.nodes.status.figures import MemoryFigures, SharedFigures
-from pipemesh.parallel_runtime.client import ahead, calls, patched_weights, runs
+from pipemesh.parallel_runtime.client import ahead, calls, runs
 from pipemesh.parallel_runtime.comm import in_step
 from pipemesh.parallel_runtime.methods import recorded
 from pipemesh.parallel_runtime.wire import arena
-from pipemesh.parallel_runtime.worker import device_memory
+from pipemesh.parallel_runtime.worker import device_memory, patched_sets
 
 from .conftest import ROOT
 from .kept import kept_by_all
@@ -21,14 +21,17 @@ KEPT = re.compile(r"`(\w+\.\w+)`")
 MIB = 1 << 20
 # How each row begins, and what of the code its words stand for
 BOUNDS = {
-    "Memory that": (f"take, and {arena.KEPT_ARENA // MIB} MiB; {arena.KEPT_ARENA // MIB} MiB between runs",),
+    "Memory that": (
+        f"{arena.KEPT_ARENA // MIB} MiB and what",
+        f"; {arena.KEPT_ARENA // MIB} MiB between runs",
+    ),
     "Prompts in it": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
-    "Copies of these": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
+    "Copies of these": ("the same as above",),
     "A run's prompts": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
     "Memory of messages": (f"1/{device_memory.LITTLE} of",),
     "The order of": (f"{in_step.KEPT_KINDS} kinds of a model between runs",),
     "CUDA graphs": (f"{recorded.MOST} of a model; 1/{device_memory.LITTLE} of",),
-    "Sets of patched": (f"1/{1 / patched_weights.SHARE_OF_SETS:.0f} of",),
+    "Sets of patched": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Pictures of the queue": (f"{ahead.MOST_BYTES >> 30} GiB",),
     "Latents by which": (f"{calls.KEPT_LATENTS // MIB} MiB",),
     "Figures of runs": (f"{runs.KEPT} runs; {runs.MOST_EVALUATIONS} evaluations",),

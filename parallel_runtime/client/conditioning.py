@@ -55,7 +55,7 @@ class Sent:
 
 class ConditioningCache:
     """The UI's record of the conditioning in the arena; ranks cache by ``version``. Beside what
-    evaluations in flight name, at most ``limit_bytes`` are kept.
+    evaluations in flight or collected last name, at most ``limit_bytes`` are kept.
     """
 
     def __init__(self, arena: Arena, limit_bytes: int = KEPT_CONDITIONING):
@@ -66,6 +66,8 @@ class ConditioningCache:
         self._entries: OrderedDict[tuple, Entry] = OrderedDict()  # the last named last
         self._sent: OrderedDict[tuple, Sent] = OrderedDict()  # by key, likewise
         self._named: Counter[tuple] = Counter()  # how often in this run, by digest
+        # Versions that the evaluations collected last have named
+        self.collected: set[int] = set()
         self.nbytes = 0  # in the arena
         self.uploads = 0
 
@@ -155,13 +157,14 @@ class ConditioningCache:
 
     def evict(self, in_flight: Iterable[int], end: int | None = None) -> None:
         """Evicts down to the limit, and all that lies behind ``end`` of the arena, but no version
-        that is ``in_flight``: ranks may still read it.
+        that is ``in_flight``, which ranks may still read, or ``collected``: the next evaluation
+        mostly names it again.
 
         What was named least often in this run goes first, and of that the latest: windows that
         come again and again would all be sent anew if each made room for the next. What this run
         has not named goes before, the oldest first.
         """
-        spared = {*in_flight}
+        spared = {*in_flight, *self.collected}
         others = [one for one in self._entries.values() if one.ref.version not in spared]
         kept_bytes, gone = sum(one.ref.nbytes for one in others), []
         order = {id(one): place for place, one in enumerate(others)}

@@ -161,9 +161,7 @@ class Evaluations:
         frame = Frame(session.pool.arena)
         try:
             out = frame.blank(latent_bytes * self._growth.get((run.model, arguments.get("work")), 1))
-            if written is None:
-                written = write_arguments(session, arguments, work.branch, assume)
-                session.named.clear()
+            written = written or write_arguments(session, arguments, work.branch, assume)
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
             raise
@@ -295,7 +293,7 @@ class Evaluations:
 
     def _done_with(self, session: Session, ticket: Ticket) -> None:
         session.tickets.remove(ticket)
-        session.named.update(ticket.written.versions)
+        session.conditioning.collected.update(ticket.written.versions)
         ticket.out.release()
         if not any(other.written is ticket.written for other in session.tickets):
             ticket.written.frame.release()
@@ -342,6 +340,7 @@ def write_arguments(
     many tokens ranks cut follows from the shapes, and from numbers among the arguments.
     """
     frame = Frame(session.pool.arena)
+    session.conditioning.collected.clear()  # what of it comes again is in flight from now on
     changing = {*list(arguments)[:2], *CHANGING}
     checks: list[Callable[[], bool]] = []
     places: dict[tuple, tuple[torch.Tensor, TensorRef]] = {}

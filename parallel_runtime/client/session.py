@@ -170,8 +170,6 @@ class Session:
         pool.arena.at_close.append(self.conditioning.close)
         self.models: dict[str, Resident] = {}
         self.tickets: list[Ticket] = []  # submitted and not collected
-        # Versions of conditioning that the evaluations collected last have named
-        self.named: set[int] = set()
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
@@ -179,10 +177,9 @@ class Session:
 
     def evict(self, end: int | None = None) -> None:
         """Evicts conditioning down to its bound, and all that lies behind ``end`` of the arena, but
-        nothing in flight, nor what was named last: the next evaluation mostly names it again.
+        nothing that is in flight.
         """
-        in_flight = (one for ticket in self.tickets for one in ticket.written.versions)
-        self.conditioning.evict((*self.named, *in_flight), end)
+        self.conditioning.evict((one for ticket in self.tickets for one in ticket.written.versions), end)
 
     def cut_arena(self) -> int:
         """Leaves nothing behind the arena's bound while nothing is in flight, and conditioning
@@ -191,7 +188,7 @@ class Session:
         """
         arena = self.pool.arena
         end = arena.bound if not self.tickets and arena.nbytes > arena.bound else None
-        self.named.clear()
+        self.conditioning.collected.clear()
         self.evict(end)
         return end or 0
 

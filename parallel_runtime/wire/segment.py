@@ -123,18 +123,15 @@ class Segment:
         do so again if only what was behind could not be registered.
         """
         if gone := [one for one in self._registered if one[1] > end]:
-            self._let_go(gone, end)
+            self._registered = [one for one in self._registered if one[1] <= end]
+            with contextlib.suppress(RuntimeError):  # of a GPU that repeats an earlier error
+                torch.cuda.synchronize(self._device)
+            cudart: Any = torch.cuda.cudart()
+            for start, _ in gone:
+                cudart.cudaHostUnregister(self._address + start)
+            if gone[0][0] < end:
+                self._register(gone[0][0], end)
         self.is_pinned = 0 < end == self.registered_bytes
-
-    def _let_go(self, gone: Sequence[tuple[int, int]], end: int) -> None:
-        self._registered = [one for one in self._registered if one[1] <= end]
-        with contextlib.suppress(RuntimeError):  # of a GPU that repeats an earlier error
-            torch.cuda.synchronize(self._device)
-        cudart: Any = torch.cuda.cudart()
-        for start, _ in gone:
-            cudart.cudaHostUnregister(self._address + start)
-        if gone[0][0] < end:
-            self._register(gone[0][0], end)
 
     @classmethod
     def create(cls, name: str, nbytes: int, room: int = 0) -> Segment:

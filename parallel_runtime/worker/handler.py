@@ -214,10 +214,8 @@ class RequestHandler:
 
     def _end_run(self, request: EndRun) -> Done:
         """Frees what the method kept for the run, and conditioning. On CPUs, freed memory is kept
-        for the next run, but for a pipeline's keys and values: they are gigabytes.
-
-        Shared memory is let go of before any node's code runs: whether that fails or not, its owner
-        gives it back.
+        for the next run, but for a pipeline's keys and values: they are gigabytes. Nodes' code runs
+        behind the cut: if it fails, the arena's owner shrinks it all the same.
         """
         self._forget_conditioning()
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
