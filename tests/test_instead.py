@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from types import MethodType
 
-import comfy.sample
 import comfy.samplers
 import pytest
 import torch
@@ -19,6 +18,7 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 
 from .bounds import assert_same
+from .test_options import sampled
 from .test_planning import OPEN, PoolsHere, auto
 
 __all__ = ["auto"]  # a fixture
@@ -62,19 +62,7 @@ def their_node(model):
         patcher.set_attachments("theirs", patcher.get_attachment("before"))
         return x
 
-    noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
-    with torch.inference_mode():
-        image = comfy.sample.sample_custom(
-            model,
-            noise,
-            4.0,
-            comfy.samplers.KSAMPLER(sampler),
-            torch.linspace(1, 0, 4),
-            conditioning(1, 13),
-            conditioning(2, 7),
-            torch.zeros_like(noise),
-            disable_pbar=True,
-        )
+    image = sampled(model, sampler)
     del model.get_model_object
     found = model.theirs_step, model.theirs_scale, model.theirs_result, hasattr(model, "theirs_once")
     assert model.get_attachment("theirs").of is asked, "not that of a clone"
@@ -87,12 +75,12 @@ def test_a_node_that_keeps_its_settings_on_the_model_object_finds_them_there(aut
     made, left = auto(runtime), {}
     ours = model if form == "auto" else runtime.parallelize(model, OPEN if form == "open" else BY_HAND)
 
-    def sampled(one):
+    def kept(one):
         made.switch.fixed = one is ours and form == "auto"
         image, left[one is ours] = their_node(one)
         return image
 
-    assert_same(sampled, ours, stock)
+    assert_same(kept, ours, stock)
     assert left[True] == left[False]
     assert sum(len(here.asked) for here, _ in runtime.pools.values()) == 6
 

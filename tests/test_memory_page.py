@@ -32,6 +32,7 @@ BOUNDS = {
     "The order of": (f"{in_step.KEPT_KINDS} kinds of a model between runs",),
     "CUDA graphs": (f"{recorded.MOST} of a model; 1/{device_memory.LITTLE} of",),
     "Sets of patched": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
+    "Such sets": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Pictures of the queue": (f"{ahead.MOST_BYTES >> 30} GiB",),
     "Latents by which": (f"{calls.KEPT_LATENTS // MIB} MiB",),
     "Figures of runs": (f"{runs.KEPT} runs; {runs.MOST_EVALUATIONS} evaluations",),
