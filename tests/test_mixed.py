@@ -453,5 +453,5 @@ def test_room_on_the_uis_gpu_counts_what_its_torch_and_its_models_would_give_bac
     monkeypatch.setattr("comfy.model_management.current_loaded_models", [loaded])
     assert room_on_devices([]) == {"cuda:0": 1540}
     pair = on(Layout(ulysses=2), "NVIDIA L40", "NVIDIA L40")
-    live = [(pair, [SimpleNamespace(free=1, model=20), SimpleNamespace(free=3, model=4)])]
+    live = [(pair, [SimpleNamespace(free=1, model=15, sets=5), SimpleNamespace(free=3, model=4, sets=0)])]
     assert room_on_devices(live) == {"cuda:0": 1560 + RESERVED, "cuda:1": 7 + RESERVED}

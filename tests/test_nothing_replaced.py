@@ -18,9 +18,11 @@ from .test_imports_at_work import chains
 HOST = {*COMFYUI, "torch"}
 SEAMS = {  # file, function -> why it may
     ("parallel_runtime/client/remote_forward.py", "uncompiled"): "ComfyUI's option, put back after a run",
+    ("parallel_runtime/client/tiles.py", "no_progress_shown"): "one thread's bars show nothing for a while",
     ("parallel_runtime/crossing/source.py", "resolving_as"): "runs in ranks",
     ("parallel_runtime/crossing/by_name.py", "restored"): "runs in ranks",
 }
+SETTERS = ("setattr", "delattr", "standing_in")  # the last is stand_ins.py's
 MOCKS = ("unittest.mock", "pytest", "mock")
 
 
@@ -91,7 +93,7 @@ def is_replacement(node: ast.AST, theirs: set[str]) -> bool:
         return any(isinstance(one, (ast.Attribute, ast.Subscript)) and holder(one) in theirs for one in flat)
     if not isinstance(node, ast.Call) or not node.args:
         return False
-    is_setting = isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr")
+    is_setting = isinstance(node.func, ast.Name) and node.func.id in SETTERS
     return is_setting and any(
         isinstance(one, ast.Name) and one.id in theirs for one in ast.walk(node.args[0])
     )
@@ -145,6 +147,7 @@ REPLACING = [
     "from unittest.mock import patch",
     "import unittest.mock",
     "import torch\ntorch.cuda.synchronize = None",
+    "import comfy.ops\ndef f():\n    standing_in(comfy.ops, 'cast_bias_weight', None)",
     "import torch\ndef f():\n    torch.cuda.Event, a = None, 1",
     "import comfy.model_management as mm\ndef f():\n    mm.unet_dtype = None",
     "def f():\n    import comfy.samplers\n    setattr(comfy.samplers, 'sample', None)",
