@@ -1,5 +1,6 @@
-"""What classes keep in collections, and how long it stays. What is more than names and numbers is
-on docs/MEMORY.md, with its bound (test_memory_page.py).
+"""What classes keep in collections, and how long it stays. With a star: bytes that stay from one
+evaluation to the next, other than weights and what nodes attach. They are on docs/MEMORY.md, with
+their bound (test_memory_page.py).
 """
 
 import ast
@@ -12,29 +13,63 @@ MADE = "dict list set deque Counter OrderedDict defaultdict WeakKeyDictionary We
 # What outlives a pool is a few names or numbers for each model, layout, node or function there is
 LIFETIMES = {
     "an evaluation, a call or an answer": (
-        "Course Done Frame InPatches Joint KeptRows Lookahead Prediction Region Rows RunFigures Shards Traffic"
+        "Course.steps Done.block_s,waited_s Frame._on_their_way,_seen,_taken InPatches.lost_ms"
+        " Joint._owned KeptRows.stale Lookahead._answers,_asked Prediction.sent_bytes Region._made,read"
+        " Rows._memoised RunFigures.exchange_by_axis Shards._joint Traffic.sent_bytes"
     ),
     "a run": (
-        "AttentionOverride BlockClock Calls Conds EnteredBlocks Evaluation FreeRun GuiderSeam KVBuffers"
-        " KeptTokens PoolSampling PromptTimes RopeCache RowsApart Run Slot StageMessages StepTimes Steps Timeline Waiting"
+        "AttentionOverride.brought,options BlockClock._begun,times Calls._counts,_latents*,_numbers"
+        " Conds._origins EnteredBlocks._most Evaluation.spans"
+        " FreeRun._arguments,_gathering,_seen*,_timelines,_waiting GuiderSeam._inside"
+        " KVBuffers._buffers*,_filled,_left* KeptTokens._made* PoolSampling._lent,_sampled"
+        " PromptTimes._runs RopeCache._kept* RowsApart._not_now Run.branches,evaluations,groups,joined"
+        " Slot.shapes StageMessages._received,_sent StepTimes._runs,_stepped Steps._ends"
+        " Timeline._counts Waiting.steps"
     ),
     "a model in the pool, a MODEL or a VAE": (
-        "Assembly BandsOfRows CompiledBlocks Constants DeviceWeights Disassembly InBlockPatches InGroups"
-        " KnownSteps Loan NodePatches OffloadedWeights Order PackState PatchedSets PipelineBackend PoolDecoding Readers"
-        " RecordedForward RemoteVAE Resident ResidentModel RowsKnown ShardedLayer ShardedWeights StageHooks"
-        " StoredTensors TokenHooks Turns Weights WholeForward"
+        "Assembly._made,_modules BandsOfRows._put CompiledBlocks._blocks Constants.names"
+        " DeviceWeights._loaded,_replaced,_unread Disassembly._kept,_numbers,code,models"
+        " InBlockPatches._functions InGroups._plan KnownSteps._changing,_learned,_steps* Loan._lent"
+        " NodePatches._left_out OffloadedWeights._loaded,_replaced Order._follows,_seen"
+        " PackState._read,taken PatchedSets._kept*,_used PipelineBackend._pieces"
+        " PoolDecoding._left,_lent Readers.of RecordedForward._held_up,_recordings*,_refused,_replays"
+        " RemoteVAE._compared,_steps Resident.confirmed,recorded ResidentModel._take_away"
+        " RowsKnown.are_apart,mixes ShardedLayer._views ShardedWeights._replaced,_sharded"
+        " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
+        " Weights._seen,changed WholeForward._handles"
     ),
     "a pool": (
-        "Allocator Arena Channel ConditioningCache InStep KeptConditioning Mover RankLoop RequestHandler"
-        " Segment Sends Sent SequenceComm Session ShardGather StageLink StopFlag Trail"
+        "Allocator._free,_seams Arena.at_close Channel._fds"
+        " ConditioningCache._entries*,_named,_sent,collected InStep._movers"
+        " KeptConditioning._named,_tensors* Mover._buffers*,_laid,_of_flags* RankLoop._ahead,_enqueued"
+        " RequestHandler.models Segment._registered* Sends._sending* Sent.recent SequenceComm._by_width"
+        " Session.leaving,models,tickets ShardGather._models,_works StageLink._posted*,_unchecked"
+        " StopFlag._later Trail._places"
     ),
     "ComfyUI or a worker": (
-        "Auto Beside Counts Evaluations LookAhead OpaqueAttention Planning Residency Runs Runtime Seam"
-        " StageBalance Switch _tell_of_sage alike cut_latent figures opaque_attention operation reasons"
-        " tell_uncompiled words_of_class"
+        "Auto._others Beside._more,reloads Counts._begun Evaluations._failed,_growth,_looked_at"
+        " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
+        " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
+        " Runs._open,_sums,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
+        " StageBalance._measured,_seconds*,_wanted Switch._last _tell_of_sage alike cut_latent figures"
+        " opaque_attention operation reasons tell_uncompiled words_of_class"
     ),
-    "a count, in a process of its own": "DeviceCounts Memory QuickFakeMode Recorder kind_of",
+    "a count, in a process of its own": (
+        "DeviceCounts.moved Memory._known,_storages QuickFakeMode._returned"
+        " Recorder.attended,before,tokens,told kind_of"
+    ),
 }
+
+
+def named():
+    """The names of ``LIFETIMES``, ``Class.name``, with their stars."""
+    for kept in " ".join(LIFETIMES.values()).split():
+        of, dot, names = kept.partition(".")
+        yield from (f"{of}{dot}{name}" for name in names.split(","))
+
+
+def bytes_held():
+    return (name.rstrip("*") for name in named() if name.endswith("*"))
 
 
 def name_of(node):

@@ -19,7 +19,7 @@ from statistics import median
 import pytest
 
 from .axis_names import SAYS_AXES, SPELLS_AXES, TABLE, SpelledAxis, is_listed, spelled_axes
-from .kept import LIFETIMES, kept_by, kept_by_all
+from .kept import kept_by, kept_by_all, named
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("parallel_runtime", "launcher", "nodes")  # each may import itself and what stands to its left
@@ -510,8 +510,7 @@ def test_contributors_are_told_the_limits_that_there_are():
 
 
 def test_what_classes_keep_in_collections_has_a_known_lifetime() -> None:
-    known = [name for names in LIFETIMES.values() for name in names.split()]
-    found = {one.partition(".")[0] for one in kept_by_all()}
+    known, found = [name.rstrip("*") for name in named()], kept_by_all()
     assert len(known) == len({*known})
     assert found - {*known} == set(), "say in tests/kept.py how long it stays, in docs/MEMORY.md how much"
     assert {*known} - found == set(), "they keep nothing any more: tests/kept.py"

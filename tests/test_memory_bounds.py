@@ -21,11 +21,13 @@ from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Sessions
+from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import recorded
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.worker import device_memory
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
+from pipemesh.parallel_runtime.worker.handler import RequestHandler
 
 from .fake_pools import cpus
 from .joint_model import CONDS
@@ -56,13 +58,18 @@ def text(seed):
     return torch.randn(1, 5, 6, generator=torch.Generator().manual_seed(seed)).to(own_gpu())
 
 
-def evaluated(remote, run, seed, step=0, **options):
-    """Whether the output is finite, of the text of ``seed`` in a window of its own."""
+def made(remote, run, seed, step=0, **options):
+    """The output of the text of ``seed`` in a window of its own, on the CPU."""
     arguments = {name: CONDS[0][name].to(own_gpu()) for name in ("img", "mask")}  # these are of no cond
     arguments |= {"txt": text(seed), "transformer_options": options}
     work = Work(arguments, Branch(window=(step,)))
     (output,) = remote.evaluations.dispatch(run, [work], lambda: False)
-    return bool(output.isfinite().all())
+    return output.cpu()
+
+
+def evaluated(*asked, **options):
+    """Whether what is ``made`` is finite."""
+    return bool(made(*asked, **options).isfinite().all())
 
 
 def test_windows_that_shift_models_in_turn_and_residuals_once_leave_what_the_page_says():
@@ -114,6 +121,74 @@ def test_what_an_evaluation_names_beyond_the_bound_is_sent_once_in_a_run_and_goe
         assert known.nbytes == known.copied_bytes == 0
 
     pooled(Layout(), sample, at_once=True, pins=True)
+
+
+WRONG = {
+    "a rank fails": ZeroDivisionError("in a node's code"),
+    "a rank refuses": Refused("A node's code does not want to."),
+    "a rank needs longer": None,
+    "something is in use": None,
+}
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_runs_after_a_shrink_that_goes_wrong_are_right_and_shrink(wrong, layout, monkeypatch):
+    real, ends, waiting, sizes = RequestHandler._end_run, [], [], []
+
+    def end_run(handler, request):
+        done = real(handler, request)
+        ends.append(handler._mesh.rank)
+        if ends.count(1) == 1 and ends[-1] == 1:
+            if WRONG[wrong] is not None:
+                raise WRONG[wrong]
+            while waiting:
+                waiting[0].give_way(None)
+        return done
+
+    monkeypatch.setattr(RequestHandler, "_end_run", end_run)
+
+    def sample(remote, seen):
+        waiting.clear()
+        arena = remote.sessions.open(lambda: False).pool.arena
+        run, outputs = remote.runs.begin("m"), []
+        for step in range(2):
+            residuals = torch.ones(RESIDUALS // 4).to(own_gpu())
+            outputs.append(made(remote, run, step, step, residuals=residuals))
+            del residuals
+        seen.append((torch.cat(outputs), arena.nbytes))
+
+    def ui(remote):
+        pool, seen = remote.sessions.latest.pool, []
+        arena, own = pool.arena, getcurrent().gpu
+
+        def end():
+            remote.runs.end("m")
+            of_file, registered = os.fstat(arena.segment.fd).st_size, sum(own.box.registered.values())
+            sizes.append((arena.nbytes, of_file, registered))
+
+        sample(remote, seen)
+        taken = arena.take(BOUND) if wrong == "something is in use" else 0
+        with monkeypatch.context() as patch:
+            if wrong == "a rank needs longer":
+                waiting.append(pool.ranks._world)
+                patch.setattr(runs, "END_WAIT_S", -1.0)
+            end()
+        sample(remote, seen)
+        if taken:
+            arena.give(taken, BOUND)
+        end()
+        sample(remote, seen)
+        end()
+        (first, large), *others = seen
+        assert large > RESIDUALS
+        assert all(torch.equal(first, output) and nbytes > RESIDUALS for output, nbytes in others)
+
+    pooled(layout, ui, at_once=True, pins=True)
+    first, *others = sizes
+    assert first[0] == first[1] and (first[0] <= BOUND) is (WRONG[wrong] is not None)
+    for nbytes, of_file, registered in others:
+        assert nbytes == of_file == BOUND and registered <= (1 + layout.world_size) * BOUND
 
 
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)
