@@ -1,7 +1,7 @@
 """The command line: `python3 -m launcher COMMAND`, from the root of a checkout or of an installed
 pack.
 
-`host` needs the standard library only. Every other command runs in ComfyUI's python.
+`host` and `test` need the standard library only. Every other command runs in ComfyUI's python.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ python3 -m launcher COMMAND [options]
 
 python3 -m lab has the measurements, the parity runs and the rest of the laboratory.
 
-PIPEMESH_COMFYUI names a ComfyUI of your own (its folder, or a tar archive of it, which is installed
-beside the first one), PIPEMESH_PYTHON its python, PIPEMESH_CACHE the folder for those installed here.
+PIPEMESH_COMFYUI names a ComfyUI of your own (its folder; in a clone of the repository also a tar
+archive of it, which is installed beside the first one), PIPEMESH_PYTHON its python, PIPEMESH_CACHE
+the folder for those installed here. `host`, `demo` and `test` need a clone.
 """
 INSIDE = {  # command -> the module whose main(argv, host) it is
     "doctor": "launcher.commands.doctor",
@@ -43,9 +44,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     command, *rest = argv
     if command == "host":
-        from .comfyui.find import main as host_main
-
-        return host_main(rest)
+        require_part_of_a_checkout("host", Path("lab/host.py"))
+        return importlib.import_module("lab.host").main(rest)
     if command == "test":
         require_part_of_a_checkout("test", Path("tests"))
         return importlib.import_module("lab.checks").run_tests("tests", rest)

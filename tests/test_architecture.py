@@ -71,10 +71,8 @@ BEFORE_COMFYUI = (
     "launcher/cache.py",
     "launcher/command_line.py",
     "launcher/errors.py",
-    "launcher/comfyui/console.py",
     "launcher/comfyui/find.py",
     "launcher/comfyui/host_record.py",
-    "launcher/comfyui/install.py",
     "launcher/package.py",
 )
 # Started by path: no relative imports
@@ -476,7 +474,7 @@ BROKEN = [  # one for each rule
     ("launcher/commands/doctor.py", "from ...lab import in_process", "without its lab"),
     ("lab/bench/pipefusion.py", "def f():\n    from ...nodes.report import text", "what the nodes show"),
     ("nodes/pool.py", "from launcher.pool.pool import WorkerPool", "absolute name"),
-    ("launcher/comfyui/install.py", "import requests", "standard library only"),
+    ("launcher/comfyui/find.py", "import requests", "standard library only"),
     ("nodes/pool.py", "shared = layout.ulysses", "names ulysses; ask"),
     ("launcher/pool/pool.py", "layout = Layout(cfg=2)", "names cfg; ask"),
     ("launcher/pool/pool.py", "place['ring'] = 1", "names ring; ask"),

@@ -138,7 +138,7 @@ def test_in_a_fresh_clone_nothing_is_installed_before_the_page_says_that_there_i
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert "ComfyUI   none yet" in done.stdout and "STOP  There is no ComfyUI for the commands" in done.stdout
-    assert "`python3 -m launcher host`, which installs one (6 GB, 3 minutes)" in done.stdout
+    assert "`python3 -m launcher host` installs one (6 GB, 3 minutes)" in done.stdout
     assert "torch does not import" not in done.stdout
 
 

@@ -1,5 +1,5 @@
-"""What ComfyUI, a rank and a leader import, functions included: no installer, no benchmark, nothing
-of the laboratory. It would cost every start its time, and the published pack lacks some of it.
+"""What ComfyUI, a rank and a leader import, functions included: no command, nothing of the
+laboratory. It would cost every start its time, and the published pack lacks some of it.
 
 Runs without ComfyUI.
 """
@@ -18,7 +18,7 @@ from .test_architecture import PACK, ROOT, SCRIPTS, imports_of
 
 # What ComfyUI imports, the processes of a pool, and the leader of a machine
 AT_WORK = ("__init__.py", *SCRIPTS, "launcher/commands/node.py")
-# The installer, the other commands, and what a published pack leaves out
+# What finds a ComfyUI, the other commands, and what a published pack leaves out
 NOT_AT_WORK = ("launcher/comfyui/", "launcher/commands/", "lab/", "tests/")
 AT_WORK_TOO = {
     "launcher/comfyui/__init__.py",
@@ -79,7 +79,7 @@ def idle_imports(changed: Mapping[str, str] = MappingProxyType({})) -> list[str]
     ]
 
 
-def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_an_installer_a_benchmark_or_the_laboratory() -> None:
+def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_a_command_or_the_laboratory() -> None:
     assert idle_imports() == []
 
 
@@ -89,7 +89,7 @@ def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_an_installer_a_benchmar
         (
             "nodes/planning.py",
             "def f():\n    from ..launcher.comfyui.find import ROOT",
-            "nodes/planning.py imports launcher/comfyui/find.py imports launcher/comfyui/install.py",
+            "nodes/planning.py imports launcher/comfyui/find.py",
         ),
         (
             "parallel_runtime/worker/main.py",
@@ -103,5 +103,5 @@ def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_an_installer_a_benchmar
         ),
     ],
 )
-def test_an_installer_a_benchmark_or_the_laboratory_at_work_is_found(path, source, says) -> None:
+def test_a_command_or_the_laboratory_at_work_is_found(path, source, says) -> None:
     assert any(says in sentence for sentence in idle_imports({path: source}))

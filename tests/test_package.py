@@ -125,7 +125,7 @@ def started(pack, *argv, **env):
     )
 
 
-@pytest.mark.parametrize(("command", "part"), [("demo", "lab"), ("test", "tests")])
+@pytest.mark.parametrize(("command", "part"), [("demo", "lab"), ("host", "lab"), ("test", "tests")])
 def test_a_command_of_a_checkout_says_in_one_sentence_what_the_pack_leaves_out(pack, tmp_path, command, part):
     process = started(pack, "-m", "launcher", command, PIPEMESH_CACHE=str(tmp_path / "cache"))
     said, complaint = process.communicate(timeout=60)
@@ -142,9 +142,17 @@ def test_the_other_commands_run_in_the_unpacked_pack(pack, host):
     assert usage.startswith("python3 -m launcher COMMAND")
     running = {
         command: started(pack, "-m", "launcher", command, "--help", PIPEMESH_HOST=host.to_json())
-        for command in ("host", "doctor", "plan", "node")
+        for command in ("doctor", "plan", "node")
     }
     for command, process in running.items():
         said, complaint = process.communicate(timeout=120)
         assert process.returncode == 0, complaint
         assert re.match(rf"usage: .*launcher {command}\b", said), said
+
+
+def test_without_a_comfyui_the_pack_installs_none_and_says_where_to_put_it(pack, tmp_path):
+    alone = shutil.copytree(pack, tmp_path / "pipemesh")
+    for command, says in (("plan", "PIPEMESH_COMFYUI to the folder that has"), ("doctor", "none yet")):
+        process = started(alone, "-m", "launcher", command, PIPEMESH_CACHE=str(tmp_path))
+        assert says in "".join(process.communicate(timeout=60))
+        assert not (tmp_path / "hosts").exists()

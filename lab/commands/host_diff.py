@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...launcher.comfyui.unpack import unpack_folder
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.families import ON_ONE_GPU, WHOLE, WITHOUT_PLAN
 from ...parallel_runtime.families.every import FAMILIES
 from ...parallel_runtime.watch.fingerprint import HostFiles
+from ..unpack import UnpackError, unpack
 from .drafted import draft
 from .families import transformers
 from .fingerprints import classes
@@ -108,8 +108,11 @@ def tree_of(given: str, undo: ExitStack) -> Path:
     path = Path(given)
     if path.is_file():
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="pipemesh-host-")))
-        unpack_folder(path, "", folder)
-        path = folder
+        try:
+            unpack(path, folder)
+        except UnpackError as error:
+            raise LaunchError(str(error)) from error
+        path = next((file.parent.parent for file in folder.glob("*/comfy/model_base.py")), folder)
     if not (path / "comfy" / "model_base.py").is_file():
         raise LaunchError(f"{given} holds no ComfyUI: name the folder of one, or a tar archive of it.")
     return path

@@ -1,10 +1,10 @@
-"""Finds the ComfyUI that the commands run on: the user's own, or one installed into the cache;
-from an archive where PIPEMESH_COMFYUI names one. Standard library only.
+"""Finds the ComfyUI that the commands run on: the user's own; in a checkout of the repository, else
+one that lab/host.py installs. Standard library only.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import os
 import re
 import shlex
@@ -16,20 +16,10 @@ from pathlib import Path
 
 from ..command_line import ROOT
 from ..errors import LaunchError
-from ..package import NAME
-from .beside import ensure_from_archive
 from .host_record import ComfyInstall
-from .install import (
-    COMFYUI_VERSION,
-    Tools,
-    comfyui_version,
-    ensure_installed,
-    install_of,
-    is_too_old,
-    own_requirements,
-    venv_python,
-)
 
+COMFYUI_VERSION = "0.30.0"  # the least that will do
+INSTALLER = Path("lab/host.py")
 FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
 
@@ -43,22 +33,29 @@ def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | No
     return tuple(found.stdout.split())
 
 
-def ensure_comfyui(root: Path = ROOT, tools: Tools | None = None) -> ComfyInstall:
-    """The ComfyUI of the checkout `root`: the user's own where there is one, else the cached one,
-    of an archive where PIPEMESH_COMFYUI names a file, installed first where it is missing. Raises
-    LaunchError.
+def ensure_comfyui(root: Path = ROOT, env: Mapping[str, str] = os.environ) -> ComfyInstall:
+    """The ComfyUI of the checkout or pack `root`: the user's own if there is one; else the one in
+    the cache, or of the archive that PIPEMESH_COMFYUI names, installed first if it is missing.
+    Raises LaunchError.
     """
-    tools = tools or Tools()
-    own = find_own(root, tools.env)
-    if own is None:
-        return ensure_installed(root, tools)
-    return ensure_from_archive(own, root, tools) if own.is_file() else own_comfyui(own, root, tools.env)
+    own = find_own(root, env)
+    if own is not None and own.is_dir():
+        return own_comfyui(own, root, env)
+    if not (ROOT / INSTALLER).is_file():
+        raise LaunchError(
+            "There is no ComfyUI for this command: put PipeMesh's folder into ComfyUI's custom_nodes, or"
+            " point PIPEMESH_COMFYUI to the folder that has ComfyUI's main.py."
+        )
+    return importlib.import_module("lab.host").ensure_installed(root, env, own)
 
 
 def is_installed(root: Path, env: Mapping[str, str]) -> bool:
     """True if there is a ComfyUI, so that `ensure_comfyui` installs nothing large."""
-    own = find_own(root, env)
-    return (own is not None and own.is_dir()) or install_of(root, env).is_complete
+    if (own := find_own(root, env)) is not None and own.is_dir():
+        return True
+    return (ROOT / INSTALLER).is_file() and importlib.import_module("lab.host").install_of(
+        root, env
+    ).is_complete
 
 
 def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
@@ -114,80 +111,24 @@ def own_pythons(comfyui: Path, env: Mapping[str, str]) -> tuple[str, ...]:
     return (*(str(place) for place in places if place.exists()), sys.executable)
 
 
-def link_checkout(comfyui: Path, root: Path) -> str:
-    """Makes `root` the pack custom_nodes/pipemesh of that ComfyUI; returns what was done. Raises
-    LaunchError.
-    """
-    nodes = comfyui / "custom_nodes"
-    link = nodes / NAME
-    if root.parent == nodes.resolve() or (link.is_symlink() and link.resolve() == root):
-        return f"{root} is in its custom_nodes already."
-    done = f"{link} leads to {root}."
-    if link.is_symlink():
-        before = Path(os.readlink(link))
-        done += f" It led to {before}, which {'is another checkout' if before.exists() else 'is gone'}."
-        link.unlink()
-    elif link.exists():
-        raise LaunchError(
-            f"{link} is in the way and is no link: move it elsewhere, then run this command again."
-        )
-    try:
-        link.symlink_to(root, target_is_directory=True)
-    except OSError as error:
-        raise LaunchError(
-            f"{link} cannot be made ({error.strerror or error}): link or copy {root} there by hand."
-        ) from error
-    return done
+def venv_python(venv: Path) -> Path:
+    return venv / "bin" / "python"
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launcher host", description="Finds or installs the ComfyUI that the commands run on."
-    )
-    parser.add_argument(
-        "--link", action="store_true", help="link this checkout into your own ComfyUI's custom_nodes too"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print where ComfyUI is as JSON, and link nothing"
-    )
-    parser.add_argument(
-        "--from",
-        dest="archive",
-        type=Path,
-        metavar="ARCHIVE",
-        help="install the ComfyUI of this tar archive beside the first",
-    )
-    parser.add_argument("--sha256", default="", metavar="HEX", help="the digest that the archive must have")
-    options = parser.parse_args(argv)
-    if options.sha256 and not options.archive:
-        parser.error("--sha256 is the digest of an archive: name it with --from")
-    if options.archive:
-        archive = options.archive.expanduser().absolute()
-        host = ensure_from_archive(archive, ROOT, Tools(), options.sha256)
-    else:
-        host = ensure_comfyui()
-    if options.json:
-        print(host.to_json())
-        return 0
-    print(f"ComfyUI {host.version}  {host.comfyui}\nPython         {host.python}")
-    if host.base or options.link:
-        print(link_checkout(Path(host.comfyui), ROOT))
-    else:
-        print("Nothing was linked into your own ComfyUI; add --link to do so.")
-    start = shlex.join([host.python, str(Path(host.comfyui) / "main.py")])
-    print(f"\nStart it with (add --cpu where there is no GPU):\n  {start}")
-    if others := other_installs(host):
-        print(
-            "\nOther ComfyUIs in this cache, for other requirements or of archives; delete those that no"
-            " checkout needs:\n  " + "\n  ".join(others)
-        )
-    return 0
+def own_requirements(root: Path) -> list[str]:
+    """Returns the packages of requirements.txt."""
+    lines = [line.strip() for line in (root / "requirements.txt").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
-def other_installs(host: ComfyInstall) -> tuple[str, ...]:
-    """The folders of the other ComfyUIs in this cache, without the one that `host` lies over."""
-    if not host.base:
-        return ()
-    own = Path(host.base)
-    others = (path for path in own.parent.iterdir() if not f"{own.name}-".startswith(f"{path.name}-"))
-    return tuple(sorted(str(path) for path in others if path.is_dir()))
+def comfyui_version(comfyui: Path) -> str:
+    """The version that comfyui_version.py of that tree says; empty where it says none."""
+    file = comfyui / "comfyui_version.py"
+    match = re.search(r'__version__ = "([^"]+)"', file.read_text(encoding="utf-8")) if file.exists() else None
+    return match[1] if match else ""
+
+
+def is_too_old(version: str) -> bool:
+    """True for a ComfyUI before COMFYUI_VERSION, and for one that says no version."""
+    ours, least = ([int(part) for part in re.findall(r"\d+", one)[:3]] for one in (version, COMFYUI_VERSION))
+    return ours < least

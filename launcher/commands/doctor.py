@@ -107,8 +107,8 @@ class Finding:
 NO_COMFYUI = Finding(
     "blocked",
     "There is no ComfyUI for the commands yet, so that nothing was asked of torch.",
-    "run `python3 -m launcher host`, which installs one (6 GB, 3 minutes), or point PIPEMESH_COMFYUI to"
-    " yours; then ask again",
+    "put PipeMesh's folder into ComfyUI's custom_nodes, or point PIPEMESH_COMFYUI to yours; in a clone of"
+    " PipeMesh's repository `python3 -m launcher host` installs one (6 GB, 3 minutes)",
 )
 
 
@@ -122,8 +122,7 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
 def about_torch(facts: Facts) -> Iterator[Finding]:
     torch = facts.torch
     if not torch.version:
-        fresh = "run `python3 -m launcher host` without PIPEMESH_COMFYUI for a fresh one"
-        remedy = f"reinstall it for {facts.executable}, or {fresh}"
+        remedy = f"reinstall it for {facts.executable}"
         yield Finding("blocked", f"torch does not import: {torch.error}.", remedy)
     elif "gloo" not in torch.backends:
         text = f"torch {torch.version} was built without torch.distributed's gloo, which every rank needs."
