@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .status.control import PoolControl
 
-NOT_CACHED = {"Cache-Control": "no-store"}  # ComfyUI lets a browser keep a .png for a day
+NOT_CACHED = {"Cache-Control": "no-store"}
 STATUS = "/pipemesh/status"
-NO_TIMELINE = "The last run was not in patches: set pipefusion above 1 on PipeMesh Pool and run."
 JSON = "application/json"  # a page of another origin cannot send it without asking first
 NOT_JSON = f"A POST that is not of ComfyUI's own page needs the header Content-Type: {JSON}."
 NOT_OWN = (
@@ -52,22 +50,11 @@ def add_routes(
 
         return PoolControl(runtime(), is_executing)
 
-    def timeline() -> web.Response:
-        from .report.last_run import draw_last_run
-
-        drawn = draw_last_run(runtime())
-        if drawn is None:
-            return web.Response(status=404, text=NO_TIMELINE, headers=NOT_CACHED)
-        png = BytesIO()
-        drawn.save(png, "PNG")
-        return web.Response(body=png.getvalue(), content_type="image/png", headers=NOT_CACHED)
-
     def status() -> web.Response:
         from .status.collection import status_of
 
         return web.json_response(asdict(status_of(runtime(), auto, control().is_busy)), headers=NOT_CACHED)
 
-    routes.get("/pipemesh/timeline.png")(on_a_thread(timeline))
     routes.get(STATUS)(on_a_thread(status))
 
     async def acted(name: str, request: web.Request) -> web.Response:

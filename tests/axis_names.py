@@ -31,7 +31,6 @@ SAYS_AXES = {  # file whose sentences for users may name an axis -> what they te
     "launcher/commands/doctor.py": "the kernel that ring attention lacks",
     "launcher/commands/plan.py": "options that count for a pipeline only",
     "nodes/report/text.py": "the kernel of ring attention",
-    "nodes/routes.py": "only a pipeline has a timeline",
     f"{RUNTIME}client/evaluations.py": "what a pipeline cannot compute",
     f"{RUNTIME}client/timelines.py": "what a pipeline cannot compute",
     f"{RUNTIME}families/plan.py": "what a pipeline cannot compute",

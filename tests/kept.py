@@ -13,7 +13,7 @@ MADE = "dict list set deque Counter OrderedDict defaultdict WeakKeyDictionary We
 # What outlives a pool is a few names or numbers for each model, layout, node or function there is
 LIFETIMES = {
     "an evaluation, a call or an answer": (
-        "Course.steps Done.block_s,waited_s Frame._on_their_way,_seen,_taken InPatches.lost_ms"
+        "Course.steps Done.block_s,waited_s Frame._on_their_way,_seen,_taken"
         " Joint._owned KeptRows.stale Lookahead._answers,_asked Prediction.sent_bytes Region._made,read"
         " Rows._memoised RunFigures.exchange_by_axis Shards._joint Traffic.sent_bytes"
     ),

@@ -9,8 +9,7 @@ from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.pool import pool_nodes
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.status.reasons import why_layout
-from pipemesh.parallel_runtime.client.run_picture import COLOURS
-from pipemesh.parallel_runtime.layout import Layout, layouts_of
+from pipemesh.parallel_runtime.layout import COLOURS, Layout, layouts_of
 
 from .bounds import assert_same
 from .fake_pools import fake_setup

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pipemesh.parallel_runtime.client.run_picture import COLOURS
+from pipemesh.parallel_runtime.layout import COLOURS
 
 from .conftest import ALL
 
@@ -69,7 +69,7 @@ def panel_colours(root: Path = ROOT) -> dict[str, str]:
     return dict(re.findall(r'(\w+): "(#\w+)"', table))
 
 
-def test_the_panel_has_the_colours_of_the_picture():
+def test_the_panel_has_the_colours_of_the_table():
     assert panel_colours() == COLOURS
 
 
@@ -92,7 +92,7 @@ def copy(tmp_path):
 
 def tried(copy: Path) -> subprocess.CompletedProcess[str]:
     """Run the tests of the sixth axis in a copy of the pack."""
-    colours = f"tests/test_axes.py::{test_the_panel_has_the_colours_of_the_picture.__name__}"
+    colours = f"tests/test_axes.py::{test_the_panel_has_the_colours_of_the_table.__name__}"
     command = (
         sys.executable,
         "-m",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from pipemesh.lab.comfyui.page import ComfyPage
-from pipemesh.parallel_runtime.client.run_picture import COLOURS
+from pipemesh.parallel_runtime.layout import COLOURS
 from pipemesh.parallel_runtime.texts import Text
 
 from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase

@@ -89,9 +89,8 @@ def test_the_options_of_a_setting_are_those_of_the_script():
 
 def made_names():
     """The names of texts that are put together of a word of the status."""
-    from pipemesh.parallel_runtime.client.run_picture import COLOURS
     from pipemesh.parallel_runtime.client.session import ResidentState
-    from pipemesh.parallel_runtime.layout import AXES
+    from pipemesh.parallel_runtime.layout import AXES, COLOURS
     from pipemesh.parallel_runtime.planner.machine import Known
     from pipemesh.parallel_runtime.wire.arena import PHASES
 

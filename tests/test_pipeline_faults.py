@@ -162,7 +162,7 @@ def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline,
     model, client = broken_pipeline("slow_stage")
     truth = sample(truths.own_model(PLAIN, 3), case(), steps=2)
     assert relative_error(sample(model, case(), steps=2), truth) <= truths.bound(case())
-    last = run_figures(client.last_run, "model", "gloo", stages=2)
+    last = run_figures(client.last_run, "model", "gloo")
     assert "; the others wait for rank 1" in run_text(last)
     assert last.busy[1] > 10 * last.busy[0]
 

@@ -103,7 +103,6 @@ def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_ta
     before = only_pool(runtime)
     patched = last_run(runtime)
     assert (patched.mode, patched.patches, patched.whole) == ("free-running", 3, 1)
-    assert patched.of_schedule > 0 and set(patched.lost_ms) == {"sampler", "hand-over", "stage"}
     again = runtime.parallelize(parallel, four)
     run(again)
     after = only_pool(runtime)

@@ -22,7 +22,7 @@ from pipemesh.nodes.status.reasons import slowed, why_layout
 from pipemesh.nodes.status.sums import achieved_s, run_figures
 from pipemesh.nodes.timing import Speed
 from pipemesh.parallel_runtime.client.run import Evaluation, Run, measured
-from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.layout import COLOURS, Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.texts import Text
@@ -83,8 +83,8 @@ def said(text):
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def summed(evaluations, backend="gloo", stages=1, mode="free-running"):
-    return run_figures(Run(began_s=7.0, mode=mode, evaluations=evaluations), "m", backend, stages)
+def summed(evaluations, backend="gloo", mode="free-running"):
+    return run_figures(Run(began_s=7.0, mode=mode, evaluations=evaluations), "m", backend)
 
 
 def test_the_text_says_everything_that_is_known_of_the_last_run():
@@ -127,12 +127,9 @@ def test_tables_line_up_in_a_monospaced_font_and_a_long_value_makes_no_other_lin
     _head, run, held, memory = text_of(pool(ulysses=12, ring=1)).split("\n\n")
     for table in (run.splitlines()[1:], held.splitlines()[1:], memory.splitlines()):
         assert len({len(line) for line in table}) == 1
-    lost = {"sampler": 10.0, "hand-over": 20.0, "stage": 30.0}
-    run = text_of(in_patches=InPatches("free-running", 3, 2, 0.9, lost), busy=(0.5, 0.5), **UNKNOWN).split(
-        "\n\n"
-    )[1]
-    assert "sampler 10.0, hand-over 20.0, stage 30.0" in run
-    assert max(len(line) for line in run.splitlines()[1:] if "lost per" not in line) < 60
+    run = text_of(exchange_by_axis={name: 0.1 for name in COLOURS}).split("\n\n")[1]
+    (long,) = (line for line in run.splitlines()[1:] if len(line) > 60)
+    assert "gather 10.0 %" in long
 
 
 def test_other_pools_with_workers_are_named():
@@ -180,30 +177,6 @@ def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches
         "sent per rank and evaluation 4.00 MiB",
         "ranks that computed 30%, 98%; the others wait for rank 1",
     ]
-
-
-def test_a_run_in_patches_is_held_to_its_schedule_where_each_stage_is_one_rank():
-    """One whole evaluation, then two patches: the second stage gets each 0.2 s late."""
-    cuts = [None, (0, 4, False), (4, 4, True)]
-    spans = [
-        (Span(0, 1, 0), Span(0, 2, 1)),
-        (Span(2, 3, 0), Span(2, 4.2, 1.2)),
-        (Span(3, 4, 0), Span(4.2, 5.4, 0.2)),
-    ]
-    run = [
-        Evaluation(1.0, 0.0, 0.0, 6, began=own[0].began_s, part=Part(1, 0, cut), spans=dict(enumerate(own)))
-        for cut, own in zip(cuts, spans, strict=True)
-    ]
-    figures = summed(run, stages=2).in_patches
-    assert figures.of_schedule == pytest.approx(5 / 5.4)
-    assert figures.lost_ms == pytest.approx({"sampler": 0, "hand-over": 200, "stage": 0})
-    text = said(text_of(in_patches=figures, **UNKNOWN).split("\n\n")[1])
-    assert text[-2:] == [
-        "of the ideal schedule 92.6%",
-        "lost per evaluation, ms sampler 0.0, hand-over 200.0, stage 0.0",
-    ]
-    for backend, stages in (("nccl", 2), ("gloo", 1)):
-        assert summed(run, backend, stages).in_patches == InPatches("free-running", 2, 1)
 
 
 def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed_over_the_run():

@@ -16,7 +16,7 @@ from aiohttp.test_utils import make_mocked_request
 from pipemesh.launcher.pool.devices import place
 from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.notices import KEPT, Notices
-from pipemesh.nodes.routes import add_routes, answer
+from pipemesh.nodes.routes import STATUS, add_routes, answer
 from pipemesh.nodes.status.collection import pool_id
 from pipemesh.nodes.status.control import Busy, PoolControl
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -151,8 +151,7 @@ def test_what_comfyui_itself_refuses_to_a_page_is_refused_and_a_name_of_a_strang
     assert origin.format(host) != f"http://{host}" or (ours, theirs) == (200, 200)
 
 
-@pytest.mark.parametrize("path", ["/pipemesh/status", "/pipemesh/timeline.png"])
-def test_the_server_goes_on_while_the_runtime_is_made_for_a_page(path):
+def test_the_server_goes_on_while_the_runtime_is_made_for_a_page():
     """It imports what takes seconds, and another thread may be making it."""
     routes, making, made = web.RouteTableDef(), threading.Event(), threading.Event()
 
@@ -163,10 +162,10 @@ def test_the_server_goes_on_while_the_runtime_is_made_for_a_page(path):
         raise PipeMeshError("made")
 
     add_routes(routes, runtime, None, None)
-    handler = next(route.handler for route in routes if route.path == path)
+    handler = next(route.handler for route in routes if route.path == STATUS)
 
     async def asked():
-        answer = asyncio.ensure_future(handler(make_mocked_request("GET", path)))
+        answer = asyncio.ensure_future(handler(make_mocked_request("GET", STATUS)))
         await asyncio.to_thread(making.wait)
         made.set()
         with pytest.raises(PipeMeshError, match="made"):

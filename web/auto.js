@@ -1,6 +1,7 @@
 // Auto mode: its switch in ComfyUI's settings, and a badge on nodes that sampled on one GPU all the same.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { onQueue } from "./queue.js";
 import { served } from "./served.js";
 import { texts } from "./texts.js";
 
@@ -115,13 +116,11 @@ const extension = {
     // Not in afterConfigureGraph: the workflow before is still the active one there.
     const opened = ({ name, after }) => name === "openWorkflow" && after(showBadges);
     app.extensionManager?.workflow?.$onAction?.(opened, true);
-    const queue = api.queuePrompt;
-    api.queuePrompt = async function (...args) {
+    onQueue((answer) => {
       const workflow = activeWorkflow();
-      const answer = await queue.apply(this, args);
-      if (answer?.prompt_id) remember(workflows, answer.prompt_id, workflow);
-      return answer;
-    };
+      const known = (prompt) => prompt?.prompt_id && remember(workflows, prompt.prompt_id, workflow);
+      answer.then(known, () => {}); // a refusal is the page's to show
+    });
     api.addEventListener("execution_start", ({ detail }) => (lastPrompt = detail?.prompt_id));
     api.addEventListener("executing", executing);
     api.addEventListener("pipemesh.notice", ({ detail }) => {

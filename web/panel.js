@@ -69,7 +69,6 @@ class Panel {
     this.unread = ""; // why the status could not be read now
     this.asked = 0; // looks so far
     this.drawn = 0; // the one whose answer is shown: an older one may come later
-    this.picture = null; // of the last run; made once, for the server draws it each time
     this.look = () => {
       if (document.hidden) return; // nobody sees it; what was missed is asked for when the page is shown again
       this.soon ??= setTimeout(() => ((this.soon = undefined), this.refresh()), SOON_MS);
@@ -233,11 +232,6 @@ class Panel {
     for (const one of [...(pool?.why ?? []), ...(pool?.shares ?? [])]) lines.push(quiet(this.said(one)));
     lines.push(...this.communication(figures, pool?.backend));
     if (run.slowed.length) lines.push(make("p", { text: t("slowed") }), list(run.slowed.map((cause) => this.said(cause))));
-    if (figures?.busy?.length) {
-      const src = api.apiURL(`/../pipemesh/timeline.png?${run.began}`);
-      if (this.picture?.getAttribute("src") !== src) this.picture = make("img", { src, alt: t("timeline") });
-      lines.push(details("timeline", t("timeline"), this.picture));
-    }
     return [heading("last_run", t("last_run")), make("div", { className: run.steps.fault ? "card fault" : "card", "data-key": "run" }, ...lines)];
   }
 

@@ -3,6 +3,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { make } from "./make.js";
+import { onQueue } from "./queue.js";
 import { texts } from "./texts.js";
 
 const NODE = "PipeMeshPool";
@@ -122,15 +123,7 @@ app.registerExtension({
   name: "PipeMesh.Pool",
   setup() {
     document.head.append(make("style", { text: STYLE }));
-    const queue = api.queuePrompt;
-    api.queuePrompt = async function (...args) {
-      try {
-        return await queue.apply(this, args);
-      } catch (error) {
-        tell(error?.response?.node_errors);
-        throw error;
-      }
-    };
+    onQueue((answer) => answer.catch((error) => tell(error?.response?.node_errors)));
   },
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (nodeData.name === PARALLELIZE) widen(nodeType);

@@ -8,7 +8,7 @@ const NODE = "PipeMeshReport";
 const WIDGET = "text";
 const EMPTY = "Run the workflow to see the report.";
 const WIDTH = 420;
-const TEXT_HEIGHT = 330; // all of a report on two ranks; a picture below it would squeeze it to a few lines
+const TEXT_HEIGHT = 330; // all of a report on two ranks
 const PROMPTS = 20; // of ComfyUI's history, that are looked through
 const MARK = "data-pipemesh-report"; // on the text: Nodes 2.0 makes an element of its own, and binds options to it
 const STYLE = `textarea[${MARK}] { font-family: monospace; white-space: pre-wrap; min-height: ${TEXT_HEIGHT}px; }`;
@@ -69,9 +69,7 @@ async function recall() {
       const [, , nodes, extra] = prompt;
       return nodes[id]?.class_type === NODE && extra.extra_pnginfo?.workflow?.id === graph.id && outputs[id]?.text;
     });
-    if (!last) continue;
-    app.nodeOutputs = { ...app.nodeOutputs, [locatorOf(node)]: last.outputs[id] }; // its picture too
-    showText(node, last.outputs[id]);
+    if (last) showText(node, last.outputs[id]);
   }
 }
 
@@ -86,12 +84,6 @@ app.registerExtension({
     nodeType.prototype.onNodeCreated = function (...args) {
       created?.apply(this, args);
       addText(this);
-    };
-    const widgetAdded = nodeType.prototype.addCustomWidget;
-    nodeType.prototype.addCustomWidget = function (...args) {
-      const widget = widgetAdded.apply(this, args);
-      requestAnimationFrame(() => fit(this)); // the picture's own widget comes when it has been loaded
-      return widget;
     };
     const executed = nodeType.prototype.onExecuted;
     nodeType.prototype.onExecuted = function (output) {

@@ -16,15 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ...parallel_runtime.client.run import submissions
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.families.sample import Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares
-from ...parallel_runtime.schedule import CAUSES, held_to_schedule
 from .figures import CaseFigures, Figure, Goal, Options, Round, Where, of_phase, ratio, typical
 from .lockstep import Phase, Ranks, merge, run, timed
 from .pools import cpu_pool
+from .schedule import CAUSES, held_to_schedule, submissions
 
 STAGES = 2
 PATCHES = (2, 4)
@@ -149,7 +148,7 @@ class PipelineRuns:
 
 def draw(folder: str, case: str, seen: dict[str, list]) -> None:
     """Draw when each stage was at work in the last run of each mode."""
-    from ...parallel_runtime.client.run_picture import draw_run
+    from .run_picture import draw_run
 
     for mode, runs in seen.items():
         picture = draw_run([f"stage {stage}" for stage in range(STAGES)], runs[-1])

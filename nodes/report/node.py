@@ -1,14 +1,10 @@
-"""PipeMesh Report: the last run of a pool, as text on the node, and as a picture where stages
-worked one behind the other.
-"""
+"""PipeMesh Report: the last run of a pool, as text on the node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
@@ -47,13 +43,10 @@ def report_node(runtime: Callable[[], Runtime]) -> type[io.ComfyNode]:
 
         @classmethod
         def execute(cls, latent: dict[str, Any] | None = None, pool: Choice | None = None) -> io.NodeOutput:
-            from .last_run import draw_last_run, text_of
+            from .last_run import text_of
 
-            text, drawn = text_of(runtime(), pool), draw_last_run(runtime(), pool)
+            text = text_of(runtime(), pool)
             shown = ui.PreviewText(text).as_dict()
-            if drawn is not None:
-                pixels = torch.from_numpy(np.array(drawn, dtype=np.float32) / 255)
-                shown |= ui.PreviewImage(pixels.unsqueeze(0), cls=cls).as_dict()
             return io.NodeOutput(ExecutionBlocker(NO_LATENT) if latent is None else latent, text, ui=shown)
 
     return PipeMeshReport

@@ -26,7 +26,7 @@ from ..timing import Speed
 
 NOTHING = Images()
 LONG = 20  # a value, such as a list
-SHOWN, SHOWN_IN_PICTURE = 6, 2  # layouts that were not chosen
+SHOWN = 6  # layouts that were not chosen
 WORKS = {"decode": "VAE, decode", "encode": "VAE, encode", "upscale": "upscale model"}
 NO_POOL = (
     "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or"
@@ -134,15 +134,6 @@ def plan_text(plan: PlanFigures) -> str:
     return "\n".join(rows)
 
 
-def plan_heads(plan: PlanFigures | None) -> tuple[str, ...]:
-    """Say the same in a few lines for the picture; none where nothing was predicted."""
-    if plan is None or plan.predicted_ms is None:
-        return ()
-    achieved = "" if plan.achieved_ms is None else f", achieved {plan.achieved_ms:.1f} ms"
-    losers = (f"not {loser_text(loser)}" for loser in plan.losers[:SHOWN_IN_PICTURE])
-    return f"{plan.layout}, predicted per evaluation {plan.predicted_ms:.1f} ms{achieved}", *losers
-
-
 def loser_text(loser: Loser) -> str:
     return f"{loser.layout}: {loser.why.english}"
 
@@ -174,7 +165,6 @@ def run_text(run: RunFigures) -> str:
             sent,
             *([("ranks that computed", busy_text(run.busy))] if run.busy else []),
             *([("waited for messages", by_axis_text(run.exchange_by_axis))] if run.exchange_by_axis else []),
-            *schedule_rows(run.in_patches),
         ]
         return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *aligned(rows)])
     share = "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %"
@@ -202,14 +192,6 @@ def by_axis_text(shares: Mapping[str, float]) -> str:
     return ", ".join(
         f"{axis} {100 * share:.1f} %" for axis, share in sorted(shares.items(), key=lambda one: -one[1])
     )
-
-
-def schedule_rows(run: InPatches) -> list[tuple[str, str]]:
-    """Say how near the run came to an ideal pipeline, and what an evaluation lost to what."""
-    if run.of_schedule is None:
-        return []
-    lost = ", ".join(f"{cause} {ms:.1f}" for cause, ms in run.lost_ms.items())
-    return [("of the ideal schedule", f"{run.of_schedule:.1%}"), ("lost per evaluation, ms", lost)]
 
 
 def sampled_text(run: InPatches) -> str:

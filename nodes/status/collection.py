@@ -160,9 +160,7 @@ def ring_kernels(handle: PoolHandle) -> RingKernels:
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
     placement, planned, title = handle.placement, runtime.planning.of(run), title_of(pool, run.model)
     speed = runtime.planning.times.speed_of(run)
-    figures = pool.runs.once(
-        run, "figures", lambda: run_figures(run, title, placement.backend, placement.layout.stages)
-    )
+    figures = pool.runs.once(run, "figures", lambda: run_figures(run, title, placement.backend))
     devices = [device.name for device in placement.devices]
     return RunStatus(
         pool=pool_id(placement),

@@ -139,16 +139,11 @@ class PoolStatus:
 
 @dataclass(frozen=True)
 class InPatches:
-    """Figures of a run that was sampled in patches. ``patches`` is 0 where it was all warm-up.
-    ``of_schedule``: the time of an ideal pipeline over the run's; ``lost_ms`` between them, of an
-    evaluation, by cause. None and empty where the times of stages are not known.
-    """
+    """Figures of a run that was sampled in patches. ``patches`` is 0 where it was all warm-up."""
 
     mode: str
     patches: int
     whole: int
-    of_schedule: float | None = None
-    lost_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

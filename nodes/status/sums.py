@@ -8,11 +8,10 @@ from dataclasses import replace
 from statistics import median
 
 from ...launcher.pool.devices import Placement
-from ...parallel_runtime.client.run import Evaluation, Run, submissions
+from ...parallel_runtime.client.run import Evaluation, Run
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares, waited_most
 from ...parallel_runtime.patches import Part
-from ...parallel_runtime.schedule import held_to_schedule
 from ..planning import PlannedLayout
 from .figures import InPatches, Loser, PlanFigures, RunFigures
 
@@ -57,7 +56,7 @@ def achieved_s(run: Run, layout: Layout) -> float | None:
     timed, branches = list(run.evaluations), max(1, len(run.branches))
     parts = [(one, one.part) for one in timed if one.part is not None]
     if parts:
-        return branches * in_patches(run.began_s, run.mode, parts, False, layout.stages).step_ms_mean / 1e3
+        return branches * in_patches(run.began_s, run.mode, parts, False).step_ms_mean / 1e3
     if not timed:
         return None
     return median(one.seconds for one in timed) * (1 if layout.groups > 1 else branches)
@@ -104,19 +103,15 @@ def times_as_long(evaluations: Sequence[Evaluation], placement: Placement) -> fl
     return (until - began - at_work_s + computed_s) / (until - began)
 
 
-def run_figures(run: Run, title: str, backend: str, stages: int) -> RunFigures | None:
-    """Sum up a run of the model with this title, in a pool of so many stages. None if it has
-    evaluated nothing.
-    """
+def run_figures(run: Run, title: str, backend: str) -> RunFigures | None:
+    """Sum up a run of the model with this title. None if it has evaluated nothing."""
     evaluations = list(run.evaluations)
     if not evaluations:
         return None
     parts = [(one, one.part) for one in evaluations if one.part is not None]
     timed = backend != "nccl"
     figures = (
-        in_patches(run.began_s, run.mode, parts, timed, stages)
-        if parts
-        else whole(run.began_s, evaluations, timed)
+        in_patches(run.began_s, run.mode, parts, timed) if parts else whole(run.began_s, evaluations, timed)
     )
     return replace(figures, to_compile=title) if any(one.compiles for one in evaluations) else figures
 
@@ -139,7 +134,7 @@ def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> Run
 
 
 def in_patches(
-    began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool, stages: int
+    began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool
 ) -> RunFigures:
     """Sum up what was submitted under pipefusion: patches, and whole evaluations. Patches overlap,
     so the time of an evaluation is a mean over the run.
@@ -151,12 +146,7 @@ def in_patches(
     run_s = max(one.began + one.seconds for one, _ in submitted) - min(one.began for one, _ in submitted)
     return RunFigures(
         began=began_s,
-        in_patches=InPatches(
-            mode,
-            max(by_branch.values(), default=0),
-            whole,
-            *of_schedule(mode, submitted, evaluations, timed, stages),
-        ),
+        in_patches=InPatches(mode, max(by_branch.values(), default=0), whole),
         busy=tuple(busy_shares([one.spans for one, part in submitted if part.patch is not None]))
         if timed
         else (),
@@ -170,19 +160,3 @@ def in_patches(
 def exchange_by_axis(evaluations: Sequence[Evaluation], run_s: float) -> dict[str, float]:
     """Return the shares of a run for which the rank that waited most for messages did so."""
     return {axis: seconds / run_s for axis, seconds in waited_most(one.spans for one in evaluations).items()}
-
-
-def of_schedule(
-    mode: str, submitted: Sequence[tuple[Evaluation, Part]], evaluations: int, timed: bool, stages: int
-) -> tuple[float | None, dict[str, float]]:
-    """Hold a run in patches to its schedule. Ranks that share a stage wait for each other within
-    it, which no clock tells from waiting for another stage. Several pipelines have no schedule in
-    common.
-    """
-    run = submissions(one for one, _ in submitted)
-    pipelines = {tuple(one.spans) for one, _ in submitted}
-    if not timed or not run or any(len(ranks) != stages for ranks in pipelines) or len(pipelines) > 1:
-        return None, {}
-    held = held_to_schedule(run, one_timeline=mode.startswith("single"))
-    assert held is not None
-    return held.share, {cause: 1e3 * seconds / evaluations for cause, seconds in held.lost_s.items()}

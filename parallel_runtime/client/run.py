@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from ..branches import first_done
 from ..families.plan import COMPILE
 from ..occupancy import Span
 from ..patches import Part
-from ..schedule import Submission
 from ..wire.messages import Done
 
 
@@ -104,15 +103,6 @@ class Aside(Run):
     """A run of what no sampler samples."""
 
     is_told = False
-
-
-def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:
-    """Returns what a pipeline computed, in the order of submission."""
-    parts = [(one, one.part) for one in evaluations if one.part is not None]
-    return [
-        Submission(part.branch, part.patch[0] if part.patch else None, one.began, tuple(one.spans.values()))
-        for one, part in parts
-    ]
 
 
 def measured(

@@ -10,11 +10,12 @@ it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .occupancy import Span
+from ...parallel_runtime.client.run import Evaluation
+from ...parallel_runtime.occupancy import Span
 
 CAUSES: tuple[str, ...] = ("sampler", "hand-over", "stage")
 
@@ -44,6 +45,15 @@ class Held:
     @property
     def share(self) -> float:
         return self.ideal_s / self.taken_s
+
+
+def submissions(evaluations: Iterable[Evaluation]) -> list[Submission]:
+    """Returns what a pipeline computed, in the order of submission."""
+    parts = [(one, one.part) for one in evaluations if one.part is not None]
+    return [
+        Submission(part.branch, part.patch[0] if part.patch else None, one.began, tuple(one.spans.values()))
+        for one, part in parts
+    ]
 
 
 def held_to_schedule(submissions: Sequence[Submission], one_timeline: bool = False) -> Held | None:

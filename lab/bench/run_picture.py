@@ -1,6 +1,4 @@
-"""Draw when the stages of a pipeline were at work in a run: for the report, the route and the
-bench.
-"""
+"""Draw when the stages of a pipeline were at work in a run."""
 
 from __future__ import annotations
 
@@ -9,28 +7,20 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ..layout import AXES
-from .run import Evaluation
+from ...parallel_runtime.client.run import Evaluation
+from ...parallel_runtime.layout import COLOURS
 
 WIDTH, ROW, BAR, MARGIN, FOOT = 1000, 44, 30, 10, 80
-FONT, LEGEND, LONG_LEGEND = 22, 118, 148  # a node shows it at less than half its size
-HEAD_FONT, HEAD_LINE = 19, 26
+FONT, LEGEND, LONG_LEGEND = 22, 118, 148
 WHITE, INK, WHOLE = "#ffffff", "#222222", "#8a8f98"
 PATCHES = ("#2a78d6", "#e8833a", "#3a9d5d", "#b04ac0", "#c9a227", "#1fa3a3")
-COLOURS = {  # of waits, by what the messages are for; outermost axis first
-    **{axis.name: axis.colour for axis in reversed(AXES) if axis.colour},
-    "weights": "#8c564b",
-    "gather": "#f7d488",
-}
 STRIP = 8  # of a bar's height: a wait for messages
 
 
-def draw_run(
-    names: Sequence[str], evaluations: Sequence[Evaluation], head: Sequence[str] = ()
-) -> Image.Image | None:
+def draw_run(names: Sequence[str], evaluations: Sequence[Evaluation]) -> Image.Image | None:
     """Draw a row for each rank and in it a bar for each patch, at the times when the rank computed
-    it, below the lines of ``head``. A strip before a bar is as long as the rank waited for messages
-    of it, by axis. None if the run was not sampled in patches.
+    it. A strip before a bar is as long as the rank waited for messages of it, by axis. None if the
+    run was not sampled in patches.
     """
     parts = [one.part for one in evaluations if one.part is not None]
     if not parts:
@@ -42,15 +32,10 @@ def draw_run(
     scale = (WIDTH - MARGIN - first) / (end - begin)
     starts = sorted({part.patch[0] for part in parts if part.patch})
     colours = {start: PATCHES[index % len(PATCHES)] for index, start in enumerate(starts)}
-    above = HEAD_LINE * len(head)
-    image = Image.new("RGB", (WIDTH, above + ROW * len(names) + FOOT), WHITE)
+    image = Image.new("RGB", (WIDTH, ROW * len(names) + FOOT), WHITE)
     draw = ImageDraw.Draw(image)
-    for number, line in enumerate(head):
-        draw.text(
-            (MARGIN, HEAD_LINE * (number + 0.5)), line, INK, ImageFont.load_default(HEAD_FONT), anchor="lm"
-        )
     for row, name in enumerate(names):
-        top = above + ROW * row + 8
+        top = ROW * row + 8
         draw.text((MARGIN, top + BAR / 2), name, INK, font, anchor="lm")
         for one, part in zip(evaluations, parts, strict=True):
             if row not in one.spans:

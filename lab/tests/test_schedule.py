@@ -1,8 +1,8 @@
 """A pipelined run against its ideal schedule: the time it could have taken, and what it lost."""
 
 import pytest
+from pipemesh.lab.bench.schedule import Submission, held_to_schedule, makespan, needed_outputs
 from pipemesh.parallel_runtime.occupancy import Span
-from pipemesh.parallel_runtime.schedule import Submission, held_to_schedule, makespan, needed_outputs
 
 
 def run(order, stages, *, busy=1.0, hand_over=0.0, sampler=0.0, between=0.0, one_timeline=False):
