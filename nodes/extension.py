@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipemesh")
 PACK = Path(__file__).resolve().parents[1]
+GRAPHS = "PIPEMESH_GRAPHS"  # of versions whose workers recorded whole evaluations
 
 
 def show_on_node(text: str) -> None:
@@ -126,6 +127,10 @@ class PipeMeshExtension(ComfyExtension):
         self._auto.install()
         if said := untested(comfyui_version.__version__, is_tried=self._setup.tries_hosts):
             log.info("[PipeMesh] %s", said)
+        if GRAPHS in os.environ:
+            log.warning(
+                "[PipeMesh] %s has no effect any more, as workers record no CUDA graphs: unset it.", GRAPHS
+            )
         with suppress(LayoutError):  # a sampler will say it
             devices = all_devices(visible_gpus(args.cpu)).placement
             log.info("[PipeMesh] %s", first_line(devices, self._auto.is_on()))

@@ -33,7 +33,6 @@ PHASES = (
     "writing",
     "releasing",
     "compiling",
-    "recording",
 )
 PHASE = {
     "Start": "importing",

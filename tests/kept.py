@@ -14,7 +14,7 @@ MADE = "dict list set deque Counter OrderedDict defaultdict WeakKeyDictionary We
 LIFETIMES = {
     "an evaluation, a call or an answer": (
         "Course.steps Done.block_s,waited_s Frame._on_their_way,_seen,_taken"
-        " Joint._owned KeptRows.stale Lookahead._answers,_asked Prediction.sent_bytes Region._made,read"
+        " Joint._owned KeptRows.stale Lookahead._answers,_asked Prediction.sent_bytes"
         " Rows._memoised RunFigures.exchange_by_axis Shards._joint Traffic.sent_bytes"
     ),
     "a run": (
@@ -32,8 +32,8 @@ LIFETIMES = {
         " InBlockPatches._functions InGroups._plan KnownSteps._changing,_learned,_steps* Loan._lent"
         " NodePatches._left_out OffloadedWeights._loaded,_replaced Order._follows,_seen"
         " PackState._read,taken PatchedSets._kept*,_used PipelineBackend._pieces"
-        " PoolDecoding._left,_lent Readers.of RecordedForward._held_up,_recordings*,_refused,_replays"
-        " RemoteVAE._compared,_steps Resident.confirmed,recorded ResidentModel._take_away"
+        " PoolDecoding._left,_lent Readers.of"
+        " RemoteVAE._compared,_steps Resident.confirmed ResidentModel._take_away"
         " RowsKnown.are_apart,mixes ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
         " Weights._seen,changed WholeForward._handles"
@@ -41,7 +41,7 @@ LIFETIMES = {
     "a pool": (
         "Allocator._free,_seams Arena.at_close Channel._fds"
         " ConditioningCache._entries*,_named,_sent,collected InStep._movers"
-        " KeptConditioning._named,_tensors* Mover._buffers*,_laid,_of_flags* RankLoop._ahead,_enqueued"
+        " KeptConditioning._named,_tensors* Mover._buffers*,_laid RankLoop._ahead,_enqueued"
         " RequestHandler.models Segment._registered* Sends._sending* Sent.recent SequenceComm._by_width"
         " Session.leaving,models,tickets ShardGather._models,_works StageLink._posted*,_unchecked"
         " StopFlag._later Trail._places"
@@ -52,7 +52,7 @@ LIFETIMES = {
         " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
         " Runs._open,_sums,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
         " StageBalance._measured,_seconds*,_wanted Switch._last _tell_of_sage alike cut_latent figures"
-        " opaque_attention operation reasons tell_uncompiled words_of_class"
+        " opaque_attention operation tell_uncompiled words_of_class"
     ),
     "a count, in a process of its own": (
         "DeviceCounts.moved Memory._known,_storages QuickFakeMode._returned"

@@ -52,7 +52,7 @@ class Memory:
     def __del__(self):
         content = self._content
         self.gpu.held_bytes -= content.untyped_storage().nbytes()
-        self.gpu.free(self._queue, lambda: poison(content))
+        self._queue.do_behind(lambda: poison(content))
 
 
 def poison(content):
@@ -180,7 +180,6 @@ def on_cpu(box, func, args, kwargs):
 
 def pin_down(box, tensor):
     """A copy that is in a queue holds pinned memory, as torch's allocator does until its event."""
-    box.gpu.require_no_recording("pinned memory")
     storage = tensor.untyped_storage()
     box.pinned.add(storage._cdata)
     weakref.finalize(storage, box.pinned.discard, storage._cdata)
@@ -328,19 +327,6 @@ class Driver:
     def cudart(self):
         return Cudart(self._box)
 
-    def CUDAGraph(self):
-        return Graph(self._box)
-
-    @contextmanager
-    def graph(self, graph, pool=None, capture_error_mode="global"):
-        self.synchronize()
-        gpu, gpu.recording = self._box.gpu, graph.asked
-        gpu.recordings += 1
-        try:
-            yield
-        finally:
-            gpu.recording = None
-
     def current_stream(self, device=None):
         return self
 
@@ -380,21 +366,6 @@ class Driver:
     def _lazy_init(self): ...
 
 
-class Graph:
-    """What a GPU was asked for, to be asked for again."""
-
-    def __init__(self, box):
-        self._box, self.asked = box, []
-
-    def pool(self):
-        return 0, 0
-
-    def replay(self):
-        self._box.gpu.replays += 1
-        for ask in self.asked:
-            ask()
-
-
 class Cudart:
     """Registers memory as pinned, where the box has a GPU that can."""
 
@@ -420,12 +391,10 @@ class Event:
         self._box, self.op = box, None
 
     def record(self):
-        self._box.gpu.require_no_recording("Event.record")
         self.op = self._box.gpu.current.last
 
     def query(self):
         """Who asks again and again sees time pass."""
-        self._box.gpu.require_no_recording("Event.query")
         if self.op is not None and not self.op.is_over:
             self._box.look()
         return self.op is None or self.op.is_over

@@ -94,7 +94,6 @@ class PoolWorld(LateWorld):
     """
 
     idle_turns = done = 0
-    records = "never"
     models = ("m",)
 
     def __init__(self, layout, box, monkeypatch, ui, prepare):
@@ -138,7 +137,6 @@ class PoolWorld(LateWorld):
             channel.send(Close())
 
     def serve(self, mesh, run):
-        mesh.sequence.records = self.records
         arena, device = self.pool.arena.segment, run.gpu.device
         segment = Segment(os.dup(arena.fd), arena.nbytes, ROOM)
         segment.pin(device)
@@ -165,24 +163,14 @@ class PoolWorld(LateWorld):
         segment.close()
 
 
-def pooled(
-    layout,
-    ui,
-    seed=0,
-    *,
-    at_once=False,
-    pins=None,
-    prepare=lambda rank, model: None,
-    records="never",
-    models=("m",),
-):
+def pooled(layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None, models=("m",)):
     """Has ``ui`` use a pool; returns its ranks' GPUs. ``pins``: whether its arena is pinned; else
     it is so at even seeds.
     """
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
         box.registers = seed % 2 == 0 if pins is None else pins
         world = PoolWorld(layout, box, patch, ui, prepare)
-        world.records, world.models = records, models
+        world.models = models
         try:
             world.run(world.serve)
             return world.gpus

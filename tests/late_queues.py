@@ -72,8 +72,7 @@ class Gpu:
         self.current = box.queue()
         self._of_group = {}
         self.launches, self.waits, self.idle = Counter(), Counter(), Counter()
-        self.recording = None  # what is asked for while a graph is recorded; it is not done
-        self.recordings = self.replays = self.held_bytes = 0
+        self.held_bytes = 0
 
     def stream_of(self, group):
         if group not in self._of_group:
@@ -81,9 +80,6 @@ class Gpu:
         return self._of_group[group]
 
     def push(self, what, *args, **kwargs):
-        if self.recording is not None:
-            self.recording.append(lambda: self.push(what, *args, **kwargs))
-            return Op()
         self.launches[what] += 1
         op = self.current.push(*args, **kwargs)
         self.box.pass_time()
@@ -91,21 +87,9 @@ class Gpu:
 
     def wait_for(self, op, why):
         """Has the process wait until an operation is over."""
-        self.require_no_recording(why)
         self.waits[why] += 1
         self.idle[why] += op is self.current.last
         self.box.wait_for(op)
-
-    def require_no_recording(self, what):
-        """A driver fails then, or a graph has what is there at the moment."""
-        if self.recording is not None:
-            raise RuntimeError(f"{what} while a graph is recorded")
-
-    def free(self, queue, run):
-        if self.recording is None:
-            queue.do_behind(run)
-        else:
-            self.recording.append(lambda: queue.do_behind(run))
 
     def join(self, op):
         """Has the current stream wait for it; the process does not."""

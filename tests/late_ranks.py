@@ -10,7 +10,6 @@ has the caller's stream wait.
 from contextlib import suppress
 from functools import partial
 from threading import Semaphore, Thread
-from types import SimpleNamespace
 
 import torch
 from greenlet import getcurrent
@@ -184,10 +183,6 @@ class LateWorld(World):
     def all_to_all_single(self, receiving, sending, receive_sizes, send_sizes, group=None, async_op=False):
         if self.via_cpu:
             return super().all_to_all_single(receiving, sending, receive_sizes, send_sizes, group, async_op)
-        if (recording := getcurrent().gpu.recording) is not None:
-            given, works = (receiving, sending, receive_sizes, send_sizes, group, async_op), []
-            recording.append(lambda: works.append(self.all_to_all_single(*given)))
-            return SimpleNamespace(wait=lambda: recording.append(lambda: works.pop().wait()))
         name, rank = self.name_of(group), getcurrent().rank
         members = self.members[name]
         getcurrent().note("all_to_all", name, (*send_sizes, *receive_sizes))

@@ -371,19 +371,6 @@ def test_a_submission_that_could_not_be_sent_is_not_in_flight_and_holds_no_model
     assert pool.models == []
 
 
-def test_graphs_of_other_weight_patches_are_forgotten(monkeypatch):
-    pool = Ledger(room=1)
-    client = remote(pool, "a")
-    monkeypatch.setattr(
-        pool, "answer", lambda request, answer=pool.answer: replace(answer(request), recorded=5)
-    )
-    evaluate(client, "a", conditioned(1.0))
-    resident = client.session.models["a"]
-    assert resident.recorded and resident.has_graphs
-    patch(client, "a")
-    assert not resident.recorded and not resident.has_graphs
-
-
 def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatch):
     pool = Ledger(room=1)
     client = remote(pool, "a")

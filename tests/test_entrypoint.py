@@ -272,6 +272,14 @@ def test_the_log_says_so_when_comfyui_starts(monkeypatch, caplog, request):
     assert any("ComfyUI 99.0.0 is not one that PipeMesh was tested with" in one for one in caplog.messages)
 
 
+def test_a_variable_that_has_no_effect_any_more_is_told_of_once_where_it_is_set(monkeypatch, caplog, request):
+    monkeypatch.setenv("PIPEMESH_GRAPHS", "1")
+    request.getfixturevalue("modules")
+    assert [line for line in caplog.messages if "PIPEMESH_GRAPHS" in line] == [
+        "[PipeMesh] PIPEMESH_GRAPHS has no effect any more, as workers record no CUDA graphs: unset it."
+    ]
+
+
 def test_a_model_that_is_looked_at_imports_the_file_of_its_own_family_alone(modules):
     class Flux:
         """Named as ComfyUI's."""

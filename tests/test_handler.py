@@ -12,7 +12,6 @@ from pipemesh.launcher.pool.crew import Crew
 from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.method import Facts
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
@@ -51,21 +50,18 @@ class Counted:
 def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, keeps, cleared):
     """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
     memory, ended, cuts = Counted(), [], []
-    facts = SimpleNamespace(facts=Facts(graph_bytes=5))
     handler = RequestHandler(
         SimpleNamespace(rank=0, layout=layout),
         torch.device("cpu"),
         memory,
         SimpleNamespace(conditioning=KeptConditioning(0), arena=SimpleNamespace(nbytes=512, cut=cuts.append)),
     )
-    handler.models["m"] = SimpleNamespace(method=facts, end_run=lambda *args: ended.append(args) or True)
+    handler.models["m"] = SimpleNamespace(end_run=lambda *args: ended.append(args) or True)
     answer = handler.handle(EndRun(request=1, model="m", cleared=cleared, arena_bytes=128), [], None)
     assert memory.done == [(keeps, 0 in cleared)] and not answer.keeps
     assert handler.handle(EndRun(request=2, model="m", steps=(3,)), [], None).keeps
     assert cuts == [128, 512], "shared memory behind what its owner names, or none of it"
     assert ended == [((), -1), ((3,), 64)], "nothing is to stay where no steps are named"
-    handler.models["n"] = SimpleNamespace(method=SimpleNamespace(facts=Facts(graph_bytes=7)))
-    assert memory.graph_bytes() == 12
 
 
 def test_shared_memory_and_prompts_are_let_go_of_though_a_node_s_cleanup_fails():
@@ -174,15 +170,10 @@ def test_ranks_on_one_device_each_count_their_share_of_what_is_free(monkeypatch)
         DeviceMemory(torch.device("cpu"), 1, sharers=2).reserve(6 << 20)
 
 
-def test_what_torch_keeps_for_cuda_graphs_does_not_count_as_free(monkeypatch):
+def test_what_torch_caches_counts_as_free(monkeypatch):
     for name, value in (("mem_get_info", (10, 80)), ("memory_reserved", 40), ("memory_allocated", 20)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    memory = DeviceMemory(torch.device("cuda"), 0)
-    assert memory.now().free == 10 + 20
-    memory.graph_bytes = lambda: 15
-    assert memory.now().free == 10 + 20 - 15
-    memory.graph_bytes = lambda: 21
-    assert memory.now().free == 10
+    assert DeviceMemory(torch.device("cuda"), 0).now().free == 10 + 20
 
 
 def test_ranks_are_told_how_many_are_on_their_device():

@@ -14,7 +14,7 @@ import torch
 from greenlet import getcurrent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.client.session import Like, Resident, Session
+from pipemesh.parallel_runtime.client.session import Resident, Session
 from pipemesh.parallel_runtime.comm.in_step import KEPT_KINDS, Expected, KnownSteps, Step, Stopped
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.layout import Layout
@@ -115,12 +115,11 @@ class Asking:
             if act.does == "end of the run" and not all(stays for stays, _ in act.answers.values()):
                 self._session.end_run()
             if act.succeeded:
-                ticket = SimpleNamespace(
-                    run=SimpleNamespace(model=act.model), like=Like(Part(0, 0), act.looks, act.ranks)
-                )
+                run = SimpleNamespace(model=act.model)
+                ticket = SimpleNamespace(run=run, kind=act.looks, ranks=act.ranks)
                 self._session.confirm(
                     ticket,
-                    [SimpleNamespace(confirmed=number, recorded=False) for _, number in act.answers.values()],
+                    [SimpleNamespace(confirmed=number) for _, number in act.answers.values()],
                 )
 
 

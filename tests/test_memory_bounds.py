@@ -23,7 +23,6 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Sessions
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods import recorded
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.worker import device_memory
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
@@ -272,8 +271,3 @@ def test_names_and_figures_are_forgotten_beyond_their_bounds(monkeypatch):
     for _ in range(100):
         known.begin("m")
     assert len(known.recent) == runs.KEPT
-    graphs = recorded.RecordedForward()
-    for step in range(200):
-        graphs.pays(("an option", step))
-        graphs.refuse("a node's object", ("an option", step))
-    assert max(len(graphs._held_up), len(graphs._refused)) <= recorded.KEYS + 1

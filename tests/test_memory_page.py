@@ -8,7 +8,6 @@ from dataclasses import fields
 from pipemesh.nodes.status.figures import MemoryFigures, SharedFigures
 from pipemesh.parallel_runtime.client import ahead, calls, runs
 from pipemesh.parallel_runtime.comm import in_step, stage_link
-from pipemesh.parallel_runtime.methods import recorded
 from pipemesh.parallel_runtime.methods.pipefusion import rope_cache
 from pipemesh.parallel_runtime.wire import arena
 from pipemesh.parallel_runtime.worker import device_memory, patched_sets
@@ -31,7 +30,6 @@ BOUNDS = {
     "A run's prompts": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
     "Memory of messages": (f"1/{device_memory.LITTLE} of",),
     "The order of": (f"{in_step.KEPT_KINDS} kinds of a model between runs",),
-    "CUDA graphs": (f"{recorded.MOST} of a model; 1/{device_memory.LITTLE} of",),
     "Sets of patched": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Such sets": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Rows on their way": (f"{stage_link.IN_FLIGHT} messages",),

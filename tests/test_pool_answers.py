@@ -226,7 +226,6 @@ def test_on_one_host_ranks_see_their_own_gpu_listen_on_loopback_alone_and_have_n
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
-        "NCCL_GRAPH_REGISTER": "0",
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }

@@ -42,21 +42,13 @@ BOUND = 0.85  # of the time: what a CPU takes alone
 
 class Taken(NamedTuple):
     """One evaluation: its time, that of its kernels, their number, and what the CPU takes to start
-    them. ``replay``: of its CUDA graph, None where none is recorded.
+    them.
     """
 
     ms: float
     busy_ms: float
     kernels: int
     starting_ms: float
-    replay: Replay | None = None
-
-
-class Replay(NamedTuple):
-    """``recording_ms``: of the evaluation behind which the graph was recorded, with that."""
-
-    ms: float
-    recording_ms: float
 
 
 class Tried:
@@ -92,21 +84,7 @@ class Tried:
                 evaluate(self.small)
                 starting.append(1e3 * (perf_counter() - began))
             busy, kernels = profiled(lambda: evaluate(self.usual), self.device)
-        replay = None
-        if mesh is not None and mesh.sequence.device.type == "cuda":
-            mesh.sequence.records = "always"
-            with torch.inference_mode(), self._evaluating(mesh) as evaluate:
-                replay = self._replay(lambda: evaluate(self.usual))
-            mesh.sequence.records = "never"
-        return Taken(large, busy, kernels, median(starting[2:]), replay)
-
-    def _replay(self, evaluate: Any) -> Replay:
-        wait(self.device)
-        began = perf_counter()
-        evaluate()
-        wait(self.device)
-        recording = 1e3 * (perf_counter() - began)
-        return Replay(milliseconds(evaluate, self.device, self.rounds), recording)
+        return Taken(large, busy, kernels, median(starting[2:]))
 
     @contextmanager
     def _evaluating(self, mesh: Mesh | None) -> Iterator[Any]:
@@ -124,8 +102,7 @@ class Tried:
             nonlocal expected
             method.begin(Part(1, 0), expected)
             output = method.forward(forward, dict(arguments), 1)
-            facts = method.facts
-            expected = Expected(confirmed=facts.confirmed, graph="replay" if facts.recorded else "record")
+            expected = Expected(confirmed=method.facts.confirmed)
             return output
 
         try:
@@ -236,8 +213,5 @@ def line_of(layout: Layout, taken: Taken, whole: Whole | None) -> Line:
         predicted = min((one.seconds for one in predict(Job(whole=whole), layout, box)), default=0.0)
         costs = costs_of(Job(whole=whole), layout, box)
         figure += f"; predicted {1e3 * predicted:.1f} ms, {launches_of(costs, 0)} kernels"
-    if taken.replay is not None:
-        ms, recording_ms = taken.replay
-        figure += f"; as a CUDA graph {ms:.1f} ms, recorded in {recording_ms:.0f} ms"
     bound = taken.starting_ms > BOUND * taken.ms
     return Line(figure, "bound by the CPU that starts kernels" if bound else "bound by the device")

@@ -25,8 +25,6 @@ OF_GPUS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the pool itself judges who hangs
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",  # torch 2.7.0 chooses 1, with which NCCL 2.26 may hang
-    # Where segments grow, memory that a CUDA graph has NCCL register may be read where it is not
-    "NCCL_GRAPH_REGISTER": "0",
     # Kernels of all communicators start in the order of the code, which all ranks have in common
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
 }

@@ -54,7 +54,7 @@ class DeviceStatus:
 @dataclass(frozen=True)
 class MemoryFigures:
     """Bytes on a rank's device; ``model``: held by the rank's models, ``conditioning`` of a run,
-    ``kept`` of evaluations before: keys and values, CUDA graphs, and the memory of messages.
+    ``kept`` of evaluations before: keys and values, and the memory of messages.
     ``sets``: of sets of patched weights that may come back, with those in main memory.
     """
 

@@ -27,10 +27,9 @@ from ..wire.messages import Done, Fetch, Forward
 from ..wire.segment import Segment, TensorRef, aligned, mib
 from ..wire.tree import NotPlain, decode_tree, encode_tree
 from .branch import Branch
-from .replayed import Replayed
 from .residency import Residency
 from .run import Run, measured
-from .session import Like, Session, Sessions, Ticket, WrittenArguments
+from .session import Session, Sessions, Ticket, WrittenArguments
 
 CONTROL = "control"  # the argument that brings a ControlNet's residuals
 IN_PLACE = (CONTROL, "samples")  # ranks take the rows that they need from where it lies
@@ -81,25 +80,21 @@ class Evaluations:
         self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
     ) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again where ranks ran
-        out of memory (without CUDA graphs, then without other models, if that ``makes_room``), an
-        output or conditioning was not what it was taken for, or a graph was replayed for the first
-        time. Nothing cancelled may be outstanding, which ranks may still read. Returns own tensors.
+        out of memory (without other models, if that ``makes_room``), or an output or conditioning
+        was not what it was taken for. Nothing cancelled may be outstanding, which ranks may still
+        read. Returns own tensors.
         """
         began = time.perf_counter()
         answered: list[tuple[Any, Answers]] = []
-        replayed, counts = Replayed(self._sessions, run.model), False
         with one_thread():
-            while not counts:
+            while not answered:
                 tickets: list[Ticket] = []
                 try:
                     for work in works:
                         part = Part(run.id, run.number_of(work.branch), attempt=self._failed.get(run, 0))
-                        tickets.append(
-                            self.submit(run, work, part, assume=True, began=began, graph=replayed.graph)
-                        )
+                        tickets.append(self.submit(run, work, part, assume=True, began=began))
                     if all([ticket.written.is_right() for ticket in tickets]):
                         answered = [self._await_output(ticket, interrupted) for ticket in tickets]
-                        counts = replayed.counts(tickets, answered)
                     else:
                         self._retract(tickets, interrupted)
                 except OutputTooLarge as error:
@@ -107,15 +102,8 @@ class Evaluations:
                     self._growth[run.model, works[0].arguments.get("work")] = error.growth
                 except OutOfMemory:
                     self.abandon()
-                    has_room = replayed.make_room() or (
-                        makes_room and self._residency.make_room(run.model, of_runs=True)
-                    )
-                    if not has_room:
+                    if not (makes_room and self._residency.make_room(run.model, of_runs=True)):
                         raise
-                except ModelError:
-                    replayed.fail(tickets)
-                    self.abandon()
-                    raise
                 except BaseException:
                     self.abandon()
                     raise
@@ -133,15 +121,13 @@ class Evaluations:
         *,
         assume: bool = False,
         began: float | None = None,
-        graph: str = "replay",
     ) -> Ticket:
         """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
         submission, or ``abandon``. Call it where torch computes on ``one_thread``.
 
         Patches of the same arguments that are in flight together share what was written of them.
         ``assume``: names the conditioning that this branch sent last; ``written.is_right`` is to be
-        asked then. ``began``: of the first attempt. ``graph``: as ``Replayed`` has it. Raises
-        PoolFailed.
+        asked then. ``began``: of the first attempt. Raises PoolFailed.
         """
         arguments = work.arguments
         session = self._sessions.latest
@@ -169,15 +155,8 @@ class Evaluations:
         # Tokens that ranks kept spare them messages from a branch's second evaluation on
         keeps = KEPT in arguments.get("transformer_options", {}) and part in self._looked_at.get(run, ())
         kind = hash((written.kind, part.patch, keeps, work.in_fp32))
-        confirmed = session.known_steps(run.model, kind, ranks)
-        graph = graph if self._sessions.graphs and not work.in_fp32 else "none"
-        like = Like(part._replace(run=0), kind, ranks)
-        may_replay = graph == "replay" and confirmed > 0
-        graphs = session.models[run.model].recorded.get(like) if may_replay else None
-        unproven = graphs.numbers if graphs is not None and not graphs.are_right else ()
-        session.tries_graphs |= bool(unproven)
         number, device = session.pool.next_request(), latents[0].device
-        ticket = Ticket(number, run, part, written, frame, latent_bytes, device, began, like, unproven)
+        ticket = Ticket(number, run, part, written, frame, latent_bytes, device, began, kind, ranks)
         session.tickets.append(ticket)
         request = Forward(
             request=number,
@@ -189,8 +168,7 @@ class Evaluations:
             part=part,
             width=work.width,
             kind=kind,
-            confirmed=confirmed,
-            graph="record" if graph == "replay" and graphs is None else graph,
+            confirmed=session.known_steps(run.model, kind, ranks),
             in_fp32=work.in_fp32,
         )
         try:
@@ -244,11 +222,11 @@ class Evaluations:
         place. Returns it. Raises OutputTooLarge if the rank was given another evaluation since,
         whose output takes the place of the last.
         """
-        if session.pool.facts.stages > 1 and len(ticket.like.ranks) > 1:
+        if session.pool.facts.stages > 1 and len(ticket.ranks) > 1:
             raise ModelError(
                 f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1."
             )
-        if any(other.number > ticket.number and rank in other.like.ranks for other in session.tickets):
+        if any(other.number > ticket.number and rank in other.ranks for other in session.tickets):
             raise OutputTooLarge(-(-nbytes // ticket.latent_bytes))
         with session.pool.arena.frame() as frame:
             out = frame.blank(nbytes)
@@ -263,8 +241,7 @@ class Evaluations:
         """
         run, tensor = ticket.run, session.pool.arena.segment.tensor
         seen = self._looked_at.setdefault(run, set())
-        told = run.is_told and not ticket.unproven
-        if told and (branch := ticket.part._replace(patch=None)) not in seen:
+        if run.is_told and (branch := ticket.part._replace(patch=None)) not in seen:
             seen.add(branch)
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"

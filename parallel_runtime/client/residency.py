@@ -177,7 +177,6 @@ class Residency:
         patched = PatchedWeights(patches_id, patches, objects, comes_back)
         self.retry_with_room(model, lambda: send_weights(session, model, patched, interrupted))
         resident.state, resident.patches_id = ResidentState.READY, patches_id
-        resident.forget_graphs()
         session.patchings += 1
 
     def _open(self, interrupted: Callable[[], bool]) -> Session:

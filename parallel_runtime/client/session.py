@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -78,32 +78,12 @@ class ResidentState(Enum):
     READY = "every rank holds it, under the weight patches of ``patches_id``"
 
 
-class Like(NamedTuple):
-    """What evaluations have in common that ranks replay one graph for. ``part``: of no run.
-    ``kind``: equal where ranks exchange the same messages, as a rule.
-    """
-
-    part: Part
-    kind: int
-    ranks: tuple[int, ...]
-
-
-class Graphs(NamedTuple):
-    """The CUDA graphs that all ranks of an evaluation have of it. ``numbers``: of the requests
-    behind which they were recorded. ``are_right``: a replay was compared with what ranks compute.
-    """
-
-    numbers: tuple[int, ...]
-    are_right: bool = False
-
-
 @dataclass(eq=False)
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``weights``: what was asked for of them, and what came of it.
     ``confirmed``: which steps of a kind of evaluation all these ranks have told that they know;
-    they have had memory for the messages since. ``recorded``: the CUDA graphs that all of them
-    have; ``has_graphs``: one of them may hold some.
+    they have had memory for the messages since.
     """
 
     stages: tuple[int, ...] = ()
@@ -112,12 +92,6 @@ class Resident:
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
     confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
-    recorded: dict[Like, Graphs] = field(default_factory=dict)
-    has_graphs: bool = False
-
-    def forget_graphs(self) -> None:
-        self.recorded.clear()
-        self.has_graphs = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +115,7 @@ class WrittenArguments:
 class Ticket:
     """Names a submission: its request, and the arena's memory that it holds until it is collected.
     ``latent_bytes``: what an output takes that is as large as its latent. ``began``: seconds of the
-    UI's performance counter.
+    UI's performance counter. ``kind``: equal where ranks exchange the same messages, as a rule.
     """
 
     number: int
@@ -152,8 +126,8 @@ class Ticket:
     latent_bytes: int
     device: torch.device
     began: float
-    like: Like
-    unproven: tuple[int, ...] = ()  # the numbers of graphs that are replayed and were not compared
+    kind: int
+    ranks: tuple[int, ...]
 
 
 class Session:
@@ -173,7 +147,6 @@ class Session:
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
-        self.tries_graphs = False  # a first replay is under way
 
     def evict(self, end: int | None = None) -> None:
         """Evicts conditioning down to its bound, and all that lies behind ``end`` of the arena, but
@@ -197,17 +170,11 @@ class Session:
         return self.models[model].confirmed.get((kind, ranks), 0) if model in self.models else 0
 
     def confirm(self, ticket: Ticket, answers: Collection[Done]) -> None:
-        """Notes which steps all ranks of an evaluation know now, and whether all can replay it."""
+        """Notes which steps all ranks of an evaluation know now."""
         known = {answer.confirmed for answer in answers}
         if ticket.run.model in self.models:
-            model, like = self.models[ticket.run.model], ticket.like
-            model.confirmed[like.kind, like.ranks] = known.pop() if len(known) == 1 else 0
-            numbers = tuple(sorted(answer.recorded for answer in answers))
-            model.has_graphs |= any(numbers)
-            if not all(numbers):
-                model.recorded.pop(like, None)
-            elif like not in model.recorded or model.recorded[like].numbers != numbers:
-                model.recorded[like] = Graphs(numbers)
+            model = self.models[ticket.run.model]
+            model.confirmed[ticket.kind, ticket.ranks] = known.pop() if len(known) == 1 else 0
 
     def lasting_steps(self, model: str) -> tuple[int, ...]:
         """Returns the steps that ranks are to know in the next run of ``model``: the latest that
@@ -226,16 +193,6 @@ class Session:
         """
         for resident in self.models.values():
             resident.confirmed.clear()
-            resident.forget_graphs()
-
-    def why_lost(self) -> str:
-        """Says what of CUDA graphs the ranks were at when their pool was lost; empty where
-        nothing.
-        """
-        board = self.pool.arena.board
-        if "recording" in [board.phase(rank) for rank in self.pool.facts.everyone]:
-            return "The pool was lost while a rank recorded a CUDA graph"
-        return "The pool was lost in the first replay of a CUDA graph" if self.tries_graphs else ""
 
     def ask(
         self,
@@ -255,16 +212,6 @@ class Sessions:
         self._handle = handle
         self.layout = handle.layout
         self.latest: Session | None = None  # its pool may be gone
-        self.graphs = True  # ranks may record CUDA graphs and replay them, in this pool or another
-
-    def leave_graphs(self, why: str) -> None:
-        """Has ranks compute all there is from now on."""
-        if self.graphs:
-            self.graphs = False
-            log.warning(
-                "[PipeMesh] %s: pools of this layout replay no CUDA graph until ComfyUI is started again.",
-                why,
-            )
 
     @property
     def live(self) -> Session | None:
@@ -275,16 +222,13 @@ class Sessions:
         )
 
     def open(self, interrupted: Callable[[], bool]) -> Session:
-        """Returns the session of a live pool with nothing outstanding; starts the pool if need be,
-        without CUDA graphs where the one before was lost over one. Raises PoolFailed, RunCancelled.
+        """Returns the session of a live pool with nothing outstanding; starts the pool if need be.
+        Raises PoolFailed, RunCancelled.
         """
         self.settle(interrupted)
         pool = self._handle.ensure(interrupted)
         if self.latest is None or self.latest.pool is not pool:
-            if self.latest is not None and (why := self.latest.why_lost()):
-                self.leave_graphs(why)
             self.latest = Session(pool, self.layout)
-        self.latest.tries_graphs = False
         return self.latest
 
     def speeds_of_stages(self, ranks: Iterable[int] = ()) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .in_step import Flag, Mover, Stopped
-from .late import LateValue, Reached
+from .late import LateValue
 from .parts import Parts, Runs, counts_of, flags_of, padded
 
 LOOK_AHEAD = 8
@@ -31,44 +31,26 @@ class StopFlag:
 
     def __init__(self, wants_stop: Callable[[], bool]):
         self._wants_stop = wants_stop
-        self._later: deque[Reached] = deque()
+        self._later: deque[LateValue] = deque()
         self._look_ahead = 0
-        self.has_waited = False  # for the GPU, in the evaluation at hand
-        self.is_whole = False  # no rank leaves the evaluation at hand
 
     def begin(self, attentions: int) -> None:
         self._later.clear()
-        self.has_waited = self.is_whole = False
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
-
-    def pass_by(self, device: torch.device) -> None:
-        """Note an attention of one rank alone: no flags come in it."""
-        self._before(Reached(device))
 
     def wish(self) -> float:
         """Return 1 if this rank wishes to stop, else 0."""
-        return 0.0 if self.is_whole else float(self._wants_stop())
+        return float(self._wants_stop())
 
     def decide(self, flag: Flag) -> None:
         """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
-        if self.is_whole:
-            return
         if isinstance(flag, torch.Tensor) and flag.device.type == "cuda":
-            before = self._before(LateValue(flag))
-            stops = isinstance(before, LateValue) and before.read()
+            self._later.append(LateValue(flag))
+            stops = len(self._later) > self._look_ahead and self._later.popleft().read()
         else:
             stops = float(flag)
         if stops:
             raise Stopped
-
-    def _before(self, reached: Reached) -> Reached | None:
-        """Return the place of ``LOOK_AHEAD`` attentions before this one."""
-        self._later.append(reached)
-        if len(self._later) <= self._look_ahead:
-            return None
-        before = self._later.popleft()
-        self.has_waited |= not before.is_over()
-        return before
 
 
 class Message(NamedTuple):

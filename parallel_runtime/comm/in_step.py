@@ -44,19 +44,13 @@ class Expected(NamedTuple):
     ``kind`` take the same, as a rule.
 
     ``confirmed``: the evaluation in which all its ranks learned them. All have told that they know
-    them, and have had memory for the messages since. 0: nobody knows of that. ``graph``: ranks have
-    all recorded it and "replay" it, so that none leaves amid it; they may "record" it; or "none" is
-    to be held of this model. ``lasts``: whether the next evaluation of this kind takes the same
-    steps. ``changed``: the model's weights may be others than before. ``foreign``: code of nodes
-    replaces some of the model's.
+    them, and have had memory for the messages since. 0: nobody knows of that. ``lasts``: whether
+    the next evaluation of this kind takes the same steps.
     """
 
     kind: Hashable = ()
     confirmed: int = 0
-    graph: str = "record"
     lasts: bool = True
-    changed: bool = False
-    foreign: bool = False
 
 
 class Traffic:
@@ -87,7 +81,6 @@ class Mover:
         self.in_step: InStep | None = None
         self.traffic = Traffic()
         self._buffers: dict[tuple, torch.Tensor] = {}
-        self._of_flags: list[torch.Tensor] = []
         self._laid: dict[Hashable, Any] = {}  # message -> its places, views of the buffers
 
     def make_room(self, what: Hashable) -> None:
@@ -106,21 +99,17 @@ class Mover:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [*self._buffers.values(), *self._of_flags]
+        return list(self._buffers.values())
 
     def free_buffers(self) -> None:
         self._buffers.clear()
-        self._forget_places()
-
-    def _forget_places(self) -> None:
         self._laid.clear()
-        self._of_flags.clear()
 
     def _buffer(self, use: Hashable, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the first ``count`` elements of a buffer that is kept for this use."""
         key = (use, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
-            self._forget_places()  # else a buffer would live on in views of it
+            self._laid.clear()  # else a buffer would live on in views of it
             self._buffers[key] = torch.empty(
                 count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available()
             )
@@ -131,9 +120,7 @@ class Mover:
         sent: a rank that has no memory fails before others wait for it.
         """
         wishes = torch.empty(self.size, dtype=dtype, device=device)
-        room = wishes, wishes.new_empty(())
-        self._of_flags += room
-        return room
+        return wishes, wishes.new_empty(())
 
 
 class KnownSteps:
@@ -315,10 +302,6 @@ class InStep:
             course.known.learn(course.kind, number, course.steps)
             self.confirmed = course.known.number_of(course.kind)
         course.steps, self.flag = [], 0.0
-
-    def pass_over(self) -> None:
-        """End an evaluation that a replay has gone through, all its steps together."""
-        self._is_over, self.confirmed = True, self._course.relied
 
     def fail(self) -> None:
         """Go through what is left of the evaluation, for this rank has failed: until all ranks

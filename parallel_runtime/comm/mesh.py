@@ -50,8 +50,6 @@ class SequenceComm:
     the numbers that were given to ``join``; ``ALONE``: this rank by itself.
     """
 
-    records = "never"  # evaluations as CUDA graphs (methods/recorded.py)
-
     def __init__(
         self,
         ulysses: Exchange,

@@ -23,17 +23,12 @@ class Facts:
     """Figures of the evaluation at hand. ``messages_done``: how many of its messages to other ranks
     have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
     each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
-    ``InStep`` has it. ``recorded``: behind which evaluation this rank recorded a CUDA graph of
-    such ones, 0 where it has none. ``graph_bytes``: of the device, which torch keeps for the
-    model's graphs alone. ``kept_bytes`` returns those of all that it keeps for later
-    evaluations.
+    ``InStep`` has it. ``kept_bytes`` returns those of all that it keeps for later evaluations.
     """
 
     messages_done: Progress = "all"
     confirmed: int = 0
     block_s: Callable[[], Mapping[int, float]] = dict
-    recorded: int = 0
-    graph_bytes: int = 0
     kept_bytes: Callable[[], int] = int
 
 

@@ -10,7 +10,7 @@ Legend: B batch, l tokens of one rank, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,7 +29,6 @@ from .blocks import blocks_of
 from .fit import require_fit
 from .hooks import TokenHooks
 from .method import ALONE, Facts, free_frames
-from .recorded import RecordedForward
 from .sequence_attention import QKV, Call, SequenceAttention, in_order
 from .shards import Shards, part_of_mask, permute_mask
 
@@ -41,8 +40,7 @@ class SequenceParallel:
     buffers for messages are kept, and what is known of their steps.
 
     ``on_progress`` is called at every block and before every message, so that a rank that waits for
-    another has come further than that one. ``note`` is told when a phase of its own begins, the
-    recording of a CUDA graph.
+    another has come further than that one.
     """
 
     def __init__(
@@ -52,23 +50,12 @@ class SequenceParallel:
         comm: SequenceComm,
         on_progress: Callable[[], None] = lambda: None,
         kernels: Kernels = TORCHS,
-        note: Callable[[str], None] = lambda phase: None,
     ):
-        def tick() -> None:
-            if not comm.stop.is_whole:
-                on_progress()
-
-        ticking = on_progress if comm.records == "never" else tick
         self._comm = comm
-        self._model = model
-        self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, ticking, kernels))
+        self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
         self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
         self._known = KnownSteps()
-        self._keeps_tokens = not (plan.prefix is None and plan.kept is None)
-        self._recorded = RecordedForward(note)
-        self._expected = ALONE
-        self._key: Hashable = None  # of the evaluation at hand; None: no graph stands for it
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -79,71 +66,27 @@ class SequenceParallel:
 
     def detach(self) -> None:
         self._hooks.detach()
-        self._recorded.void()
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
         before = self._part
         # Of an attempt that failed some ranks have kept what others have not
         if before is None or (part.run, part.attempt) != (before.run, before.attempt):
             self._hooks.end_run()
-        failed = before.attempt if before is not None and before.run == part.run else 0
-        if expected.changed or expected.graph == "none" or part.attempt != failed:
-            self._recorded.void()
-        self._part, self._expected, self._key = part, expected, None
+        self._part = part
         self._comm.begin(self._attentions)
-        self._comm.stop.is_whole = expected.graph == "replay"
         self._comm.in_step.begin(self._known, expected)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        in_step, sent = self._comm.in_step, self._comm.traffic.sent_bytes
-        self._key = None if self._comm.records == "never" else self._key_of(arguments)
-        asks = not in_step.has_asked
         try:
-            if self._key is not None and self._comm.stop.is_whole and self._key in self._recorded:
-                output = self._recorded.replay(self._key, arguments, sent)
-                in_step.pass_over()
-                return output
-            in_step.agree()
+            self._comm.in_step.agree()
             output = forward(**self._hooks.arguments(arguments))
             self._hooks.patches.entered.require_all(arguments)
-            in_step.end(number)
+            self._comm.in_step.end(number)
+            return output
         except Exception as error:
             free_frames(error)
             self.fail(number)
             raise
-        # By the CPU, which starts kernels
-        is_bound = not (asks or self._comm.stop.is_whole or self._comm.stop.has_waited)
-        always = self._comm.records == "always"
-        key = self._key
-        if key is None or not self._recorded.lacks(key):
-            return output
-        if always or (is_bound and self._recorded.pays(key)):
-            lasting = (*self._comm.buffers, *self._model.buffers())
-            self._recorded.record(key, arguments, partial(self._again, forward), sent, lasting, number)
-        return output
-
-    def _key_of(self, arguments: dict[str, Any]) -> Hashable:
-        assert self._part is not None  # begin is called first
-        if self._expected.graph == "none":
-            return None
-        if self._keeps_tokens:
-            return self._recorded.refuse("the model keeps tokens from one evaluation to the next")
-        if self._expected.foreign:
-            return self._recorded.refuse("code of nodes replaces some of the model's")
-        if self._comm.weights is not None:
-            return self._recorded.refuse("weights are gathered from other ranks")
-        return self._recorded.key_of(arguments, self._part.branch, self._comm.size)
-
-    def _again(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Compute once more what was just computed, while it is recorded: no step is taken, no wish
-        is read, and no progress told.
-        """
-        self._comm.stop.is_whole = True
-        try:
-            return forward(**self._hooks.arguments(arguments))
-        finally:
-            self._comm.in_step.flag = 0.0  # else it would outlive the recording
-            self._hooks.end_run()
 
     def fail(self, number: int) -> None:
         self._comm.in_step.fail()
@@ -151,17 +94,12 @@ class SequenceParallel:
     def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
         self._hooks.end_run()
         self._known.end_run(named)
-        stays = self._comm.free_buffers(room)
-        self._recorded.end_run(room if stays else min(room, 0))
-        return stays
+        return self._comm.free_buffers(room)
 
     @property
     def facts(self) -> Facts:
         in_step = self._comm.in_step
-        done = "all" if in_step.is_even else "some"
-        recorded = 0 if self._key is None else self._recorded.number_of(self._key)
-        held = 0 if self._comm.records == "never" else self._recorded.kept_bytes
-        return Facts(done, in_step.confirmed, recorded=recorded, graph_bytes=held, kept_bytes=lambda: held)
+        return Facts("all" if in_step.is_even else "some", in_step.confirmed)
 
 
 class SequenceSharding(SequenceAttention):
@@ -177,8 +115,6 @@ class SequenceSharding(SequenceAttention):
         self._on_progress()
         if self._comm.size == 1:
             self._comm.in_step.decide(self._comm.stop.wish())
-            if self._comm.records == "late" and not self._comm.stop.is_whole:
-                self._comm.stop.pass_by(self._comm.device)
 
     def acts_behind(self, path: str, block: int) -> bool:
         return True

@@ -38,7 +38,6 @@ PHASES = (
     "writing",
     "releasing",
     "compiling",
-    "recording",
 )
 
 

@@ -130,8 +130,8 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
     has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
     neighbouring groups of ranks got it, and share its sequence; ``layout.ALONE``: one rank did.
-    ``kind``, ``confirmed`` and ``graph``: as ``Expected`` has them. ``in_fp32``: compute it in
-    fp32, whatever numbers the weights are in.
+    ``kind`` and ``confirmed``: as ``Expected`` has them. ``in_fp32``: compute it in fp32, whatever
+    numbers the weights are in.
     """
 
     request: int
@@ -144,7 +144,6 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     width: int = 1
     kind: int = 0
     confirmed: int = 0
-    graph: str = "record"
     in_fp32: bool = False
 
 
@@ -200,10 +199,10 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
-    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it, ``recorded`` as
-    ``Facts``. ``keeps``: as ``EndRun`` has it. ``unread``: the model is built, and its
-    ``ReadWeights`` is to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where
-    in the arena the output's tensors lie, as offset and bytes.
+    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it. ``keeps``: as
+    ``EndRun`` has it. ``unread``: the model is built, and its ``ReadWeights`` is to follow.
+    ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the output's tensors
+    lie, as offset and bytes.
     """
 
     request: int
@@ -218,7 +217,6 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sent_bytes: int = 0
     block_s: dict[int, float] = {}
     confirmed: int = 0
-    recorded: int = 0
     keeps: bool = False
     unread: bool = False
     lacks: bool = False

@@ -21,9 +21,9 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 
 class DeviceMemory:
     """The memory of one rank's device. ``model_bytes``: of the resident models' weights;
-    ``conditioning_bytes``: of a run's conditioning; ``graph_bytes``: of all CUDA graphs, which
-    torch keeps for them alone; ``kept_bytes``: of messages' memory, and what methods keep;
-    ``set_bytes``: of sets of patched weights, on the device or else. The handler sets all five.
+    ``conditioning_bytes``: of a run's conditioning; ``kept_bytes``: of messages' memory, and what
+    methods keep; ``set_bytes``: of sets of patched weights, on the device or else. The handler sets
+    all four.
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
@@ -31,7 +31,6 @@ class DeviceMemory:
         self.model_bytes = 0
         self.conditioning_bytes = 0
         self.set_bytes: Callable[[bool], int] = lambda on_device: 0
-        self.graph_bytes: Callable[[], int] = lambda: 0
         self.kept_bytes: Callable[[], int] = lambda: 0
         self._sharers = sharers
         self._device = device
@@ -61,7 +60,6 @@ class DeviceMemory:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            cached = max(0, cached - self.graph_bytes())
             return Memory(free + cached, total, *held)
         return Memory(*system_memory(), *held)
 

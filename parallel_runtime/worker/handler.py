@@ -85,7 +85,6 @@ class RequestHandler:
         self._writes = {width: mesh.layout.joined(width).writes(mesh.rank) for width in mesh.layout.widths}
         self._writes[ALONE] = True
         memory.kept_bytes = lambda: kept_bytes(self.models.values(), mesh)
-        memory.graph_bytes = lambda: sum(one.method.facts.graph_bytes for one in self.models.values())
         memory.set_bytes = lambda on_device: sum(one.nbytes(on_device) for one in sets_of(self.models))
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
@@ -248,7 +247,7 @@ class RequestHandler:
     def _evaluated(
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
-        model.begin(request.part, request.kind, request.confirmed, request.graph)
+        model.begin(request.part, request.kind, request.confirmed)
         self._io.arena.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
             raise Refused(
@@ -286,7 +285,6 @@ class RequestHandler:
                 sent_bytes=sent_bytes,
                 block_s=dict(facts.block_s()),
                 confirmed=facts.confirmed,
-                recorded=facts.recorded,
             )
 
         if self._device.type == "cuda":

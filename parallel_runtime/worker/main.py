@@ -59,7 +59,6 @@ def run(channel: Channel) -> None:
     from ..attention.trial import tried, usual
     from ..comm.mesh import connect
     from ..layout import Layout
-    from ..methods.recorded import when_wanted
     from .arena_io import ArenaIO
     from .device_memory import DeviceMemory
     from .handler import RequestHandler
@@ -104,7 +103,6 @@ def run(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
             speeds=start.speeds,
         )
-    mesh.sequence.records = when_wanted(start.backend, os.environ)
     kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
     io = ArenaIO(arena, device)
     handler = RequestHandler(mesh, device, memory, io, start.machines, kernels, joining)
@@ -124,7 +122,5 @@ def run(channel: Channel) -> None:
     look_rarely()
     with contextlib.suppress(ChannelClosed):
         loop.serve(handler)
-    for model in handler.models.values():
-        model.detach()  # NCCL would wait for CUDA graphs that hold its messages
     if size > 1:
         dist.destroy_process_group()

@@ -39,7 +39,6 @@ from ..wire.messages import Load
 from .patched_sets import PatchedSets
 
 log = logging.getLogger("pipemesh")
-NO_RUN = -1
 # Options by which a model computes in numbers that are not its weights', or keeps such
 OWN_NUMBERS = (BACKEND, SETTINGS, COMPILE, KEPT)
 NOT_COMPILED = (
@@ -79,8 +78,7 @@ class ResidentModel:
         self.device = device
         self._mesh = mesh
         self.patches_id = ""
-        # That the model knows to be on; None where its weights or objects changed since
-        self._run: int | None = None
+        self._run: int | None = None  # that the model knows to be on
         # What takes object patches away, in the order in which they were put
         self._take_away: list[Callable[[], Any]] = []
         self._in_block = PatchesHere()
@@ -209,15 +207,14 @@ class ResidentModel:
         with self.weights.in_place(key):
             return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
-    def begin(self, part: Part, kind: int = 0, confirmed: int = 0, graph: str = "record") -> None:
+    def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
         """Open an evaluation. Where weights are gathered, the first shows which layer follows
         which: the next one sends for them earlier.
         """
         turns = self.weights.turns
         if self.kept is not None:
             self.kept.begin((part.run, part.attempt))
-        lasts, foreign = turns is None or turns.are_known, bool(self._in_block.methods)
-        self.method.begin(part, Expected(kind, confirmed, graph, lasts, self._run is None, foreign))
+        self.method.begin(part, Expected(kind, confirmed, turns is None or turns.are_known))
         if part.run != self._run:
             self._tell(part.run)
 
@@ -228,8 +225,7 @@ class ResidentModel:
         """
         keeps = run is not None and self.weights.turns is None
         self.patcher.model.current_patcher = self.patcher if keeps else None
-        if run is not None or self._run is not None:
-            self._run = NO_RUN if run is None else run
+        self._run = run
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named."""

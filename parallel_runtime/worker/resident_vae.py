@@ -34,7 +34,7 @@ class ResidentVAE:
         self.nbytes = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
         self.method.attach()
 
-    def begin(self, part: Part, kind: int = 0, confirmed: int = 0, graph: str = "record") -> None:
+    def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
         self.method.begin(part, Expected(kind, confirmed))
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.first_day.place import SHARES_A_GPU, nccl_version
-from pipemesh.parallel_runtime.methods.recorded import VARIABLE
 
 from ..conftest import COMFYUI
 
@@ -36,9 +35,8 @@ def setup(device):
 @pytest.fixture(scope="session")
 def pools(setup, device):
     """layout, backend -> a RemotePool and its placement. Over gloo all ranks are on one device;
-    over NCCL each has its own, and replays what can be recorded. A pool ends when another starts.
+    over NCCL each has its own. A pool ends when another starts.
     """
-    os.environ.setdefault(VARIABLE, "all")
     from pipemesh.launcher.pool.devices import place, visible_gpus
     from pipemesh.launcher.pool.handle import PoolKeeper
     from pipemesh.parallel_runtime.client.remote_pool import RemotePool
