@@ -28,12 +28,12 @@ python3 -m lab has the measurements, the parity runs and the rest of the laborat
 
 PIPEMESH_COMFYUI names a ComfyUI of your own (its folder; in a clone of the repository also a tar
 archive of it, which is installed beside the first one), PIPEMESH_PYTHON its python, PIPEMESH_CACHE
-the folder for those installed here. `host`, `demo` and `test` need a clone.
+the folder for those installed here. `host`, `demo`, `test` and `plan` need a clone.
 """
 INSIDE = {  # command -> the module whose main(argv, host) it is
     "doctor": "launcher.commands.doctor",
     "demo": "lab.commands.demo",
-    "plan": "launcher.commands.plan",
+    "plan": "lab.commands.plan",
     "node": "launcher.commands.node",
 }
 

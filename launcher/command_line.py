@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) -> int:
-    """Runs `main(rest, host)` of a module of the pack, such as `launcher.commands.plan`, as
+    """Runs `main(rest, host)` of a module of the pack, such as `launcher.commands.doctor`, as
     `python3 -m PACKAGE COMMAND` in ComfyUI's python. Raises LaunchError where there is no ComfyUI.
     """
     require_part_of_a_checkout(command, Path(*module.split(".")).with_suffix(".py"))

@@ -35,7 +35,8 @@ def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> No
 def no_plan(diffusion_model: torch.nn.Module) -> str:
     kind = type(diffusion_model)
     why = why_no_plan(kind) if kind.__module__.startswith("comfy.") else of_a_pack(kind)
-    return f"{kind.__name__} has no token plan ({why}; docs/FAMILIES.md has the models with one)"
+    known = "docs/FAMILIES.md of the repository has the models with one"
+    return f"{kind.__name__} has no token plan ({why}; {known})"
 
 
 def of_a_pack(model_class: type) -> str:

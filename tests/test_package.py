@@ -16,7 +16,7 @@ from .conftest import ROOT
 from .test_architecture import imports_of
 from .test_docs import links_resolve
 
-MAX_BYTES = 2 << 20
+MAX_BYTES = 1_970_000
 LEFT_OUT = ("lab/", "tests/", ".ci/")
 
 
@@ -63,7 +63,7 @@ def packed(pack, suffix):
 # -- what is in it
 
 
-def test_the_pack_takes_two_megabytes_at_most_and_has_nothing_of_the_laboratory_and_the_tests():
+def test_the_pack_is_small_and_has_nothing_of_the_laboratory_and_the_tests():
     names = published()
     assert [name for name in names if name.startswith(LEFT_OUT)] == []
     assert sum((ROOT / name).stat().st_size for name in names) <= MAX_BYTES
@@ -81,7 +81,7 @@ def test_an_extra_can_be_installed():
 
 def test_every_link_of_a_published_document_leads_to_a_published_file_or_to_an_address(pack):
     documents = packed(pack, ".md")
-    assert len(documents) > 10
+    assert len(documents) > 5
     assert [
         (document.relative_to(pack).as_posix(), broken)
         for document in documents
@@ -125,7 +125,9 @@ def started(pack, *argv, **env):
     )
 
 
-@pytest.mark.parametrize(("command", "part"), [("demo", "lab"), ("host", "lab"), ("test", "tests")])
+@pytest.mark.parametrize(
+    ("command", "part"), [("demo", "lab"), ("host", "lab"), ("plan", "lab"), ("test", "tests")]
+)
 def test_a_command_of_a_checkout_says_in_one_sentence_what_the_pack_leaves_out(pack, tmp_path, command, part):
     process = started(pack, "-m", "launcher", command, PIPEMESH_CACHE=str(tmp_path / "cache"))
     said, complaint = process.communicate(timeout=60)
@@ -142,7 +144,7 @@ def test_the_other_commands_run_in_the_unpacked_pack(pack, host):
     assert usage.startswith("python3 -m launcher COMMAND")
     running = {
         command: started(pack, "-m", "launcher", command, "--help", PIPEMESH_HOST=host.to_json())
-        for command in ("doctor", "plan", "node")
+        for command in ("doctor", "node")
     }
     for command, process in running.items():
         said, complaint = process.communicate(timeout=120)
@@ -152,7 +154,7 @@ def test_the_other_commands_run_in_the_unpacked_pack(pack, host):
 
 def test_without_a_comfyui_the_pack_installs_none_and_says_where_to_put_it(pack, tmp_path):
     alone = shutil.copytree(pack, tmp_path / "pipemesh")
-    for command, says in (("plan", "PIPEMESH_COMFYUI to the folder that has"), ("doctor", "none yet")):
+    for command, says in (("node", "PIPEMESH_COMFYUI to the folder that has"), ("doctor", "none yet")):
         process = started(alone, "-m", "launcher", command, PIPEMESH_CACHE=str(tmp_path))
         assert says in "".join(process.communicate(timeout=60))
         assert not (tmp_path / "hosts").exists()

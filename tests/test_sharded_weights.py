@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.dry_run.device import dry_device
+from pipemesh.lab.dry_run.released_model import empty_model
 from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.errors import ModelError, Refused
@@ -18,7 +19,6 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, bytes_of
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
-from pipemesh.parallel_runtime.planner.released_model import empty_model
 from pipemesh.parallel_runtime.weights.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of
 from pipemesh.parallel_runtime.weights.placeholder import Placeholder
 from pipemesh.parallel_runtime.weights.quantised import taken_apart

@@ -198,8 +198,8 @@ def test_a_packs_class_of_the_same_name_as_comfyuis_is_told_with_its_file(of_cla
     sys.modules[f"{home}.nodes.model"].__file__ = f"{home}/nodes/model.py"
     says = (
         f"{kind} has no token plan (it is own-models.nodes.model.{kind} in"
-        " custom_nodes/own-models/nodes/model.py, of another pack, not ComfyUI's own; docs/FAMILIES.md has"
-        " the models with one): leave PipeMesh Parallelize out for this model."
+        " custom_nodes/own-models/nodes/model.py, of another pack, not ComfyUI's own; docs/FAMILIES.md of"
+        " the repository has the models with one): leave PipeMesh Parallelize out for this model."
     )
     with pytest.raises(Refused, match=f"^{re.escape(says)}$"):
         in_groups(Layout(ulysses=2), model)

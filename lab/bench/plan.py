@@ -100,8 +100,8 @@ class Forwards:
 
     def __init__(self, model: Any, sample: Sample, small: Released, extent: Extent):
         from ...parallel_runtime.forward import forward_name
-        from ...parallel_runtime.planner.released_model import DryModel, arguments_of, latent_shapes
         from ..dry_run.ranks import parts_of
+        from ..dry_run.released_model import DryModel, arguments_of, latent_shapes
 
         dry = DryModel(sample, small, extent)
         self.whole = dry.whole()

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from ...launcher.commands.plan import prompt_s
 from ...parallel_runtime.families.sample import Released, Size
 from ...parallel_runtime.planner.box import Box
 from ...parallel_runtime.planner.choose import plan
-from ...parallel_runtime.planner.decoding import Decoding
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.whole import Whole
+from ..commands.plan import prompt_s
+from ..dry_run.decoding import Decoding
 from .figures import Options, Round, typical
 from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed
 from .plan import ITEM_BYTES, Forwards, Timed, measured, of_link
@@ -99,8 +99,8 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
 
     from ...parallel_runtime.families.every import SAMPLES
     from ...parallel_runtime.layout import Layout
-    from ...parallel_runtime.planner.decoding import counted_of, vae_of
-    from ...parallel_runtime.planner.released_model import latent_shapes
+    from ..dry_run.decoding import counted_of, vae_of
+    from ..dry_run.released_model import latent_shapes
     from .vae import by_bands, random_weights
 
     torch.set_num_threads(1)

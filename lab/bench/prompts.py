@@ -106,7 +106,7 @@ def write_models(models: Path, width: int) -> None:
     from safetensors.torch import save_file
 
     from ...parallel_runtime.families.every import SAMPLES
-    from ...parallel_runtime.planner.decoding import vae_of
+    from ..dry_run.decoding import vae_of
     from ..random_files import write_model
     from .vae import random_weights
 

@@ -60,7 +60,7 @@ def measure(ranks: Ranks, case: str, rounds: int) -> list[Round]:
     import torch
 
     from ...parallel_runtime.layout import Layout
-    from ...parallel_runtime.planner.decoding import vae_of
+    from ..dry_run.decoding import vae_of
     from .forwards import standin
 
     layout = Layout(ulysses=ranks.size)

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...launcher.commands.plan import parsed_size
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.families.every import FAMILIES, RELEASED
 from ...parallel_runtime.families.sample import Family, Released
 from ...parallel_runtime.layout import Layout
 from . import dry_table
+from .plan import parsed_size
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall

@@ -28,11 +28,11 @@ from ...parallel_runtime.methods.factory import make_method
 from ...parallel_runtime.patches import Part, TokenGrid
 from ...parallel_runtime.planner.dry_device import DEVICE
 from ...parallel_runtime.planner.dry_run import weights_of
-from ...parallel_runtime.planner.released_model import DryModel
 from ...parallel_runtime.planner.whole import Whole
 from ...parallel_runtime.stages import share_out
 from ...parallel_runtime.weights.sharded_weights import ShardedWeights
 from .device import Wait, dry_device
+from .released_model import DryModel
 from .rows import WholeByRows, count_by_rows
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0

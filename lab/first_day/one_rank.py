@@ -29,9 +29,9 @@ from ...parallel_runtime.planner.host_call import kernels_that_count
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.machine import RankDevice, machine_box
 from ...parallel_runtime.planner.prediction import predict
-from ...parallel_runtime.planner.released_model import DryModel, arguments_of, empty_model, latent_shapes
 from ...parallel_runtime.planner.whole import Whole
 from ..dry_run.ranks import joined
+from ..dry_run.released_model import DryModel, arguments_of, empty_model, latent_shapes
 from .place import Broken, Line, Place, messages_on, milliseconds, on_ranks, use_host, wait
 
 MODEL = next(name for name, (_, one) in RELEASED.items() if one.title)  # of the documents' table

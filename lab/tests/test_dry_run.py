@@ -14,11 +14,11 @@ import torch
 from pipemesh.lab.commands import dry_table, dryrun
 from pipemesh.lab.dry_run import expected
 from pipemesh.lab.dry_run.ranks import RankFigures, Watched
+from pipemesh.lab.dry_run.released_model import empty_model
 from pipemesh.lab.dry_run.rows import Apart, FrameTokens, Unshared, WholeByRows
 from pipemesh.parallel_runtime.families.every import FAMILIES, RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
-from pipemesh.parallel_runtime.planner.released_model import empty_model
 from pipemesh.parallel_runtime.planner.whole import Shareable
 from pipemesh.tests.conftest import ALL, ROOT
 from pipemesh.tests.planned import attention_alone

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from pipemesh.lab.dry_run import decoding
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner import decoding
 from pipemesh.parallel_runtime.planner.choose import plan
 from pipemesh.parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
 from pipemesh.parallel_runtime.planner.job import Job

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from itertools import groupby
 
 import pytest
+from pipemesh.lab.dry_run.released_model import DryModel
 from pipemesh.parallel_runtime.families.every import RELEASED
-from pipemesh.parallel_runtime.planner.released_model import DryModel
 from pipemesh.tests.conftest import ALL
 from pipemesh.tests.planned import LISTS, saved
 

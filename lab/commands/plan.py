@@ -11,16 +11,16 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from ...launcher.comfyui.host_record import ComfyInstall
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.families.every import RELEASED
-from ...parallel_runtime.planner import decoding as decoder
 from ...parallel_runtime.planner.box import Box
 from ...parallel_runtime.planner.choose import Plan, Row, plan
-from ...parallel_runtime.planner.decoding import Decoding
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.published import published_box
 from ...parallel_runtime.planner.whole import Whole
-from ..comfyui.host_record import ComfyInstall
+from ..dry_run import decoding as decoder
+from ..dry_run.decoding import Decoding
 
 SHOWN = 12  # rows of the table for people; --all shows every one
 SIZES = (1, 2, 4, 8)
@@ -52,7 +52,7 @@ def counted(model: str, extent: tuple[int, int, int]) -> tuple[Whole, Decoding |
     """Run the model and its VAE dry on one device, and return the counts; None of a VAE that is not
     known.
     """
-    from ...parallel_runtime.planner.released_model import DryModel
+    from ..dry_run.released_model import DryModel
 
     dry = DryModel(*RELEASED[model], extent)
     return dry.whole(), decoder.counted(type(dry.model.latent_format).__name__, dry.shape)

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..families import plan_for
-from ..families.sample import Extent, Released, Sample
-from .dry_device import DEVICE, DeviceCounts, computing_dry, is_on_device
-from .dry_run import count
-from .host_call import called_with, conds_of, forget_tensors
-from .quick_fake import QuickFakeMode
-from .whole import Whole
+from ...parallel_runtime.families import plan_for
+from ...parallel_runtime.families.sample import Extent, Released, Sample
+from ...parallel_runtime.planner.dry_device import DEVICE, DeviceCounts, computing_dry, is_on_device
+from ...parallel_runtime.planner.dry_run import count
+from ...parallel_runtime.planner.host_call import called_with, conds_of, forget_tensors
+from ...parallel_runtime.planner.quick_fake import QuickFakeMode
+from ...parallel_runtime.planner.whole import Whole
 
 CPU = torch.device("cpu")
 
