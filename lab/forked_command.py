@@ -15,13 +15,13 @@ def main() -> None:
     root = Path(__file__).resolve().parents[1]
     sys.path[0] = str(root)  # as `python3 -m lab` has it
     from lab.__main__ import INSIDE
-    from launcher.package import register_package
+    from pool.package import register_package
 
     register_package(root)
     parent, control, command, *options = sys.argv[1:]
     from pipemesh.lab.bench.forked import above
     from pipemesh.launcher.comfyui.host_record import ComfyInstall
-    from pipemesh.launcher.pool.worker_main import die_with_parent
+    from pipemesh.pool.worker_main import die_with_parent
 
     die_with_parent(int(parent))
     host = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import ROOT, exit_with, require_part_of_a_checkout, run_in_host
+from .command_line import ROOT, exit_with, import_of_pack, require_part_of_a_checkout, run_in_host
 
 USAGE = """\
 python3 -m launcher COMMAND [options]
@@ -56,9 +56,7 @@ def main(argv: Sequence[str]) -> int:
         from .comfyui.find import is_installed
 
         if not is_installed(ROOT, os.environ):  # to ask what works here must not cost 6 GB
-            from .commands.doctor import main as doctor_main
-
-            return doctor_main(rest, None)
+            return import_of_pack(INSIDE[command]).main(rest, None)
     return run_in_host("launcher", command, INSIDE[command], rest)
 
 

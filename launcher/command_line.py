@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from .errors import LaunchError
@@ -50,19 +52,22 @@ def run_inside(module: str, rest: Sequence[str], record: str) -> int:
     """Runs the command in this process, which is ComfyUI's python. The pack is `pipemesh`, and
     ComfyUI's modules come first on the path: its `nodes` is not ours.
     """
-    from .package import register_package
-
-    register_package(ROOT)
-    host_record = importlib.import_module("pipemesh.launcher.comfyui.host_record")
-    launch_errors = importlib.import_module("pipemesh.launcher.errors")
-    errors = importlib.import_module("pipemesh.parallel_runtime.errors")
+    host_record = import_of_pack("launcher.comfyui.host_record")
+    launch_errors = import_of_pack("launcher.errors")
+    errors = import_of_pack("parallel_runtime.errors")
     host = host_record.ComfyInstall.from_json(record)
     sys.path[:] = [host.comfyui, *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
     try:
-        return importlib.import_module(f"pipemesh.{module}").main(list(rest), host)
+        return import_of_pack(module).main(list(rest), host)
     except (errors.PipeMeshError, launch_errors.LaunchError) as error:
         print(f"pipemesh: {error}", file=sys.stderr)
         return 1
+
+
+def import_of_pack(module: str) -> ModuleType:
+    """Imports a module of the pack, such as `launcher.commands.plan`, as one of `pipemesh`."""
+    runpy.run_path(str(ROOT / "pool" / "package.py"))["register_package"](ROOT)
+    return importlib.import_module(f"pipemesh.{module}")
 
 
 def exit_with(main: Callable[[Sequence[str]], int]) -> None:

@@ -18,9 +18,9 @@ from comfy.cli_args import args
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from ..launcher.pool.devices import Placement, visible_gpus
-from ..launcher.trial.known_hosts import untested
 from ..parallel_runtime.errors import LayoutError, PipeMeshError
+from ..pool.devices import Placement, visible_gpus
+from ..pool.trial.known_hosts import untested
 from .auto.mode import Auto
 from .auto.switch import FILE, Switch
 from .here import all_devices, setup_or_fault

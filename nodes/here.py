@@ -12,11 +12,11 @@ import comfy
 import comfy.cli_args
 import comfy.model_management
 
-from ..launcher.pool.devices import CUDA_VARIABLE, Device, hidden_gpus, place
-from ..launcher.pool.rank_setup import RankSetup, rank_setup_from
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import in_one_sequence
 from ..parallel_runtime.wire.tree import is_plain
+from ..pool.devices import CUDA_VARIABLE, Device, hidden_gpus, place
+from ..pool.rank_setup import RankSetup, rank_setup_from
 from .settings import Choice, how_many
 
 ONE_GPU = "There is one GPU here, and nothing to share an image with."

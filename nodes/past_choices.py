@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..launcher.pool.devices import Device, Placement
 from ..parallel_runtime.layout import Layout
+from ..pool.devices import Device, Placement
 from .notices import executed_now
 
 AGAIN = 4  # samplings, within which a workflow comes back to what it sampled

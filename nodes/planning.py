@@ -21,8 +21,6 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 
 from ..launcher.cache import cache_folder
-from ..launcher.pool.devices import Device, Placement, on_devices
-from ..launcher.pool.pool import WorkerPool
 from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alone import RowsKnown
 from ..parallel_runtime.client.asked import Asked
@@ -46,6 +44,8 @@ from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
 from ..parallel_runtime.planner.warm_up import WarmUp, warm_up_of
 from ..parallel_runtime.planner.warm_up import read as read_warm_ups
 from ..parallel_runtime.planner.ways import Kept
+from ..pool.devices import Device, Placement, on_devices
+from ..pool.pool import WorkerPool
 from .past_choices import AGAIN, PastChoices
 from .settings import Choice
 from .timing import StepTimes

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import comfy.model_management
 import torch
 
-from ..launcher.pool.devices import Placement
 from ..parallel_runtime.client.free_gpu import free_on
 from ..parallel_runtime.planner.prediction import RESERVED
 from ..parallel_runtime.wire.messages import Memory
+from ..pool.devices import Placement
 
 
 def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[str, int]:

@@ -21,8 +21,8 @@ from ..parallel_runtime.errors import PipeMeshError
 from .auto.mode import Auto
 
 if TYPE_CHECKING:
-    from ..launcher.pool.handle import PoolHandle
     from ..parallel_runtime.client.remote_pool import RemotePool
+    from ..pool.handle import PoolHandle
     from .runtime import Runtime
     from .status.control import PoolControl
 

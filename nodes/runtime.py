@@ -19,14 +19,6 @@ import comfyui_version
 from comfy.model_patcher import ModelPatcher
 
 from ..launcher.cache import cache_folder
-from ..launcher.pool.counter import Counter
-from ..launcher.pool.devices import Device, Placement, cost_of_order, visible_gpus
-from ..launcher.pool.handle import PoolHandle, PoolKeeper
-from ..launcher.pool.progress import Told
-from ..launcher.pool.rank_setup import RankSetup
-from ..launcher.pool.rendezvous import check_rendezvous
-from ..launcher.trial.host_trials import FOLDER, HostTrials, Verdicts
-from ..launcher.trial.process import try_in_process
 from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alone import Admission
 from ..parallel_runtime.client.asked import Asked
@@ -42,6 +34,14 @@ from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
 from ..parallel_runtime.refusals import require_plan
 from ..parallel_runtime.wire.messages import TrialStep
+from ..pool.counter import Counter
+from ..pool.devices import Device, Placement, cost_of_order, visible_gpus
+from ..pool.handle import PoolHandle, PoolKeeper
+from ..pool.progress import Told
+from ..pool.rank_setup import RankSetup
+from ..pool.rendezvous import check_rendezvous
+from ..pool.trial.host_trials import FOLDER, HostTrials, Verdicts
+from ..pool.trial.process import try_in_process
 from .auto.switch import ALL_SOONEST
 from .here import all_devices, own_device, why_one_gpu
 from .notices import Notices

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields
 from reprlib import repr as short
 from typing import Any
 
-from ..launcher.pool.devices import Device, Placement, place
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.comm.shares import shares_of, stage_speeds
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.layout import AXES, Layout, in_one_sequence
 from ..parallel_runtime.planner.ways import ASKED
+from ..pool.devices import Device, Placement, place
 from .auto.switch import ALL_SOONEST, FIRST_SOONEST
 
 MOST_DIGITS = 6  # of a number of blocks

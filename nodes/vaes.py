@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import comfy.model_management
 import torch
 
-from ..launcher.pool.devices import Placement
 from ..parallel_runtime.client.remote_upscaler import UpscalerInPool, why_not_upscaled
 from ..parallel_runtime.client.remote_vae import parallelize_vae, stock_of, why_by_stock
 from ..parallel_runtime.errors import LayoutError, Refused
+from ..pool.devices import Placement
 from .here import own_device, why_one_gpu
 from .notices import OF_A_VAE
 from .settings import Choice

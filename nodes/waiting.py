@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..launcher.pool.progress import Told
+from ..pool.progress import Told
 from .notices import executed_now
 
 if TYPE_CHECKING:

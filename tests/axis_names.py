@@ -23,7 +23,7 @@ SPELLS_AXES = {  # file, or folder with a slash, that may name an axis -> why
         f"{RUNTIME}planner/{name}.py": "a formula of what an axis costs"
         for name in ("choose", "cost", "job", "messages", "prediction")
     },
-    "launcher/trial/trying.py": "tries a sequence and a pipeline",
+    "pool/trial/trying.py": "tries a sequence and a pipeline",
     "nodes/settings.py": "the inputs of PipeMesh Pool",
     "nodes/timing.py": "cfg is an attribute of ComfyUI's guiders",
 }

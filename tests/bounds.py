@@ -1,4 +1,4 @@
-"""Bounds on differences that no CPU's rounding breaks: ``launcher/trial/rounding.py`` measures
+"""Bounds on differences that no CPU's rounding breaks: ``pool/trial/rounding.py`` measures
 them. A sampler that chooses its steps by a norm would choose others there; its evaluations are
 compared one by one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pipemesh.launcher.trial.rounding import FACTOR, ROUNDING, Run, bound, relative_error, wrapped
+from pipemesh.pool.trial.rounding import FACTOR, ROUNDING, Run, bound, relative_error, wrapped
 
 DEVIATIONS = 5.0  # of the largest among a million normal deviates
 ADAPTIVE = ("dpm_adaptive",)  # samplers to replay

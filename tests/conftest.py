@@ -21,7 +21,7 @@ ALL = "PIPEMESH_TEST_ALL" in os.environ  # else what takes long is a cover of wh
 PACKS = Path(os.environ.get("PIPEMESH_TEST_PACKS", "/nowhere"))  # a folder with other node packs
 COMFYUI = json.loads(os.environ.get("PIPEMESH_HOST", "{}")).get("comfyui", "")
 
-sys.path.insert(0, str(ROOT / "launcher"))
+sys.path.insert(0, str(ROOT / "pool"))
 from package import register_package  # noqa: E402
 
 sys.path.pop(0)
@@ -177,7 +177,7 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture(scope="session")
 def setup_as_users():
     """Ranks import ComfyUI for themselves."""
-    from pipemesh.launcher.pool.rank_setup import RankSetup
+    from pipemesh.pool.rank_setup import RankSetup
 
     return RankSetup(comfyui=COMFYUI, comfy_args={"cpu": True})
 
@@ -185,8 +185,8 @@ def setup_as_users():
 @pytest.fixture(scope="session")
 def setup(setup_as_users):
     """Ranks are forked with ComfyUI imported: a second less for each."""
-    from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
-    from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
+    from pipemesh.pool.fork_server import PRELOADED, ForkServer
+    from pipemesh.pool.rank_setup import KEEP_MEMORY
 
     server = ForkServer(tuple(KEEP_MEMORY), (*PRELOADED, "pipemesh.tests.comfyui_at_hand"))
     yield replace(setup_as_users, start=server.start)
@@ -213,10 +213,10 @@ def clients(setup):
 @contextmanager
 def running_clients(setup):
     """As ``clients``, with pools of their own that end here."""
-    from pipemesh.launcher.pool.devices import place
-    from pipemesh.launcher.pool.handle import PoolHandle
     from pipemesh.parallel_runtime.client.remote_pool import RemotePool
     from pipemesh.parallel_runtime.layout import Layout
+    from pipemesh.pool.devices import place
+    from pipemesh.pool.handle import PoolHandle
 
     made = {}
 
@@ -282,9 +282,9 @@ def broken_pipeline(broken, truths):
 @pytest.fixture
 def ranks(tmp_path, setup):
     """layout, task of rank_main.py -> what each of that many real ranks says."""
-    from pipemesh.launcher.pool.crew import rank_environment
-    from pipemesh.launcher.pool.devices import Device
-    from pipemesh.launcher.pool.supervisor import Command
+    from pipemesh.pool.crew import rank_environment
+    from pipemesh.pool.devices import Device
+    from pipemesh.pool.supervisor import Command
 
     def ask(layout, task: str) -> list:
         command = (

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.pool.devices import Placement, place
-from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.rank_setup import RankSetup
-from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.messages import EndRun, Fetch, Forward, Load, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.segment import TensorRef
+from pipemesh.pool.devices import Placement, place
+from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.rank_setup import RankSetup
+from pipemesh.pool.supervisor import process_of_its_own
 
 FAKE = str(Path(__file__).with_name("fake_worker.py"))
 DEADLINE_S = 60.0  # only ever reached by a test that fails

@@ -260,13 +260,13 @@ class Rank:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "launcher"))
+    sys.path.insert(0, str(ROOT / "pool"))
     from package import register_package
 
     sys.path.pop(0)
     register_package(ROOT)
-    from pipemesh.launcher.pool.worker_main import die_with_parent
     from pipemesh.parallel_runtime.wire.channel import Channel, ChannelClosed
+    from pipemesh.pool.worker_main import die_with_parent
 
     die_with_parent(int(sys.argv[2]))
     try:

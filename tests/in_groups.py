@@ -8,7 +8,6 @@ from itertools import count
 
 import torch
 from pipemesh.lab.bench.forwards import standin
-from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.crossing.by_name import restored
@@ -24,6 +23,7 @@ from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, Forward, Memory
 from pipemesh.parallel_runtime.wire.segment import TensorRef, aligned, dtype_name
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
+from pipemesh.pool.verdict import Facts
 
 
 class GroupsHere:

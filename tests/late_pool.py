@@ -11,8 +11,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
 from pipemesh.parallel_runtime.comm.in_step import Expected
@@ -25,6 +23,8 @@ from pipemesh.parallel_runtime.worker import rank_loop
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
+from pipemesh.pool.devices import place
+from pipemesh.pool.pool import WorkerPool
 
 from .fake_pools import fake_setup
 from .joint_model import PLAN, Model

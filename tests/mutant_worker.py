@@ -11,7 +11,7 @@ from pathlib import Path
 from mutants import patches, sequence, stages
 from mutants.seams import models, put, rooms
 
-LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
+POOL = Path(__file__).resolve().parent.parent / "pool"
 MUTANTS = {**vars(sequence), **vars(stages), **vars(patches)}
 
 
@@ -39,11 +39,11 @@ def break_at_every_load(named_in):
 
 if __name__ == "__main__":
     mutation_file = Path(sys.argv.pop(1))
-    sys.path.insert(0, str(LAUNCHER))
+    sys.path.insert(0, str(POOL))
     from package import register_package
 
-    register_package(LAUNCHER.parent)
+    register_package(POOL.parent)
     rooms.enter()
     break_at_every_load(mutation_file)
-    sys.argv[0] = str(LAUNCHER / "pool" / "worker_main.py")
+    sys.argv[0] = str(POOL / "worker_main.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,7 +7,7 @@ import os
 import sys
 
 _, root, comfyui, store, rank, ulysses, ring, task = sys.argv
-sys.path[0] = root + "/launcher"
+sys.path[0] = root + "/pool"
 from package import register_package  # noqa: E402
 
 register_package(root)

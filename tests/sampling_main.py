@@ -15,12 +15,12 @@ sys.path[0] = comfyui
 import comfy.cli_args  # noqa: E402
 
 comfy.cli_args.args.cpu = True
-from pipemesh.launcher.pool.devices import place  # noqa: E402
-from pipemesh.launcher.pool.handle import PoolHandle  # noqa: E402
-from pipemesh.launcher.pool.rank_setup import rank_setup_from  # noqa: E402
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize  # noqa: E402
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool  # noqa: E402
 from pipemesh.parallel_runtime.layout import Layout  # noqa: E402
+from pipemesh.pool.devices import place  # noqa: E402
+from pipemesh.pool.handle import PoolHandle  # noqa: E402
+from pipemesh.pool.rank_setup import rank_setup_from  # noqa: E402
 from pipemesh.tests.models import load, run  # noqa: E402
 
 setup = rank_setup_from(os.environ, comfyui, {"cpu": True})

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.trial.host_trials import HostTrials, Verdicts
 from pipemesh.nodes.auto import decoding
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import FILE, SETTING, Switch
@@ -17,6 +15,8 @@ from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.counts import Counts, nobody
+from pipemesh.pool.devices import place
+from pipemesh.pool.trial.host_trials import HostTrials, Verdicts
 
 
 def no_trials():

@@ -22,7 +22,8 @@ from .axis_names import SAYS_AXES, SPELLS_AXES, TABLE, SpelledAxis, is_listed, s
 from .kept import kept_by, kept_by_all, named
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("parallel_runtime", "launcher", "nodes")  # each may import itself and what stands to its left
+# Each may import itself and what stands to its left
+LAYERS = ("parallel_runtime", "pool", "launcher", "nodes")
 OTHER_CODE = ("tests", "lab")  # imports whatever it measures or tests
 ROOTS = (*LAYERS, *OTHER_CODE)
 COMFYUI = {
@@ -62,7 +63,7 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/client/tiles.py",
     "parallel_runtime/client/windows.py",
     "launcher/commands/",
-    "launcher/trial/",
+    "pool/trial/",
 )
 BEFORE_COMFYUI = (
     "launcher/__init__.py",
@@ -72,10 +73,10 @@ BEFORE_COMFYUI = (
     "launcher/errors.py",
     "launcher/comfyui/find.py",
     "launcher/comfyui/host_record.py",
-    "launcher/package.py",
+    "pool/package.py",
 )
 # Started by path: no relative imports
-SCRIPTS = tuple(f"launcher/pool/{name}_main.py" for name in ("fork_server", "worker"))
+SCRIPTS = tuple(f"pool/{name}_main.py" for name in ("fork_server", "worker"))
 
 RUNTIME = "parallel_runtime/"
 SHARED = ("weights", "crossing", "watch")  # used by client and worker
@@ -96,7 +97,7 @@ NEVER = (  # room, what it may not import, why
     ("methods", "client", "a method knows tensors and plans only"),
     ("methods", "worker", "a method knows tensors and plans only"),
     ("client", "methods", "methods compute in ranks"),
-    ("worker", "launcher", "a rank is started by the pool and knows nothing of it"),
+    ("worker", "pool", "a rank is started by the pool and knows nothing of it"),
 )
 ONLY = {  # room -> what it may import of this project, and of all else but the standard library
     "comm": (("comm", "errors", "layout"), ("torch",)),
@@ -460,8 +461,8 @@ MANY_ATTRIBUTES = "class A:\n    def __init__(self):\n" + "".join(
     f"        self.a{number} = 1\n" for number in range(11)
 )
 BROKEN = [  # one for each rule
-    ("parallel_runtime/layout.py", "from ..launcher import pool", "imports point one way"),
-    ("launcher/pool/pool.py", "def f():\n    from ... import nodes", "imports point one way"),
+    ("parallel_runtime/layout.py", "from .. import pool", "imports point one way"),
+    ("pool/pool.py", "def f():\n    from ... import nodes", "imports point one way"),
     ("parallel_runtime/client/session.py", "from ..worker.rank_loop import RankLoop", "meet only in wire"),
     ("parallel_runtime/crossing/source.py", "from ..client.session import Session", "it uses neither"),
     ("parallel_runtime/families/flux.py", "from .wan import PLAN", "families imports"),
@@ -472,19 +473,19 @@ BROKEN = [  # one for each rule
     ("parallel_runtime/layout.py", "import nodes", "only the bridges"),
     ("launcher/commands/doctor.py", "from ...lab import in_process", "without its lab"),
     ("lab/bench/pipefusion.py", "def f():\n    from ...nodes.report import text", "what the nodes show"),
-    ("nodes/pool.py", "from launcher.pool.pool import WorkerPool", "absolute name"),
+    ("nodes/pool.py", "from pool.pool import WorkerPool", "absolute name"),
     ("launcher/comfyui/find.py", "import requests", "standard library only"),
     ("nodes/pool.py", "shared = layout.ulysses", "names ulysses; ask"),
-    ("launcher/pool/pool.py", "layout = Layout(cfg=2)", "names cfg; ask"),
-    ("launcher/pool/pool.py", "place['ring'] = 1", "names ring; ask"),
+    ("pool/pool.py", "layout = Layout(cfg=2)", "names cfg; ask"),
+    ("pool/pool.py", "place['ring'] = 1", "names ring; ask"),
     ("nodes/status/reasons.py", "say('set pipefusion to 1')", "names pipefusion; ask"),
     ("nodes/pool.py", "\n" * 451, "at most 450"),
     ("tests/test_pool_node.py", "\n" * 651, "at most 650"),
     ("nodes/pool.py", "class A:\n    async def long(self):\n" + "        pass\n" * 110, "long has 111 lines"),
     ("nodes/pool.py", "class A:\n" + "    # more\n" * 235 + "    a = 1", "237 lines, at most 235"),
-    ("launcher/pool/pool.py", MANY_METHODS, "16 methods, at most 15"),
-    ("launcher/pool/pool.py", MANY_FIELDS, "11 fields, at most 10"),
-    ("launcher/pool/pool.py", MANY_ATTRIBUTES, "11 fields, at most 10"),
+    ("pool/pool.py", MANY_METHODS, "16 methods, at most 15"),
+    ("pool/pool.py", MANY_FIELDS, "11 fields, at most 10"),
+    ("pool/pool.py", MANY_ATTRIBUTES, "11 fields, at most 10"),
     ("parallel_runtime/comm/late.py", "def f(d):\n    d.to('cuda')", "may be the GPU of another"),
     ("nodes/pool.py", "# as Wan does it", "names Wan, which only"),
     ("tests/test_pool_node.py", "case = Case('sd3.5-medium', 5)", "names 'sd3.5-medium', which only"),

@@ -17,7 +17,6 @@ import folder_paths
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
-from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.attention.hosts import inexact
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.crossing.attention import why_no_parts
@@ -29,6 +28,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.pool.supervisor import process_of_its_own
 
 from . import joint_model
 from .collectives import outputs_of

@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.layout import COLOURS
 from .conftest import ALL
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("lab", "launcher", "locales", "nodes", "parallel_runtime", "tests", "web")
+COPIED = ("lab", "launcher", "locales", "nodes", "parallel_runtime", "pool", "tests", "web")
 
 
 @dataclass(frozen=True)

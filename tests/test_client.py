@@ -10,7 +10,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 from pipemesh.lab.commands.parity import conditioning, stock_model
-from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import Work
@@ -39,6 +38,7 @@ from pipemesh.parallel_runtime.wire.messages import (
     SetWeightPatches,
 )
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
+from pipemesh.pool.verdict import Facts
 
 from .models import run
 

@@ -6,12 +6,12 @@ from itertools import permutations, product
 from types import SimpleNamespace
 
 import pytest
-from pipemesh.launcher.pool import conversation
-from pipemesh.launcher.pool.conversation import Conversation
-from pipemesh.launcher.pool.ranks import Lost
-from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PipeMeshError, RunCancelled
 from pipemesh.parallel_runtime.wire.messages import Done, Failed
+from pipemesh.pool import conversation
+from pipemesh.pool.conversation import Conversation
+from pipemesh.pool.ranks import Lost
+from pipemesh.pool.verdict import Facts
 
 from .fake_pools import MAKE
 from .test_verdict import MEMORY

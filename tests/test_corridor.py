@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 from comfy.patcher_extension import WrappersMP
-from pipemesh.launcher.pool import conversation
 from pipemesh.parallel_runtime.client.interrupt import interrupted
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.pool import conversation
 
 from .conftest import running_clients
 from .models import load, run

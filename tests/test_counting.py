@@ -22,13 +22,6 @@ import pytest
 import torch
 from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.launcher.pool.counter import Counter, CountingProcess
-from pipemesh.launcher.pool.devices import Device, Placement
-from pipemesh.launcher.pool.fork_server import ForkServer
-from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
-from pipemesh.launcher.pool.side_process import SCRIPT, environment
-from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.parallel_runtime.client.beside import Beside, Sampled
@@ -55,6 +48,13 @@ from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.planner.twin import described
 from pipemesh.parallel_runtime.wire.channel import Channel
+from pipemesh.pool.counter import Counter, CountingProcess
+from pipemesh.pool.devices import Device, Placement
+from pipemesh.pool.fork_server import ForkServer
+from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.rank_setup import KEEP_MEMORY
+from pipemesh.pool.side_process import SCRIPT, environment
+from pipemesh.pool.supervisor import process_of_its_own
 
 from .fake_pools import DEADLINE_S, fake_setup, is_alive
 from .fake_pools import FAKE as FAKE_WORKER

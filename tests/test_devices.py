@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.launcher.pool.crew import Crew, rank_environment
-from pipemesh.launcher.pool.devices import (
+from pipemesh.parallel_runtime.comm.cores import share_of_cores
+from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool.crew import Crew, rank_environment
+from pipemesh.pool.devices import (
     Device,
     cost_of_order,
     hidden_gpus,
     place,
     visible_gpus,
 )
-from pipemesh.parallel_runtime.comm.cores import share_of_cores
-from pipemesh.parallel_runtime.errors import LayoutError
-from pipemesh.parallel_runtime.layout import Layout
 
 from .fake_pools import fake_setup
 

@@ -23,7 +23,8 @@ DOCUMENTS = (
     *sorted((ROOT / "web").rglob("*.md")),
     *sorted((ROOT / "lab").rglob("*.md")),
 )
-CODE = ("launcher", "parallel_runtime", "nodes", "lab", "tests/conftest.py", "__init__.py", "needs.py")
+CODE = ("launcher", "pool", "parallel_runtime", "nodes", "lab")
+CODE += ("tests/conftest.py", "__init__.py", "needs.py")
 SUFFIXES = (".py", ".md", ".js", ".json", ".svg", ".png", ".toml", ".txt")
 OTHERS_FILES = ("main.py", "dynamic_rendezvous.py")  # of ComfyUI, of torch
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")

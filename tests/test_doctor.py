@@ -24,8 +24,8 @@ from pipemesh.launcher.commands.doctor import (
     findings,
     report,
 )
-from pipemesh.launcher.pool import gpu_modes
-from pipemesh.launcher.trial.host_trials import HostCode
+from pipemesh.pool import gpu_modes
+from pipemesh.pool.trial.host_trials import HostCode
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))

@@ -251,11 +251,11 @@ def test_comfyuis_start_imports_nothing_that_only_a_model_needs(modules):
     assert modules("parallel_runtime") <= AT_START
     nodes = modules("nodes")
     assert not nodes & {"runtime", "planning", "auto.sampling", "status", "report.last_run"}
-    assert len(nodes | modules("launcher") | modules("parallel_runtime")) <= 50
+    assert len(nodes | modules("launcher") | modules("pool") | modules("parallel_runtime")) <= 50
 
 
 def test_a_comfyui_that_pipemesh_was_not_tested_with_is_told_of():
-    from pipemesh.launcher.trial.known_hosts import known_hosts, untested
+    from pipemesh.pool.trial.known_hosts import known_hosts, untested
 
     tested = known_hosts().versions
     for is_tried, what in ((True, "are compared with stock"), (False, "PIPEMESH_TRIAL=0")):

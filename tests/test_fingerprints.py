@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from pipemesh.lab.commands.fingerprints import as_file, classes, with_host
-from pipemesh.launcher.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
-from pipemesh.launcher.trial.sampled import sampled
-from pipemesh.launcher.trial.trying import samples_of
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
+from pipemesh.pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
+from pipemesh.pool.trial.sampled import sampled
+from pipemesh.pool.trial.trying import samples_of
 
 from .conftest import COMFYUI
 

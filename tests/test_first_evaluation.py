@@ -17,13 +17,6 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
-from pipemesh.launcher.pool.devices import Device, place
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.rank_setup import RankSetup
-from pipemesh.launcher.trial import host_trials
-from pipemesh.launcher.trial.process import try_in_process
-from pipemesh.launcher.trial.rounding import error_of
-from pipemesh.launcher.trial.sampled import empty_latent_of, sampled
 from pipemesh.parallel_runtime.client.alone import Admission, Shared, as_it_is
 from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
@@ -39,6 +32,13 @@ from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.planner.counts import Counts, nobody
 from pipemesh.parallel_runtime.planner.keeping import Keeping
 from pipemesh.parallel_runtime.wire.messages import Memory
+from pipemesh.pool.devices import Device, place
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.rank_setup import RankSetup
+from pipemesh.pool.trial import host_trials
+from pipemesh.pool.trial.process import try_in_process
+from pipemesh.pool.trial.rounding import error_of
+from pipemesh.pool.trial.sampled import empty_latent_of, sampled
 
 from .bounds import assert_same
 from .collectives import outputs_of

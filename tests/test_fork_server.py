@@ -16,14 +16,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
-from pipemesh.launcher.pool.fork_server_main import holds_a_gpu, open_files
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.supervisor import SERVER_ENDED, Command, Supervisor
+from pipemesh.pool.fork_server import PRELOADED, ForkServer
+from pipemesh.pool.fork_server_main import holds_a_gpu, open_files
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.supervisor import SERVER_ENDED, Command, Supervisor
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "launcher" / "pool"
+SCRIPTS = Path(__file__).resolve().parent.parent / "pool"
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,16 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from pipemesh.launcher.pool import fork_server
-from pipemesh.launcher.pool.fork_server import ForkServer
-from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.supervisor import (
+from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
+from pipemesh.pool import fork_server
+from pipemesh.pool.fork_server import ForkServer
+from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.supervisor import (
     NEVER_STARTED,
     SERVER_ENDED,
     Command,
     Supervisor,
 )
-from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside, is_alive
 from .holdings import NOTHING, Holdings

@@ -8,8 +8,6 @@ import comfy.model_base
 import comfy.model_management as mm
 import pytest
 import torch
-from pipemesh.launcher.pool.crew import Crew
-from pipemesh.launcher.pool.devices import Device, place
 from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, Release, SetWeightPatches
@@ -19,6 +17,8 @@ from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.prepare import prepare
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
+from pipemesh.pool.crew import Crew
+from pipemesh.pool.devices import Device, place
 
 from .fake_pools import fake_setup
 

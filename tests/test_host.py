@@ -153,5 +153,5 @@ def test_the_pack_is_importable_by_its_name_without_its_entry_point(tmp_path: Pa
         "import runpy, sys; register = runpy.run_path(sys.argv[1])['register_package'];"
         " register(sys.argv[2]); register(sys.argv[2]);import pipemesh.part; print(pipemesh.part.other.NAME)"
     )
-    command = [sys.executable, "-c", code, str(ROOT / "launcher" / "package.py"), str(tmp_path)]
+    command = [sys.executable, "-c", code, str(ROOT / "pool" / "package.py"), str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "pipemesh.other\n"

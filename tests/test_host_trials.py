@@ -20,13 +20,6 @@ from comfy.ldm.wan.model import WanModel
 from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
-from pipemesh.launcher.pool.devices import Device
-from pipemesh.launcher.pool.rank_setup import RankSetup, rank_setup_from
-from pipemesh.launcher.trial import host_trials, trying
-from pipemesh.launcher.trial.host_trials import FOLDER, HostTrials, TrialLost, Verdicts
-from pipemesh.launcher.trial.known_hosts import KnownHosts, known_hosts
-from pipemesh.launcher.trial.process import try_in_process
-from pipemesh.launcher.trial.trying import request, samples_of, tried
 from pipemesh.nodes.status.collection import host_status
 from pipemesh.nodes.status.figures import HostStatus
 from pipemesh.parallel_runtime.client.alone import Admission
@@ -34,6 +27,13 @@ from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.parallel_runtime.wire.messages import TrialStep
+from pipemesh.pool.devices import Device
+from pipemesh.pool.rank_setup import RankSetup, rank_setup_from
+from pipemesh.pool.trial import host_trials, trying
+from pipemesh.pool.trial.host_trials import FOLDER, HostTrials, TrialLost, Verdicts
+from pipemesh.pool.trial.known_hosts import KnownHosts, known_hosts
+from pipemesh.pool.trial.process import try_in_process
+from pipemesh.pool.trial.trying import request, samples_of, tried
 
 from .conftest import ALL, COMFYUI
 from .host_trees import ATTENTION_FILE, FLUX_FILES, WAN_FILE, linked

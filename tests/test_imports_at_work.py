@@ -97,7 +97,7 @@ def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_a_command_or_the_labora
             "worker/main.py imports lab/bench/hop.py",
         ),
         (
-            "launcher/pool/rendezvous.py",
+            "pool/rendezvous.py",
             "from ..commands import doctor",
             "rendezvous.py imports launcher/commands/doctor.py",
         ),

@@ -6,13 +6,13 @@ from datetime import timedelta
 
 import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.rank_setup import start_as
-from pipemesh.launcher.pool.rendezvous import find, open_store, store_key
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool.devices import place
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.rank_setup import start_as
+from pipemesh.pool.rendezvous import find, open_store, store_key
 
 from .conftest import ALL
 from .models import load, run

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
-from pipemesh.launcher.pool.verdict import Facts
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.crossing.source import Source, state_source
 from pipemesh.parallel_runtime.errors import OutOfMemory
@@ -28,6 +27,7 @@ from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.patched_sets import SHARE_OF_SETS, PatchedSets
 from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.pool.verdict import Facts
 
 from .late_device import LateTensor, late_device
 from .late_ranks import LateWorld, own_gpu

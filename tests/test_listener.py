@@ -16,9 +16,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pipemesh.launcher.package import VERSION
-from pipemesh.launcher.pool.listener import SeldomLog, Unproved, accept
-from pipemesh.launcher.pool.rendezvous import store_key
 from pipemesh.parallel_runtime.wire.channel import HEADER
 from pipemesh.parallel_runtime.wire.tcp import (
     COMFYUI,
@@ -29,6 +26,9 @@ from pipemesh.parallel_runtime.wire.tcp import (
     prove,
     shake_hands,
 )
+from pipemesh.pool.listener import SeldomLog, Unproved, accept
+from pipemesh.pool.package import VERSION
+from pipemesh.pool.rendezvous import store_key
 
 from .fake_pools import DEADLINE_S, fake_setup
 

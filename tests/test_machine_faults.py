@@ -27,15 +27,15 @@ import pytest
 import torch.distributed as dist
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.lab.in_process import reference
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
-from pipemesh.launcher.pool.rendezvous import store_key
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool.devices import place
+from pipemesh.pool.fork_server import PRELOADED, ForkServer
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.rank_setup import KEEP_MEMORY
+from pipemesh.pool.rendezvous import store_key
 
 from .conftest import ALL
 from .fake_pools import DEADLINE_S

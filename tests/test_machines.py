@@ -30,19 +30,19 @@ from pipemesh.lab.commands.every_layout import (
 )
 from pipemesh.lab.commands.parity import BOUND, Bench, Case, conditioning, relative_error
 from pipemesh.lab.in_process import reference
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.fork_server import PRELOADED, ForkServer
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.rank_setup import KEEP_MEMORY
-from pipemesh.launcher.pool.remote_machine import RemoteMachine
-from pipemesh.launcher.pool.rendezvous import NODE_COMMAND, open_store, store_key
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import Forward, SetWeightPatches
+from pipemesh.pool.devices import place
+from pipemesh.pool.fork_server import PRELOADED, ForkServer
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.rank_setup import KEEP_MEMORY
+from pipemesh.pool.remote_machine import RemoteMachine
+from pipemesh.pool.rendezvous import NODE_COMMAND, open_store, store_key
 
 from .conftest import ALL
 from .models import load, run, with_lora, write_lora, write_model

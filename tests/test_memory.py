@@ -131,7 +131,7 @@ def test_a_real_groups_limit_counts(real_group):
 def test_main_memory_is_asked_in_one_place():
     """ComfyUI's and psutil's answers are the machine's."""
     asks = ("virtual_memory", "/proc/meminfo", "get_total_memory", "SC_PHYS_PAGES")
-    folders = (ROOT / folder for folder in ("nodes", "launcher", "parallel_runtime", "lab"))
+    folders = (ROOT / folder for folder in ("nodes", "launcher", "pool", "parallel_runtime", "lab"))
     files = [file for folder in folders for file in folder.rglob("*.py")]
     found = [file.relative_to(ROOT).as_posix() for file in files if any(map(file.read_text().count, asks))]
     assert found == ["nodes/status/collection.py"], "of a GPU that is no pool's"

@@ -12,7 +12,6 @@ import torch
 from greenlet import getcurrent
 from pipemesh.lab.commands.parity import BOUND as PARITY
 from pipemesh.lab.commands.parity import relative_error
-from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.status.collection import shared_figures
 from pipemesh.parallel_runtime.client import calls, runs
 from pipemesh.parallel_runtime.client.branch import Branch
@@ -27,6 +26,7 @@ from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.worker import device_memory
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
+from pipemesh.pool.handle import PoolHandle
 
 from .fake_pools import cpus
 from .joint_model import CONDS

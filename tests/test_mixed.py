@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
-from pipemesh.launcher.pool.devices import Device, place
-from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.room import room_on_devices
 from pipemesh.nodes.settings import Choice
@@ -38,6 +36,8 @@ from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.planner.whole import ITEM_BYTES, Attended
 from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
 from pipemesh.parallel_runtime.worker.own_speed import flops_per_s
+from pipemesh.pool.devices import Device, place
+from pipemesh.pool.handle import PoolHandle
 
 from .bounds import assert_same
 from .conftest import ALL

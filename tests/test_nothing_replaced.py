@@ -139,7 +139,7 @@ def test_every_seam_is_needed():
 
 def test_the_files_that_replace_functions_are_not_among_those_that_comfyui_imports():
     replace = {"planner/dry_device", "planner/counting", "planner/host_call"}
-    assert "nodes/planning.py" in served() and "launcher/pool/counter.py" in served()
+    assert "nodes/planning.py" in served() and "pool/counter.py" in served()
     assert not {f"parallel_runtime/{name}.py" for name in replace} & set(served())
 
 

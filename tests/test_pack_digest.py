@@ -6,15 +6,15 @@ import ast
 from pathlib import Path
 
 import pytest
-from pipemesh.launcher.trial.host_trials import NOT_IN_RANKS, RUNTIME, TRIAL, pack_digest
+from pipemesh.pool.trial.host_trials import NOT_IN_RANKS, RUNTIME, TRIAL, pack_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted({one.parent.relative_to(ROOT).as_posix() for one in (ROOT / RUNTIME).rglob("*.py")})
-ELSEWHERE = [*(f"{RUNTIME}/{name}" for name in NOT_IN_RANKS), "launcher/pool", "nodes"]
+ELSEWHERE = [*(f"{RUNTIME}/{name}" for name in NOT_IN_RANKS), "pool", "nodes"]
 DECIDES = {  # file, text, what stands instead
     "a plan": ("parallel_runtime/families/plan.py", "interleaved: bool = False", "interleaved: bool = True"),
-    "a tolerance": ("launcher/trial/rounding.py", "BOUND = 2e-5", "BOUND = 3e-5"),
-    "what is compared": ("launcher/trial/trying.py", "STEPS = 2", "STEPS = 1"),
+    "a tolerance": ("pool/trial/rounding.py", "BOUND = 2e-5", "BOUND = 3e-5"),
+    "what is compared": ("pool/trial/trying.py", "STEPS = 2", "STEPS = 1"),
     "a message": ("parallel_runtime/wire/messages.py", "in_fp32: bool = False", "in_fp32: bool = True"),
 }
 

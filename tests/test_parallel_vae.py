@@ -11,9 +11,6 @@ import comfy.utils
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.launcher.pool import conversation
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.vaes import parallelized
@@ -23,6 +20,9 @@ from pipemesh.parallel_runtime.client.remote_vae import FirstStage, is_compared,
 from pipemesh.parallel_runtime.crossing.source import vae_name
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool import conversation
+from pipemesh.pool.devices import place
+from pipemesh.pool.handle import PoolHandle
 from safetensors.torch import save_file
 
 from .fake_pools import cpus, fake_setup

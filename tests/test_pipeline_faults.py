@@ -170,7 +170,7 @@ def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline,
 def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_however_slow_they_are(
     broken_pipeline, monkeypatch
 ):
-    monkeypatch.setattr("pipemesh.launcher.pool.verdict.OTHERS_WAIT_S", 0.0)
+    monkeypatch.setattr("pipemesh.pool.verdict.OTHERS_WAIT_S", 0.0)
     model, client = broken_pipeline("no_memory_before_a_slow_stage")
     for _ in range(2):
         sentence = (

@@ -13,7 +13,6 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import conditioning, stock_model
-from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.layouts import require_more_than_frames, require_several
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
@@ -56,6 +55,7 @@ from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.planner.warm_up import FOLDER, digest_of
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
+from pipemesh.pool.devices import Device, Placement, place
 
 from .at_once import at_once
 from .bounds import assert_same

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from pipemesh.launcher.pool import crew
-from pipemesh.launcher.pool.conversation import StallClock
-from pipemesh.launcher.pool.crew import KEEP_MEMORY, rank_environment
-from pipemesh.launcher.pool.devices import HIP_VARIABLE, Device, place
-from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.supervisor import LOG_LINES, Command, Supervisor
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool import crew
+from pipemesh.pool.conversation import StallClock
+from pipemesh.pool.crew import KEEP_MEMORY, rank_environment
+from pipemesh.pool.devices import HIP_VARIABLE, Device, place
+from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.supervisor import LOG_LINES, Command, Supervisor
 
 from .fake_pools import (
     DEADLINE_S,

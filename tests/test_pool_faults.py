@@ -13,12 +13,12 @@ import psutil
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
 from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.pool import WorkerPool
 
 from .fake_pools import DEADLINE_S, cpus, is_alive
 from .holdings import Holdings

@@ -4,10 +4,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from pipemesh.launcher.pool import handle as handles
-from pipemesh.launcher.pool.devices import Placement
-from pipemesh.launcher.pool.handle import PoolHandle, PoolKeeper
 from pipemesh.parallel_runtime.errors import RunCancelled
+from pipemesh.pool import handle as handles
+from pipemesh.pool.devices import Placement
+from pipemesh.pool.handle import PoolHandle, PoolKeeper
 
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside, is_alive
 

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
-from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.families.every import PLAIN
+from pipemesh.pool.pool import WorkerPool
 
 from .conftest import ALL
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside
@@ -191,14 +191,14 @@ UI = """
 import json, signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests themselves run in the background
 root, argv, forked, stuck = json.loads(sys.argv[1])
-sys.path.insert(0, root + "/launcher")
+sys.path.insert(0, root + "/pool")
 from package import register_package
 register_package(root)
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.fork_server import ForkServer
-from pipemesh.launcher.pool.rank_setup import RankSetup
-from pipemesh.launcher.pool.handle import PoolKeeper
-from pipemesh.launcher.pool.supervisor import process_of_its_own
+from pipemesh.pool.devices import place
+from pipemesh.pool.fork_server import ForkServer
+from pipemesh.pool.rank_setup import RankSetup
+from pipemesh.pool.handle import PoolKeeper
+from pipemesh.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.layout import Layout
 
 start = ForkServer(preloaded=()).start if forked else process_of_its_own
@@ -321,7 +321,7 @@ def test_ctrl_c_does_not_wait_for_a_rank_that_never_answers():
 
 DEEP_IN_A_COLLECTIVE = """
 import socket, sys, threading
-sys.path.insert(0, sys.argv[1] + "/launcher")
+sys.path.insert(0, sys.argv[1] + "/pool")
 from package import register_package
 register_package(sys.argv[1])
 from pipemesh.parallel_runtime.wire.channel import Channel

@@ -6,12 +6,12 @@ import threading
 
 import psutil
 import pytest
-from pipemesh.launcher.pool import conversation, verdict
-from pipemesh.launcher.pool.devices import Device, Placement, place
-from pipemesh.launcher.pool.handle import PoolHandle, PoolKeeper
-from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool import conversation, verdict
+from pipemesh.pool.devices import Device, Placement, place
+from pipemesh.pool.handle import PoolHandle, PoolKeeper
+from pipemesh.pool.pool import WorkerPool
 
 from .fake_pools import (
     DEADLINE_S,

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.launcher.pool.devices import Device, Placement
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.here import why_one_gpu
@@ -16,6 +15,7 @@ from pipemesh.nodes.status.collection import pool_status, run_status, status_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import LayoutError, Refused
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool.devices import Device, Placement
 
 from .fake_pools import fake_setup
 from .models import conditioning, load, run

@@ -18,9 +18,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from pipemesh.launcher.pool import conversation, verdict
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.errors import (
     ModelError,
     OutOfMemory,
@@ -29,6 +26,9 @@ from pipemesh.parallel_runtime.errors import (
     Refused,
     RunCancelled,
 )
+from pipemesh.pool import conversation, verdict
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.pool import WorkerPool
 
 from .conftest import ALL
 from .fake_pools import DEADLINE_S, cpus, fake_setup, gate, handled, is_alive, opens, stages, submitted

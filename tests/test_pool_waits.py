@@ -10,11 +10,11 @@ from itertools import count
 
 import psutil
 import pytest
-from pipemesh.launcher.pool import conversation, verdict
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.pool import WorkerPool
 from pipemesh.parallel_runtime.client.session import Sessions
 from pipemesh.parallel_runtime.errors import ModelError, PipeMeshError, RunCancelled
+from pipemesh.pool import conversation, verdict
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.pool import WorkerPool
 
 from .fake_pools import (
     DEADLINE_S,

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.progress import Progress, Told
 from pipemesh.parallel_runtime.client.residency import title_in
 from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Load
+from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.progress import Progress, Told
 
 from .fake_pools import call, cpus, fake_setup, gate, inside, opens
 
@@ -16,7 +16,7 @@ from .fake_pools import call, cpus, fake_setup, gate, inside, opens
 @pytest.fixture
 def told(monkeypatch):
     lines = []
-    monkeypatch.setattr("pipemesh.launcher.pool.conversation.POLL_S", 0.01)
+    monkeypatch.setattr("pipemesh.pool.conversation.POLL_S", 0.01)
     return lines
 
 
@@ -82,7 +82,7 @@ def test_a_load_that_fails_is_not_told_to_be_done(told, pool):
 
 
 def test_what_was_stopped_and_is_still_computed_is_waited_for_openly(told, pool, monkeypatch):
-    monkeypatch.setattr("pipemesh.launcher.pool.conversation.CANCEL_WAIT_S", 0.1)
+    monkeypatch.setattr("pipemesh.pool.conversation.CANCEL_WAIT_S", 0.1)
     made = pool("*:Forward=gated")
     told.clear()
     with pytest.raises(RunCancelled):

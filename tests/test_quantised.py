@@ -21,7 +21,6 @@ from comfy_kitchen.exceptions import NoCapableBackendError
 from pipemesh.lab.commands.parity import Case, rms, sample
 from pipemesh.lab.quantised_files import FORMATS, taken_by, write_quantised
 from pipemesh.lab.random_files import write_lora, write_model
-from pipemesh.launcher.trial.trying import model_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
 from pipemesh.parallel_runtime.crossing.source import describe_source
@@ -30,6 +29,7 @@ from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.memory import is_unwritten
 from pipemesh.parallel_runtime.weights.slots import slots
 from pipemesh.parallel_runtime.worker.prepare import PRODUCTS, answer_alike
+from pipemesh.pool.trial.trying import model_of
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore
 

@@ -1,9 +1,9 @@
 """What the environment says of ranks, read once; what cannot be read is refused by its name."""
 
 import pytest
-from pipemesh.launcher.pool.rank_setup import rank_setup_from
-from pipemesh.launcher.pool.supervisor import process_of_its_own
 from pipemesh.parallel_runtime.errors import LayoutError
+from pipemesh.pool.rank_setup import rank_setup_from
+from pipemesh.pool.supervisor import process_of_its_own
 
 
 def test_every_variable_has_its_place():

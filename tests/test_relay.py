@@ -16,18 +16,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from pipemesh.launcher.package import VERSION
-from pipemesh.launcher.pool.crew import Crew
-from pipemesh.launcher.pool.devices import Device, place
-from pipemesh.launcher.pool.handle import PoolHandle
-from pipemesh.launcher.pool.leader import LentRanks
-from pipemesh.launcher.pool.listener import accept
-from pipemesh.launcher.pool.pool import WorkerPool
-from pipemesh.launcher.pool.remote_machine import join
-from pipemesh.launcher.pool.rendezvous import (
-    MachineMissing,
-    store_key,
-)
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
@@ -48,6 +36,18 @@ from pipemesh.parallel_runtime.wire.parcel import Parcel
 from pipemesh.parallel_runtime.wire.segment import Segment
 from pipemesh.parallel_runtime.wire.tcp import PARCEL, PIECE_BYTES, Hello, Link
 from pipemesh.parallel_runtime.wire.tree import decode_tree
+from pipemesh.pool.crew import Crew
+from pipemesh.pool.devices import Device, place
+from pipemesh.pool.handle import PoolHandle
+from pipemesh.pool.leader import LentRanks
+from pipemesh.pool.listener import accept
+from pipemesh.pool.package import VERSION
+from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.remote_machine import join
+from pipemesh.pool.rendezvous import (
+    MachineMissing,
+    store_key,
+)
 
 from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled, submitted
 from .test_arena import largest_file
@@ -331,7 +331,7 @@ def test_a_machine_that_has_left_is_told_the_command(leader):
 
 def test_a_leader_beats_before_its_ranks_have_started(monkeypatch):
     """Else one that is stopped then would not be missed."""
-    monkeypatch.setattr("pipemesh.launcher.pool.leader.BEAT_S", 0.01)
+    monkeypatch.setattr("pipemesh.pool.leader.BEAT_S", 0.01)
     ours, theirs = ends()
     leader = threading.Thread(target=LentRanks(theirs, "127.0.0.1", fake_setup()).run, daemon=True)
     leader.start()
@@ -411,7 +411,7 @@ def test_a_leader_that_ends_in_mid_run_is_named(leader):
 
 
 def test_a_leader_that_falls_silent_while_its_ranks_compute_is_lost(leader, monkeypatch):
-    monkeypatch.setattr("pipemesh.launcher.pool.leader.BEAT_S", DEADLINE_S)
+    monkeypatch.setattr("pipemesh.pool.leader.BEAT_S", DEADLINE_S)
     with running(leader("1:Load=hang")) as pool:
         pool.ranks._machines[0].link._lost_ms = 100
         with pytest.raises(

@@ -12,8 +12,10 @@ import yaml
 from pipemesh.launcher.commands.node import listen, require_torchrun
 from pipemesh.launcher.commands.node import main as node_main
 from pipemesh.launcher.errors import LaunchError
-from pipemesh.launcher.pool.rank_setup import rank_setup_from
-from pipemesh.launcher.pool.rendezvous import (
+from pipemesh.parallel_runtime.errors import LayoutError, PipeMeshError
+from pipemesh.parallel_runtime.wire.tcp import notice_loss
+from pipemesh.pool.rank_setup import rank_setup_from
+from pipemesh.pool.rendezvous import (
     NODE_COMMAND,
     MachineMissing,
     check_rendezvous,
@@ -22,8 +24,6 @@ from pipemesh.launcher.pool.rendezvous import (
     node_command,
     register,
 )
-from pipemesh.parallel_runtime.errors import LayoutError
-from pipemesh.parallel_runtime.wire.tcp import notice_loss
 
 from .fake_pools import fake_setup
 
@@ -146,7 +146,7 @@ def test_a_name_stays_with_its_machine():
         register(store, "taken", known)
         assert find(store, "taken") == known
     with pytest.raises(
-        LaunchError,
+        PipeMeshError,
         match=(
             r"^taken is the machine at 10\.0\.0\.2 already: give this one another --name, or start torchrun"
             r" anew"

@@ -5,7 +5,6 @@ server.
 from dataclasses import asdict, replace
 
 import pytest
-from pipemesh.launcher.pool.devices import place
 from pipemesh.nodes.notices import Notice
 from pipemesh.nodes.report.text import NO_POOL, report_text
 from pipemesh.nodes.status.figures import (
@@ -27,6 +26,7 @@ from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Done, Memory
+from pipemesh.pool.devices import place
 
 GIB = 2**30
 

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
-from pipemesh.launcher.pool.devices import place
-from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.nodes.notices import KEPT, Notices
 from pipemesh.nodes.routes import STATUS, add_routes, answer
 from pipemesh.nodes.status.collection import pool_id
@@ -22,6 +20,8 @@ from pipemesh.nodes.status.control import Busy, PoolControl
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.pool.devices import place
+from pipemesh.pool.handle import PoolHandle
 
 from .at_once import at_once
 

@@ -16,7 +16,7 @@ import pytest
 from pipemesh.lab.comfyui.api import ComfyApi
 from pipemesh.lab.comfyui.server import CUSTOM_NODES
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
-from pipemesh.launcher.pool.rendezvous import open_store, store_key
+from pipemesh.pool.rendezvous import open_store, store_key
 
 from .conftest import ALL
 from .namespaces import Machines, NoNamespaces

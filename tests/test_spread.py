@@ -14,8 +14,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from pipemesh.launcher.pool.leader import LentRanks
-from pipemesh.launcher.pool.remote_machine import RemoteMachine
 from pipemesh.parallel_runtime.checkpoint import END_BYTES, check_copy, ends_of, stat_file
 from pipemesh.parallel_runtime.crossing.source import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
@@ -37,6 +35,8 @@ from pipemesh.parallel_runtime.wire.messages import (
 from pipemesh.parallel_runtime.wire.segment import Segment
 from pipemesh.parallel_runtime.wire.tcp import PARCEL, Link, notice_loss
 from pipemesh.parallel_runtime.wire.tree import encode_tree
+from pipemesh.pool.leader import LentRanks
+from pipemesh.pool.remote_machine import RemoteMachine
 
 from .fake_pools import DEADLINE_S, TOO_LONG, fake_setup, forward
 from .test_arena import largest_file

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pipemesh.launcher.pool.devices import Device, Placement, place
 from pipemesh.nodes.auto.seam import ARGUMENTS, GuiderSeam, with_argument
 from pipemesh.nodes.latest import Latest
 from pipemesh.nodes.status.sums import times_as_long
@@ -15,6 +14,7 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.pool.devices import Device, Placement, place
 
 from .fake_pools import cpus
 from .models import run

@@ -107,7 +107,7 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
 
 
 def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
-    monkeypatch.setattr("pipemesh.launcher.pool.devices.own_cores", lambda: [0, 1])
+    monkeypatch.setattr("pipemesh.pool.devices.own_cores", lambda: [0, 1])
     runtime.choose(layout="by hand", ulysses=2)
     assert not notices(runtime)
     runtime.choose(layout="by hand", ulysses=3)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.launcher.pool.conversation import Conversation
-from pipemesh.launcher.pool.supervisor import NEVER_STARTED
-from pipemesh.launcher.pool.verdict import (
+from pipemesh.parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PoolFailed, Refused
+from pipemesh.parallel_runtime.wire.messages import Done, Failed, Memory
+from pipemesh.pool.conversation import Conversation
+from pipemesh.pool.supervisor import NEVER_STARTED
+from pipemesh.pool.verdict import (
     LEAVE_WAIT_S,
     OTHERS_WAIT_S,
     Facts,
@@ -22,8 +24,6 @@ from pipemesh.launcher.pool.verdict import (
     sentence_of_stall,
     wait_after_failure,
 )
-from pipemesh.parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PoolFailed, Refused
-from pipemesh.parallel_runtime.wire.messages import Done, Failed, Memory
 
 MEMORY = Memory(1 << 20, 2 << 20, 3 << 20)
 DONE, SILENT = "done", None

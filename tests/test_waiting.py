@@ -6,9 +6,9 @@ import threading
 
 import pytest
 from comfy_execution.utils import CurrentNodeContext
-from pipemesh.launcher.pool.progress import Told
 from pipemesh.nodes.waiting import BEAT_S, FIRST_BEAT_S, Waiting
 from pipemesh.parallel_runtime.client.wait import waited_for
+from pipemesh.pool.progress import Told
 
 NODE = ("3", "a prompt")
 LOADING = Told("PipeMesh: loading a model, 0 of 2 ready", 1, 4, "25 %")

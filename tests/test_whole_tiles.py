@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import comfy.utils
 import pytest
 import torch
-from pipemesh.launcher.pool.handle import PoolHandle
 from pipemesh.parallel_runtime.client.lookahead import Lookahead
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import StepsDone, parallelize_vae
 from pipemesh.parallel_runtime.client.tiles import side_by_side
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import ALONE
+from pipemesh.pool.handle import PoolHandle
 
 from .fake_pools import cpus
 from .test_pool_faults import Once, confined, in_forward, kill

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = tuple(f"{ROOT / room}{os.sep}" for room in ("nodes", "launcher", "parallel_runtime"))
+ROOMS = tuple(f"{ROOT / room}{os.sep}" for room in ("nodes", "pool", "launcher", "parallel_runtime"))
 INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>")
 
 
@@ -33,7 +33,7 @@ def traced():
     """Gives the functions that this thread calls inside, each call of each, and the number of each
     request that the pool is given. No garbage is looked for meanwhile: that calls finalizers.
     """
-    from pipemesh.launcher.pool.pool import WorkerPool
+    from pipemesh.pool.pool import WorkerPool
 
     calls, requests = [], []
 
@@ -77,10 +77,10 @@ def trace_every_request(file):
 
 if __name__ == "__main__":
     trace = sys.argv.pop(1)
-    sys.path.insert(0, str(ROOT / "launcher"))
+    sys.path.insert(0, str(ROOT / "pool"))
     from package import register_package
 
     register_package(ROOT)
-    sys.argv[0] = str(ROOT / "launcher" / "pool" / "worker_main.py")
+    sys.argv[0] = str(ROOT / "pool" / "worker_main.py")
     trace_every_request(f"{trace}.{os.getpid()}")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
+POOL = Path(__file__).resolve().parent.parent / "pool"
 
 
 def unlike(init_process_group):
@@ -22,10 +22,10 @@ def unlike(init_process_group):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(LAUNCHER))
+    sys.path.insert(0, str(POOL))
     from package import register_package
 
-    register_package(LAUNCHER.parent)
+    register_package(POOL.parent)
     dist.init_process_group = unlike(dist.init_process_group)
-    sys.argv[0] = str(LAUNCHER / "pool" / "worker_main.py")
+    sys.argv[0] = str(POOL / "worker_main.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -21,7 +21,7 @@ from .figures import Figure, Options, number
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
-    from ...launcher.pool.fork_server import ServerProcess
+    from ...pool.fork_server import ServerProcess
 
 NAMES = (
     "capacity",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
-    from ...launcher.pool.fork_server import ServerProcess
+    from ...pool.fork_server import ServerProcess
 
 Sample = TypeVar("Sample")
 Chosen = TypeVar("Chosen")

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...launcher.pool.fork_server import ANSWER_S, ServerProcess, launch, state_of
-from ...launcher.pool.rank_setup import KEEP_MEMORY
-from ...launcher.pool.supervisor import Command
+from ...pool.fork_server import ANSWER_S, ServerProcess, launch, state_of
+from ...pool.rank_setup import KEEP_MEMORY
+from ...pool.supervisor import Command
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall

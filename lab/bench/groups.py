@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.layout import Layout
+from ...pool.handle import PoolHandle
 from .capacity import capacity, speedup
 from .figures import CaseFigures, Figure, Goal, Options, Round, typical
 from .lockstep import Phase, Ranks, merge, run, timed

@@ -12,12 +12,12 @@ COSTS_NOTHING = "costs_nothing"
 
 
 def main() -> None:
-    sys.path[0] = str(ROOT / "launcher")  # as if the product's script had been started
+    sys.path[0] = str(ROOT / "pool")  # as if the product's script had been started
     from package import register_package
 
     register_package(ROOT)
-    from pipemesh.launcher.pool import worker_main
     from pipemesh.parallel_runtime.worker import resident
+    from pipemesh.pool import worker_main
 
     stock = resident.ResidentModel.on_rank
 

@@ -24,11 +24,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.errors import PipeMeshError
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.memory import system_memory
+from ...pool.handle import PoolHandle
 from .figures import CaseFigures, Figure, Goal, Options, of_phase, ratio
 from .lockstep import timed
 from .pools import cpu_pool
@@ -56,7 +56,7 @@ class Loads:
         """Forget the fork server, as in a ComfyUI that has just been started: the next pool makes a
         new one.
         """
-        from ...launcher.pool.fork_server import ForkServer
+        from ...pool.fork_server import ForkServer
 
         self._server = ForkServer()
 

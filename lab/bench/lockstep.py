@@ -26,10 +26,10 @@ from ...parallel_runtime.errors import PipeMeshError
 from .figures import Options, Round, Where
 
 if TYPE_CHECKING:
-    from ...launcher.pool.fork_server import ServerProcess
-    from ...launcher.pool.supervisor import Output, Process
     from ...parallel_runtime.comm.mesh import Mesh
     from ...parallel_runtime.layout import Layout
+    from ...pool.fork_server import ServerProcess
+    from ...pool.supervisor import Output, Process
 
 WARM_UP = 2
 POLL_S = 0.02
@@ -160,8 +160,8 @@ def start(word: str, server: ServerProcess | None) -> Process:
     """Start a process of ``lockstep_main.py``: a fork of the ``server``, which tells it how to ask
     for more of them, or a program of its own.
     """
-    from ...launcher.pool.crew import KEEP_MEMORY
-    from ...launcher.pool.supervisor import Command
+    from ...pool.crew import KEEP_MEMORY
+    from ...pool.supervisor import Command
 
     env = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if server is not None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 def main() -> None:
     root = Path(__file__).resolve().parents[2]
-    sys.path[0] = str(root / "launcher")
+    sys.path[0] = str(root / "pool")
     from package import register_package
 
     register_package(root)
     word = json.loads(sys.argv[2])
     sys.path[0] = word["comfyui"]
-    from pipemesh.launcher.pool.worker_main import die_with_parent
+    from pipemesh.pool.worker_main import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
     import comfy.cli_args

@@ -33,9 +33,9 @@ def require_diffusers() -> None:
 
 def measure(ranks: Ranks, tokens: int, rounds: int) -> dict[str, Any]:
     attend_with_sdpa()
-    from ...launcher.trial.rounding import relative_error
     from ...parallel_runtime.comm.cores import giving_way, keep_to
     from ...parallel_runtime.layout import Layout
+    from ...pool.trial.rounding import relative_error
     from .diffusers_peer import DiffusersPeer
     from .forwards import SIZE, SMALL, Forwards
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...launcher.pool.devices import place
-from ...launcher.pool.handle import PoolHandle
-from ...launcher.pool.rank_setup import RankSetup
 from ...parallel_runtime.layout import Layout
+from ...pool.devices import place
+from ...pool.handle import PoolHandle
+from ...pool.rank_setup import RankSetup
 from .figures import Where
 
 

@@ -138,7 +138,7 @@ class Pictures:
 
     @cached_property
     def _keeper(self) -> Any:
-        from ...launcher.pool.handle import PoolKeeper
+        from ...pool.handle import PoolKeeper
         from .pools import cpu_setup
 
         return PoolKeeper(cpu_setup(self._where))
@@ -215,11 +215,11 @@ class Pictures:
     def _made(self, cell: Cell) -> Any:
         import comfy.sd
 
-        from ...launcher.pool.devices import place
         from ...parallel_runtime.client.patchwise import Patching
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
         from ...parallel_runtime.layout import Layout
+        from ...pool.devices import place
         from ..in_process import reference
 
         model = comfy.sd.load_diffusion_model_state_dict(dict(self._model_weights))

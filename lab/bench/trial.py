@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from ...launcher.pool.devices import Device
-from ...launcher.trial.process import try_in_process
 from ...parallel_runtime.families import FILES
 from ...parallel_runtime.watch.fingerprint import HostFiles
+from ...pool.devices import Device
+from ...pool.trial.process import try_in_process
 from ..commands.fingerprints import classes
 from .figures import CaseFigures, Figure, Goal, Options
 from .lockstep import timed

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...launcher.trial.rounding import bound, relative_error
 from ...parallel_runtime.families.every import PLAIN, SAMPLES
 from ...parallel_runtime.layout import Layout, layouts_of
+from ...pool.trial.rounding import bound, relative_error
 from .parity import conditioning
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ def stock_model() -> Any:
 
 def compared(layouts: Sequence[Layout], host: ComfyInstall) -> Iterator[dict[str, Any]]:
     """Yield a record for every layout, sampling and truth. One pool runs at a time."""
-    from ...launcher.pool.devices import place
-    from ...launcher.pool.handle import PoolHandle
-    from ...launcher.pool.rank_setup import RankSetup
     from ...parallel_runtime.client.patchwise import Patching
     from ...parallel_runtime.client.remote_patcher import parallelize
     from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...pool.devices import place
+    from ...pool.handle import PoolHandle
+    from ...pool.rank_setup import RankSetup
     from ..in_process import reference
 
     setup = RankSetup(comfyui=host.comfyui, comfy_args={"cpu": True})

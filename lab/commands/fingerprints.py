@@ -1,5 +1,5 @@
 """``python3 -m lab fingerprints``: writes what PipeMesh knows of the ComfyUI that the commands run
-on into ``launcher/trial/known_hosts.json``, once all that faces the host has passed on it; with
+on into ``pool/trial/known_hosts.json``, once all that faces the host has passed on it; with
 ``--anew`` of that one alone.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...launcher.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 from ...parallel_runtime.families.every import PLANS
 from ...parallel_runtime.watch.fingerprint import HostFiles
+from ...pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 
 NOTHING = KnownHosts((), {}, {})
 

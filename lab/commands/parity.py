@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...launcher.trial.rounding import BOUND, bound, relative_error, rms
-from ...launcher.trial.sampled import conditioning as conditioning
-from ...launcher.trial.sampled import empty_latent_of, sampled
 from ...parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
 from ...parallel_runtime.families.sample import Sample
 from ...parallel_runtime.planner.ways import WAYS
+from ...pool.trial.rounding import BOUND, bound, relative_error, rms
+from ...pool.trial.sampled import conditioning as conditioning
+from ...pool.trial.sampled import empty_latent_of, sampled
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from ...launcher.comfyui.host_record import ComfyInstall
-    from ...launcher.pool.fork_server import ServerProcess
     from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...pool.fork_server import ServerProcess
 
 # Our distance from fp32 over stock bf16's; far below 1, the ranks would not compute in bf16
 BF16_BOUNDS = (0.8, 1.2)
@@ -283,11 +283,11 @@ def main(argv: list[str], host: ComfyInstall, server: ServerProcess | None = Non
 
     comfy.cli_args.args.cpu = True
     torch.set_num_threads(1)
-    from ...launcher.pool.devices import place
-    from ...launcher.pool.handle import PoolKeeper
-    from ...launcher.pool.rank_setup import RankSetup
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ...parallel_runtime.layout import Layout
+    from ...pool.devices import place
+    from ...pool.handle import PoolKeeper
+    from ...pool.rank_setup import RankSetup
     from . import every_layout
 
     if options.layouts:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ...launcher.pool.worker_main import die_with_parent
+from ...pool.worker_main import die_with_parent
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall

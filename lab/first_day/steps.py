@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...launcher.pool.gpu_modes import SHARED, ask_driver, modes_in
 from ...parallel_runtime.comm.mesh import connect
 from ...parallel_runtime.comm.parts import runs_of
 from ...parallel_runtime.layout import Layout
+from ...pool.gpu_modes import SHARED, ask_driver, modes_in
 from .one_rank import alone, together
 from .place import (
     FORK,
@@ -191,12 +191,12 @@ def pool_of(place: Place, layout: Layout, setup: Any, backend: str = "gloo") -> 
     """A stock MODEL and its twin in a pool, whose ranks share the first device or have one each."""
     import comfy.model_management as mm
 
-    from ...launcher.pool.devices import place as placed
-    from ...launcher.pool.devices import visible_gpus
-    from ...launcher.pool.handle import PoolHandle
     from ...nodes.settings import Choice
     from ...parallel_runtime.client.remote_patcher import parallelize
     from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...pool.devices import place as placed
+    from ...pool.devices import visible_gpus
+    from ...pool.handle import PoolHandle
     from ..commands.parity import stock_model
 
     ranks = range(layout.world_size)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ...launcher.trial.rounding import FACTOR, relative_error
+from ...pool.trial.rounding import FACTOR, relative_error
 from ..comfyui.api import RunError
 from ..comfyui.server import ComfyServer
 from .cut import Graph
@@ -55,7 +55,7 @@ class Outcome(Figures):
     or "other pack": it has a node of a pack that is neither there nor stood in for.
 
     ``error``: the largest difference of a latent, in units of its scale, held to BOUND, or to what
-    one rounding of every evaluation does to stock (``launcher/trial/rounding.py``). ``ratio``: of
+    one rounding of every evaluation does to stock (``pool/trial/rounding.py``). ``ratio``: of
     the distance from the fp32 truth over stock's, where the weights are quantised and the latents
     not equal.
     ``by_name``: classes of models that only their files' names speak for, since other classes read

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "launcher"))
+sys.path.insert(0, str(ROOT / "pool"))
 from package import register_package  # noqa: E402
 
 sys.path.pop(0)

@@ -12,9 +12,9 @@ from pipemesh.lab.bench import peers
 from pipemesh.lab.bench.diffusers_peer import DiffusersPeer, diffusers_weights
 from pipemesh.lab.bench.figures import Options
 from pipemesh.lab.bench.forwards import SAMPLE
-from pipemesh.launcher.trial.rounding import relative_error
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.families.sample import Size
+from pipemesh.pool.trial.rounding import relative_error
 
 ROOT = Path(__file__).resolve().parents[2]
 FORM, SIZE = SAMPLE.form, Size(heads=3, head_dim=16, blocks=(2, 3), text_dim=20, pooled_dim=12)

@@ -12,7 +12,7 @@ import pytest
 from pipemesh.lab.__main__ import INSIDE
 from pipemesh.lab.bench.command import NAMES
 from pipemesh.lab.bench.forked import comfyui_at_hand
-from pipemesh.launcher.pool.supervisor import Command
+from pipemesh.pool.supervisor import Command
 from pipemesh.tests.conftest import ROOT, all_said_by
 
 ALL = [*(f"bench {name}" for name in NAMES), *(command for command in INSIDE if command != "bench")]
@@ -26,7 +26,7 @@ WRITTEN = [
         "docs/VAES.md",
         "lab/vaes.json",
         "lab/hosts.json",
-        "launcher/trial/known_hosts.json",
+        "pool/trial/known_hosts.json",
     )
 ]
 

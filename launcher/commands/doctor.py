@@ -20,12 +20,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ...pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
 from ..cache import cache_folder
 from ..comfyui.host_record import ComfyInstall
-from ..pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
 
 if TYPE_CHECKING:
-    from ..trial.host_trials import HostCode
+    from ...pool.trial.host_trials import HostCode
 
 GIB = 2**30
 ROOMY_SHM_BYTES = GIB
@@ -290,7 +290,7 @@ def gather(host: ComfyInstall | None) -> Facts:
     if host is not None:
         torch, packages = ask_torch(), (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)
     if host is not None and torch.version:
-        from ..trial.host_trials import FOLDER, Verdicts, host_code
+        from ...pool.trial.host_trials import FOLDER, Verdicts, host_code
 
         code = host_code(Path(host.comfyui), Verdicts(cache_folder(os.environ) / FOLDER))
     return Facts(

@@ -11,13 +11,13 @@ import os
 import socket
 from collections.abc import Mapping
 
+from ...pool.devices import ELSEWHERE, visible_gpus
+from ...pool.listener import accept
+from ...pool.rank_setup import RENDEZVOUS_VARIABLE, rank_setup_from
+from ...pool.rendezvous import check_rendezvous, node_command, open_store, own_hello, register
+from ...pool.worker_main import die_with_parent
 from ..comfyui.host_record import ComfyInstall
 from ..errors import LaunchError
-from ..pool.devices import ELSEWHERE, visible_gpus
-from ..pool.listener import accept
-from ..pool.rank_setup import RENDEZVOUS_VARIABLE, rank_setup_from
-from ..pool.rendezvous import check_rendezvous, node_command, open_store, own_hello, register
-from ..pool.worker_main import die_with_parent
 
 STORE_TIMEOUT_S = 30.0
 log = logging.getLogger("pipemesh")

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.interrupt import interrupting
 from ...parallel_runtime.client.remote_upscaler import largest_share
 from ...parallel_runtime.client.remote_vae import FirstStage, ranks_of
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, RunCancelled
+from ...pool.devices import Placement
 from ..latest import Latest
 from ..notices import OF_A_VAE, OF_AN_UPSCALER, Notices
 from ..runtime import Runtime

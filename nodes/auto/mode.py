@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...launcher.pool.devices import no_ranks_on
 from ...parallel_runtime.client.in_pool import InPool
 from ...parallel_runtime.texts import Text
+from ...pool.devices import no_ranks_on
 from ..here import own_device
 from ..notices import Notices
 from ..once import Once

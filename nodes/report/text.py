@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.ahead import Images
 from ...parallel_runtime.texts import Text
 from ...parallel_runtime.wire.segment import mib
+from ...pool.devices import Placement
 from ..notices import Notice
 from ..prompt_times import PromptFigures
 from ..status.figures import (

@@ -12,15 +12,15 @@ import comfy.cli_args
 import comfy.model_management as mm
 import torch
 
-from ...launcher.pool.devices import Placement, visible_gpus
-from ...launcher.pool.handle import PoolHandle
-from ...launcher.pool.pool import refused_kernels
-from ...launcher.trial.host_trials import HostTrials
-from ...launcher.trial.known_hosts import known_hosts
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.client.run import Run
 from ...parallel_runtime.client.session import Session
 from ...parallel_runtime.memory import system_memory
+from ...pool.devices import Placement, visible_gpus
+from ...pool.handle import PoolHandle
+from ...pool.pool import refused_kernels
+from ...pool.trial.host_trials import HostTrials
+from ...pool.trial.known_hosts import known_hosts
 from ..auto.mode import Auto
 from ..planning import PlannedLayout
 from ..runtime import Runtime

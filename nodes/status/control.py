@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...launcher.pool.handle import PoolHandle
 from ...parallel_runtime.client.remote_pool import RemotePool
 from ...parallel_runtime.errors import PipeMeshError
+from ...pool.handle import PoolHandle
 from ..runtime import Runtime
 from .collection import pool_id
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...launcher.pool.devices import Placement
 from ...parallel_runtime.comm.shares import group_speeds, shares_of, stage_speeds
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.texts import Text
+from ...pool.devices import Placement
 from .figures import ModelStatus, RunFigures
 
 WAITED_FOR = 1.2  # a rank that computed so many times as long as the least busy one makes it wait

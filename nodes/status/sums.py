@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from ...launcher.pool.devices import Placement
 from ...parallel_runtime.client.run import Evaluation, Run
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares, waited_most
 from ...parallel_runtime.patches import Part
+from ...pool.devices import Placement
 from ..planning import PlannedLayout
 from .figures import InPatches, Loser, PlanFigures, RunFigures
 

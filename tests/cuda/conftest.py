@@ -37,9 +37,9 @@ def pools(setup, device):
     """layout, backend -> a RemotePool and its placement. Over gloo all ranks are on one device;
     over NCCL each has its own. A pool ends when another starts.
     """
-    from pipemesh.launcher.pool.devices import place, visible_gpus
-    from pipemesh.launcher.pool.handle import PoolKeeper
     from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+    from pipemesh.pool.devices import place, visible_gpus
+    from pipemesh.pool.handle import PoolKeeper
 
     keeper, made = PoolKeeper(setup), {}
 

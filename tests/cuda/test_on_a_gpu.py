@@ -23,7 +23,6 @@ from pipemesh.lab.commands.parity import (
     sample,
     stock_model,
 )
-from pipemesh.launcher.trial.rounding import bound
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
 from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
@@ -37,6 +36,7 @@ from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, WeightsWish
 from pipemesh.parallel_runtime.weights.quantised import stored_bytes
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.parallel_runtime.wire.segment import mib
+from pipemesh.pool.trial.rounding import bound
 
 from ..models import load, run, with_lora, write_model
 from ..patched import execute

@@ -9,6 +9,6 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-runpy.run_path(str(ROOT / "launcher" / "package.py"))["register_package"](ROOT)
+runpy.run_path(str(ROOT / "pool" / "package.py"))["register_package"](ROOT)
 
 NODE_CLASS_MAPPINGS = import_module("pipemesh.lab.templates.stand_ins.foreign").FOREIGN

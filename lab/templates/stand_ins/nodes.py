@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import nodes
 
-from ....launcher.trial.rounding import rounded
+from ....pool.trial.rounding import rounded
 from ..cut import CUT_NODE, FRAMES, HELD_NODE, KINDS, RECORD_NODE, ROUNDED_NODE
 from .attached import make_control_net, make_latent_upscaler, make_model_patch, make_style_model
 from .classes import alike, require_reader

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from ...parallel_runtime.wire.channel import ChannelClosed
 from ...parallel_runtime.wire.messages import FromTrial, TrialStep, Tried, Try
-from ..pool.devices import Device
-from ..pool.rank_setup import RankSetup
-from ..pool.side_process import SCRIPT, SideProcess
+from ..devices import Device
+from ..rank_setup import RankSetup
+from ..side_process import SCRIPT, SideProcess
 from .host_trials import TrialLost
 
 LIMIT_S = 600.0  # of one class, with the start of its ranks

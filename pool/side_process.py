@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...parallel_runtime.wire.channel import Channel, ChannelClosed
-from ...parallel_runtime.wire.messages import CountLike
-from ...parallel_runtime.wire.tree import encode_plain
+from ..parallel_runtime.wire.channel import Channel, ChannelClosed
+from ..parallel_runtime.wire.messages import CountLike
+from ..parallel_runtime.wire.tree import encode_plain
 from .crew import rank_environment
 from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device
 from .rank_setup import RankSetup

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...parallel_runtime.errors import RunCancelled
-from ...parallel_runtime.layout import Layout
+from ..parallel_runtime.errors import RunCancelled
+from ..parallel_runtime.layout import Layout
 from .conversation import POLL_S, stop_if
 from .devices import Placement
 from .pool import WorkerPool, never

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PipeMeshError, PoolFailed, Refused
-from ...parallel_runtime.wire.messages import Failed, FromRank
-from ...parallel_runtime.wire.segment import mib
+from ..parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PipeMeshError, PoolFailed, Refused
+from ..parallel_runtime.wire.messages import Failed, FromRank
+from ..parallel_runtime.wire.segment import mib
 from .supervisor import NEVER_STARTED, SERVER_ENDED
 
 LEAVE_WAIT_S = 10.0  # for the others to leave early, after one rank has failed

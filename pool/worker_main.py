@@ -22,14 +22,13 @@ def die_with_parent(parent: int) -> None:
 
 def make_importable() -> None:
     """Has the pack importable as ``pipemesh``, and no library found in its folders."""
-    root = Path(__file__).resolve().parents[2]
-    # The folder of package.py, and this script's
-    own = [str(root / "launcher"), str(root / "launcher" / "pool")]
-    sys.path.insert(0, own[0])
+    root = Path(__file__).resolve().parents[1]
+    own = str(root / "pool")  # the folder of package.py, and this script's
+    sys.path.insert(0, own)
     from package import register_package
 
     register_package(root)
-    sys.path[:] = [entry for entry in sys.path if str(Path(entry or ".").resolve()) not in own]
+    sys.path[:] = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != own]
 
 
 def main() -> None:
@@ -46,8 +45,8 @@ def main() -> None:
 
         run(Channel(sock, ToCounter))
     elif sys.argv[3:] == ["trial"]:
-        from pipemesh.launcher.trial.trying import run
         from pipemesh.parallel_runtime.wire.messages import ToTrial
+        from pipemesh.pool.trial.trying import run
 
         run(Channel(sock, ToTrial))
     else:

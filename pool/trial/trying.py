@@ -22,9 +22,9 @@ from ...parallel_runtime.refusals import require_plan
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
 from ...parallel_runtime.wire.messages import CountLike, TrialStep, Tried, Try
 from ...parallel_runtime.wire.tree import decode_plain
-from ..pool.devices import place
-from ..pool.handle import PoolKeeper
-from ..pool.rank_setup import RankSetup
+from ..devices import place
+from ..handle import PoolKeeper
+from ..rank_setup import RankSetup
 from .rounding import BOUND, bound, relative_error, rms
 from .sampled import sampled
 

@@ -14,10 +14,10 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from ...parallel_runtime.planner.counts import CounterLost, NotCounted
-from ...parallel_runtime.planner.whole import Whole
-from ...parallel_runtime.wire.channel import ChannelClosed
-from ...parallel_runtime.wire.messages import Count, Counted, FromCounter
+from ..parallel_runtime.planner.counts import CounterLost, NotCounted
+from ..parallel_runtime.planner.whole import Whole
+from ..parallel_runtime.wire.channel import ChannelClosed
+from ..parallel_runtime.wire.messages import Count, Counted, FromCounter
 from .devices import Device
 from .rank_setup import RankSetup
 from .side_process import SCRIPT, SideProcess

@@ -9,12 +9,11 @@ import secrets
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ...parallel_runtime.errors import LayoutError, PipeMeshError
-from ...parallel_runtime.wire.messages import Meeting
-from ...parallel_runtime.wire.tcp import Hello
-from ..errors import LaunchError
-from ..package import VERSION
+from ..parallel_runtime.errors import LayoutError, PipeMeshError
+from ..parallel_runtime.wire.messages import Meeting
+from ..parallel_runtime.wire.tcp import Hello
 from .crew import Net
+from .package import VERSION
 from .rank_setup import RENDEZVOUS_VARIABLE, SECRET_VARIABLE, RankSetup
 
 if TYPE_CHECKING:
@@ -82,13 +81,13 @@ def find(store: TCPStore, name: str) -> str:
 
 def register(store: TCPStore, name: str, known: str) -> None:
     """Enters ``known``, ADDRESS:PORT, in the store as the leader of machine ``name``. A leader that
-    is started again may have another port. Raises LaunchError where another machine has the name.
+    is started again may have another port. Raises PipeMeshError where another machine has the name.
     """
     before = ""
     while (now := store.compare_set(store_key(name), before, known).decode()) != known:
         where = now.rpartition(":")[0]
         if where != known.rpartition(":")[0]:
-            raise LaunchError(
+            raise PipeMeshError(
                 f"{name} is the machine at {where} already: give this one another --name, "
                 f"or start torchrun anew on every machine if {name} has moved here."
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...parallel_runtime.wire.arena import Board
+from ..parallel_runtime.wire.arena import Board
 
 STARTING, LOADING, PATCHING = "starting workers", "loading the model", "patching weights"
 COMPILING = "compiling the model's blocks"

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...parallel_runtime.errors import PoolFailed, RunCancelled
-from ...parallel_runtime.wire.arena import Board
-from ...parallel_runtime.wire.messages import Forward, Request
+from ..parallel_runtime.errors import PoolFailed, RunCancelled
+from ..parallel_runtime.wire.arena import Board
+from ..parallel_runtime.wire.messages import Forward, Request
 from .progress import Progress
 from .ranks import Lost, Ranks
 from .verdict import (

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 
-from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, RunCancelled
-from ...parallel_runtime.wire.arena import Arena
-from ...parallel_runtime.wire.messages import Done, Memory, Ready, Request
+from ..parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, RunCancelled
+from ..parallel_runtime.wire.arena import Arena
+from ..parallel_runtime.wire.messages import Done, Memory, Ready, Request
 from .conversation import Conversation, stop_if
 from .devices import Placement
 from .progress import Progress

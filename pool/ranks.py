@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from ...parallel_runtime.errors import RunCancelled
-from ...parallel_runtime.wire.arena import Arena
-from ...parallel_runtime.wire.channel import ChannelClosed
-from ...parallel_runtime.wire.messages import Cancel, Close, Request
+from ..parallel_runtime.errors import RunCancelled
+from ..parallel_runtime.wire.arena import Arena
+from ..parallel_runtime.wire.channel import ChannelClosed
+from ..parallel_runtime.wire.messages import Cancel, Close, Request
 from .crew import Crew
 from .devices import Placement
 from .rank_setup import RankSetup

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...parallel_runtime.errors import LayoutError
+from ..parallel_runtime.errors import LayoutError
 from .fork_server import ForkServer
 from .progress import Told
 from .supervisor import Command, Process, process_of_its_own

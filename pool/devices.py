@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...parallel_runtime.comm.cores import share_of_cores
-from ...parallel_runtime.comm.shares import relative
-from ...parallel_runtime.errors import LayoutError
-from ...parallel_runtime.layout import OF_A_GROUP, Layout
-from ...parallel_runtime.wire.arena import MAX_RANKS
+from ..parallel_runtime.comm.cores import share_of_cores
+from ..parallel_runtime.comm.shares import relative
+from ..parallel_runtime.errors import LayoutError
+from ..parallel_runtime.layout import OF_A_GROUP, Layout
+from ..parallel_runtime.wire.arena import MAX_RANKS
 from .gpu_modes import is_mig
 
 Backend = Literal["gloo", "nccl"]
@@ -207,7 +207,7 @@ def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
         return ()
     speeds = [device.flops_per_s for device in devices]
     if not all(speeds):
-        from ...parallel_runtime.planner.machine import speed_of
+        from ..parallel_runtime.planner.machine import speed_of
 
         speeds = [speed_of(device.title) for device in devices]
     return relative([speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)])

@@ -11,10 +11,10 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...parallel_runtime.wire.channel import Channel, ChannelClosed
-from ...parallel_runtime.wire.messages import FromRank, Meeting, Start
-from ...parallel_runtime.wire.segment import Segment
-from ...parallel_runtime.wire.tree import encode_plain
+from ..parallel_runtime.wire.channel import Channel, ChannelClosed
+from ..parallel_runtime.wire.messages import FromRank, Meeting, Start
+from ..parallel_runtime.wire.segment import Segment
+from ..parallel_runtime.wire.tree import encode_plain
 from .devices import CUDA_VARIABLE, HIP_VARIABLE, Device, Placement
 from .rank_setup import ALLOCATOR, COLLECTIVE_TIMEOUT_S, KEEP_MEMORY, SECRET_VARIABLE, RankSetup
 from .supervisor import Command, Supervisor

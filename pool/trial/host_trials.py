@@ -33,7 +33,7 @@ from .known_hosts import KnownHosts, known_hosts
 from .rounding import error_of
 
 PACK = Path(__file__).resolve().parents[2]
-RUNTIME, TRIAL = "parallel_runtime", "launcher/trial"
+RUNTIME, TRIAL = "parallel_runtime", "pool/trial"
 NOT_IN_RANKS = ("client", "planner", "watch")  # folders of the runtime that compute nothing of a model
 POLL_S = 0.05
 NAMED = 2  # functions that a notice names

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...parallel_runtime.errors import SharedMemoryFull
-from ...parallel_runtime.wire.arena import Arena
-from ...parallel_runtime.wire.channel import ChannelClosed, close_all
-from ...parallel_runtime.wire.messages import (
+from ..parallel_runtime.errors import SharedMemoryFull
+from ..parallel_runtime.wire.arena import Arena
+from ..parallel_runtime.wire.channel import ChannelClosed, close_all
+from ..parallel_runtime.wire.messages import (
     PHASE,
     Beat,
     Denied,
@@ -28,9 +28,9 @@ from ...parallel_runtime.wire.messages import (
     Open,
     Request,
 )
-from ...parallel_runtime.wire.segment import TensorRef
-from ...parallel_runtime.wire.tcp import COMFYUI, Link, SecretRefused, notice_loss, shake_hands
-from ...parallel_runtime.wire.tree import decode_tree, encode_plain
+from ..parallel_runtime.wire.segment import TensorRef
+from ..parallel_runtime.wire.tcp import COMFYUI, Link, SecretRefused, notice_loss, shake_hands
+from ..parallel_runtime.wire.tree import decode_tree, encode_plain
 from .devices import Placement
 from .rank_setup import SECRET_VARIABLE, RankSetup
 from .rendezvous import (

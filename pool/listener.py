@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ...parallel_runtime.wire.messages import ToMachine
-from ...parallel_runtime.wire.tcp import LEADER, Hello, Link, notice_loss, shake_hands
+from ..parallel_runtime.wire.messages import ToMachine
+from ..parallel_runtime.wire.tcp import LEADER, Hello, Link, notice_loss, shake_hands
 from .leader import LentRanks
 from .rank_setup import RankSetup
 from .rendezvous import version_conflict

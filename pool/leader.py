@@ -13,11 +13,11 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from ...parallel_runtime.errors import LayoutError, SharedMemoryFull
-from ...parallel_runtime.layout import Layout
-from ...parallel_runtime.wire.arena import ROOM, Board
-from ...parallel_runtime.wire.channel import ChannelClosed, close_all
-from ...parallel_runtime.wire.messages import (
+from ..parallel_runtime.errors import LayoutError, SharedMemoryFull
+from ..parallel_runtime.layout import Layout
+from ..parallel_runtime.wire.arena import ROOM, Board
+from ..parallel_runtime.wire.channel import ChannelClosed, close_all
+from ..parallel_runtime.wire.messages import (
     Beat,
     Cancel,
     Close,
@@ -34,12 +34,12 @@ from ...parallel_runtime.wire.messages import (
     Request,
     Said,
 )
-from ...parallel_runtime.wire.segment import Segment
-from ...parallel_runtime.wire.tcp import Link
-from ...parallel_runtime.wire.tree import decode_plain
-from ..package import VERSION
+from ..parallel_runtime.wire.segment import Segment
+from ..parallel_runtime.wire.tcp import Link
+from ..parallel_runtime.wire.tree import decode_plain
 from .crew import Crew
 from .devices import Device, Placement, visible_gpus
+from .package import VERSION
 from .rank_setup import RankSetup
 from .rendezvous import MachineMissing, net_for
 
