@@ -20,11 +20,15 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from pipemesh.lab.bench.forwards import Forwards, StandinExchange, StandinRing, standin  # noqa: E402
 from pipemesh.parallel_runtime.comm.exchange import Exchange  # noqa: E402
+from pipemesh.parallel_runtime.comm.in_step import Expected  # noqa: E402
 from pipemesh.parallel_runtime.comm.mesh import connect  # noqa: E402
 from pipemesh.parallel_runtime.comm.ring import Ring  # noqa: E402
+from pipemesh.parallel_runtime.comm.shares import Shares  # noqa: E402
+from pipemesh.parallel_runtime.errors import ModelError  # noqa: E402
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan  # noqa: E402
 from pipemesh.parallel_runtime.layout import Layout  # noqa: E402
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel  # noqa: E402
+from pipemesh.parallel_runtime.patches import Part  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -88,22 +92,52 @@ class Model(torch.nn.Module):
         return self.last(x)
 
 
+PLAN = TokenPlan(
+    family="grouped",
+    models=(),
+    streams=("x",),
+    blocks=(Blocks(path="blocks", tokens={"x": ("x",)}),),
+    leave=Leave(path="last", stream="x"),
+)
+
+
 def grouped(_layout, comm):
     """How far from the whole the parallel forward is."""
     torch.manual_seed(1)
     model, x = Model(), torch.randn(2, 13, 96)
     alone = model(x, {})
-    plan = TokenPlan(
-        family="grouped",
-        models=(),
-        streams=("x",),
-        blocks=(Blocks(path="blocks", tokens={"x": ("x",)}),),
-        leave=Leave(path="last", stream="x"),
-    )
-    method = SequenceParallel(model, plan, comm)
+    method = SequenceParallel(model, PLAN, comm)
     method.attach()
     together = method.forward(model, {"x": x, "transformer_options": {}}, 1)
     return float((together - alone).abs().max()) if comm.rank == 0 else 0.0
+
+
+def unlike(layout, comm):
+    """What comes of evaluations, in some of which the last rank has other tokens or shares: how far
+    from the whole the output is, or the error.
+    """
+    torch.manual_seed(1)
+    model, x = Model(), torch.randn(2, 15, 96)
+    alone = model(x[:, :13], {})
+    method = SequenceParallel(model, PLAN, comm)
+    method.attach()
+    is_last, own, said, confirmed = comm.rank == layout.world_size - 1, comm.shares, [], 0
+    others = Shares((*[1] * (layout.world_size - 1), 3))
+    asked = [9, 15, others, 13, 13, 9, 13, 13, 15, 13]
+    for number, one in enumerate(asked):
+        tokens, shares = (13, one) if one is others else (one, own)
+        comm.join(1, comm.ulysses, comm.ring, comm.world, shares if is_last else own)
+        comm.use(1)
+        method.begin(Part(1, 0), Expected(confirmed=confirmed))
+        try:
+            arguments = {"x": x[:, : tokens if is_last else 13], "transformer_options": {}}
+            together = method.forward(model, arguments, number + 1)
+            said.append(float((together - alone).abs().max()) if comm.rank == 0 else 0.0)
+            confirmed = method.facts.confirmed
+        except ModelError as error:
+            said.append(str(error))
+            confirmed = 0
+    return said
 
 
 layout = Layout(ulysses=int(ulysses), ring=int(ring))
@@ -112,6 +146,8 @@ dist.init_process_group(
 )
 groups = connect(layout, int(rank), via_cpu=False, wants_stop=lambda: False).sequence
 with torch.inference_mode():
-    print(json.dumps({"calls": calls, "grouped": grouped}[task](layout, groups)), flush=True)
+    print(
+        json.dumps({"calls": calls, "grouped": grouped, "unlike": unlike}[task](layout, groups)), flush=True
+    )
 dist.barrier()
 os._exit(0)  # as ranks do

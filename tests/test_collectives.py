@@ -26,7 +26,7 @@ from pipemesh.parallel_runtime.patches import Part
 from . import joint_model
 from .collectives import Event, RankRun, World, disagreements, has_an_order
 from .conftest import ALL
-from .joint_model import BLOCKS, CONDS, HEADS, PLAN, Model
+from .joint_model import BLOCKS, CONDS, HEADS, PLAN, Model, inputs
 
 EVERY = [layout for ranks in range(2, 9) for layout in layouts_of(ranks)]
 SEQUENCES = [layout for layout in EVERY if layout.groups == layout.pipefusion == 1]
@@ -363,6 +363,45 @@ def test_a_stage_that_fails_in_its_own_blocks_still_sends(traced, backend, who):
     world, traces, outputs = traced(layout, backend, WARM + IN_PATCHES, prepare=prepare)
     assert_sound(world, traces)
     assert outputs[who, 4] is ZeroDivisionError and len(outputs) == 4 * len(WARM + IN_PATCHES)
+
+
+TEXTS = {"fewer tokens": 3, "more tokens": 9}
+
+
+@pytest.mark.cover(24)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("who", [0, -1])
+@pytest.mark.parametrize(
+    ("what", "when"), [*((what, when) for what in TEXTS for when in (0, 1)), ("a block less", 0)]
+)
+@pytest.mark.parametrize(
+    "layout",
+    [*SEQUENCES, Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2), Layout(ulysses=2, cfg=2)],
+    ids=Layout.equation,
+)
+def test_ranks_that_would_take_unlike_steps_all_fail_before_them_and_go_on(
+    traced, layout, what, when, who, backend
+):
+    """``when`` nobody knows the steps, and when all rely on them."""
+    who %= layout.world_size
+
+    def prepare(mesh, run, rank, model):
+        if mesh.rank == who and what not in TEXTS:
+            block = next(block for block in model.blocks if not isinstance(block, Stub))
+            own = block.forward
+            block.forward = lambda txt, img, **more: (txt, img) if rank.at == when else own(txt, img, **more)
+
+    def conditions(at, part):
+        other = at == when and getcurrent().rank == who and what in TEXTS
+        return inputs(TEXTS[what]) if other else CONDS[1]
+
+    requests = [Part(1, 1)] * (when + 1) + [Part(2, 1)] * 2
+    world, traces, outputs = traced(layout, backend, requests, blocks=4, prepare=prepare, inputs=conditions)
+    assert_sound(world, traces)
+    left = {outputs[rank, when] for rank in layout.sequence(who)}
+    assert left == {ModelError} or (layout.pipefusion > 1 and left == {ModelError, Stopped})
+    for at in range(len(requests)):
+        assert at == when or torch.allclose(outputs[layout.writer, at], truth(1, 4), atol=1e-5)
 
 
 AGAIN = [Part(2, branch) for branch in (0, 1)]

@@ -13,7 +13,7 @@ from pipemesh.lab.bench.forwards import StandinExchange, StandinRing, standin
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.lab.dry_run.ranks import joined as lone_rank
 from pipemesh.parallel_runtime.comm import ring as ring_module
-from pipemesh.parallel_runtime.comm.in_step import Expected, InStep, KnownSteps
+from pipemesh.parallel_runtime.comm.in_step import Expected, InStep, KnownSteps, Told
 from pipemesh.parallel_runtime.comm.mesh import connect, open_weights
 from pipemesh.parallel_runtime.comm.parts import to_all
 from pipemesh.parallel_runtime.comm.ring import Ring
@@ -127,7 +127,7 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
     more.
     """
     steps, known, watch = (
-        InStep(lambda failed, number: (failed, number), lambda flag: None),
+        InStep(told_by_one, lambda flag: None),
         KnownSteps(),
         TakesNothing(),
     )
@@ -191,9 +191,13 @@ def test_the_stand_in_makes_the_calls_of_real_ranks_and_counts_their_bytes(ranks
         assert {name for name, *_ in real["calls"]} == {"_move", *(["_pass_on"] if ring > 1 else [])}
 
 
+def told_by_one(has_failed, number):
+    return Told(has_failed, number, number)
+
+
 def walked(monkeypatch, size, wishing):
     """The kernels of a walk beside its messages, and the largest wish, where one rank wishes."""
-    ring, steps = StandinRing(0, size), InStep(lambda failed, number: (failed, number), lambda flag: None)
+    ring, steps = StandinRing(0, size), InStep(told_by_one, lambda flag: None)
     kernels, at = Kernels(), count(1)
     steps.begin(KnownSteps(), Expected("kind"))
     steps.join(ring)
@@ -224,6 +228,26 @@ def test_a_walk_of_any_number_of_ranks_is_the_kernels_of_two_and_tells_of_the_la
 
 def test_queries_that_share_keys_and_values_are_exact_over_two_ranks(ranks):
     assert max(ranks(Layout(ulysses=2), "grouped")) <= 1e-5
+
+
+@pytest.mark.cover(3)
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (2, 1), (1, 2)])
+def test_real_ranks_with_unlike_tokens_or_shares_all_say_so_and_compute_on(ranks, ulysses, ring):
+    """Over gloo a message that is shorter than its place passes for whole, and a longer one ends
+    the receiver.
+    """
+    of_all = ranks(Layout(ulysses=ulysses, ring=ring), "unlike")
+    start, end = "The workers of one image differ in ", ": queue again, and if they differ again, bypass"
+    fewer, more = (
+        f"the tokens that they compute ({least} on one, {most} on another)"
+        for least, most in ((9, 13), (13, 15))
+    )
+    assert [
+        [one.removeprefix(start).partition(end)[0] if isinstance(one, str) else one <= 1e-5 for one in said]
+        for said in of_all
+    ] == [[fewer, more, "the shares that each takes", True, True, fewer, True, True, more, True]] * len(
+        of_all
+    )
 
 
 def counting(calls, real):

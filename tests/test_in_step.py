@@ -465,4 +465,5 @@ def test_ranks_rely_on_no_steps_that_one_of_them_does_not_know(theirs, told):
     failed, known = theirs
     world = SimpleNamespace(largest=lambda flags: flags.maximum(torch.tensor([failed, known, -known])))
     comm = SimpleNamespace(size=2, device="cpu", world=world)
-    assert SequenceComm._ask(comm, False, 3) == told
+    answer = SequenceComm._ask(comm, False, 3)
+    assert (answer.has_failed, answer.common) == told

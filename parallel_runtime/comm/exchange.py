@@ -43,14 +43,15 @@ class StopFlag:
         return float(self._wants_stop())
 
     def decide(self, flag: Flag) -> None:
-        """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` holds all wishes."""
+        """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` is the largest wish."""
         if isinstance(flag, torch.Tensor) and flag.device.type == "cuda":
             self._later.append(LateValue(flag))
             stops = len(self._later) > self._look_ahead and self._later.popleft().read()
         else:
             stops = float(flag)
         if stops:
-            raise Stopped
+            self._later.clear()  # ranks that had other things to tell go on from here
+            raise Stopped(stops)
 
 
 class Message(NamedTuple):

@@ -4,29 +4,39 @@ A rank that fails goes through the messages that are left of the evaluation, wit
 and nothing else in them, until all ranks leave together. It has to know them, from an earlier
 evaluation of the same kind. Ranks rely on what they know only where all of them know the same: the
 request says so, or all ask each other once, before the first message. Else they learn the steps,
-and ask each other before every message whether one has failed.
+and ask each other before every message whether one has failed, and whether all are about to take
+the same step of the same tokens and shares.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
+
+from ..errors import ModelError
 
 KEPT_KINDS = 32  # of evaluations, of one model, from run to run
 DECISION, TOKENS, END = "decision", "tokens", "end"
 SILENT = (DECISION, TOKENS)  # no rank waits for another
-Flag = float | torch.Tensor  # a wish to stop, or the largest of several: 1, or 0. A tensor has no dimension
+WISH = 1.0  # to stop
+OTHERWISE = 2.0  # of a rank that has other tokens than all have confirmed: all compare theirs
+Flag = float | torch.Tensor  # a wish, or the largest of several; 0: none. A tensor has no dimension
 COUNTED: tuple[str, ...] = ("ulysses", "ring", "gather", "weights", "pipefusion")  # axes of messages
 
 
 class Stopped(BaseException):
-    """All ranks leave the forward here. Not an Exception: host code catches those around
-    attention.
+    """All ranks leave the forward here. Not an Exception: host code catches those around attention.
+    ``wish``: the largest of all ranks.
     """
+
+    def __init__(self, wish: float = WISH):
+        super().__init__()
+        self.wish = wish
 
 
 class Step(NamedTuple):
@@ -37,6 +47,25 @@ class Step(NamedTuple):
 
     axis: str
     what: Hashable = None
+
+
+class Told(NamedTuple):
+    """What all ranks have told each other: whether one has failed, and the least and the largest of
+    their numbers. A rank that has none tells 0.
+    """
+
+    has_failed: bool
+    least: int
+    most: int
+
+    @property
+    def common(self) -> int:
+        """The number that all have told, 0 if there is none."""
+        return self.most if self.least == self.most else 0
+
+    @property
+    def are_unlike(self) -> bool:
+        return 0 < self.least < self.most
 
 
 class Expected(NamedTuple):
@@ -165,7 +194,8 @@ class KnownSteps:
 @dataclass
 class Course:
     """The steps of the evaluation at hand, ``at`` of which are done. ``relied``: which known ones
-    they are, 0 while they are learned. ``lasts``: as ``Expected`` has it.
+    they are, 0 while they are learned. ``lasts``: as ``Expected`` has it. ``tokens``: as ``expect``
+    was told, ``count`` in all.
     """
 
     known: KnownSteps
@@ -174,26 +204,28 @@ class Course:
     relied: int = 0
     steps: list[Step] = field(default_factory=list)
     at: int = 0
+    tokens: Hashable = ()
+    count: int = 0
 
 
 class InStep:
     """The steps of one rank's evaluations where ``width`` groups share a sequence. All ranks of the
-    sequence take the same, in one order.
+    sequence take the same, in one order, of the same ``shares``.
 
-    ``ask``: tells the others whether this rank has failed and which steps it knows; returns whether
-    any has failed, and which steps all know. All must call it. It decides at once. ``decide``: as
-    ``StopFlag`` has it.
+    ``ask``: tells the others whether this rank has failed, and a number; returns what all have
+    told. All must call it. It decides at once. ``decide``: as ``StopFlag`` has it.
     """
 
     def __init__(
         self,
-        ask: Callable[[bool, int], tuple[bool, int]],
+        ask: Callable[[bool, int], Told],
         decide: Callable[[Flag], None],
         width: int = 1,
+        shares: Hashable = (),
     ):
         self._ask = ask
         self._decide = decide
-        self._width = width
+        self._sharing = width, shares
         self._movers: dict[str, Mover] = {}
         self._course = Course(KnownSteps(), ())
         self.flag: Flag = 0.0  # that came last
@@ -217,7 +249,9 @@ class InStep:
         this rank does not know what all have confirmed.
         """
         steps = list(known.steps_of(expected.confirmed))
-        self._course = Course(known, (self._width, expected.kind), expected.lasts, expected.confirmed, steps)
+        self._course = Course(
+            known, (self._sharing, expected.kind), expected.lasts, expected.confirmed, steps
+        )
         self.confirmed, self.has_asked = 0, bool(expected.confirmed)
         self.flag = 0.0
         self._is_over = self._is_broken = bool(expected.confirmed) and not steps
@@ -239,16 +273,22 @@ class InStep:
             if step.axis in self._movers:
                 self._movers[step.axis].make_room(step.what)
         self.has_asked = True
-        has_failed, common = self._ask(False, own)
-        if has_failed:
+        told = self._ask_all(own)
+        course.relied, course.steps = told.common, list(course.known.steps_of(told.common))
+
+    def _ask_all(self, number: int) -> Told:
+        """Ask, as a rank that has not failed. Raises Stopped on all ranks if one has."""
+        told = self._ask(False, number)
+        if told.has_failed:
             self._is_over = True
             raise Stopped
-        course.relied, course.steps = common, list(course.known.steps_of(common))
+        return told
 
-    def expect(self, tokens: Hashable) -> None:
-        """Note how many tokens the evaluation has. Where it is another number than before, every
-        rank takes all messages for new, also one whose own are as long as before.
+    def expect(self, tokens: Hashable, count: int) -> None:
+        """Note which tokens the evaluation has, ``count`` of them. If they are others than before,
+        every rank takes all messages for new, also one whose own are as long as before.
         """
+        self._course.tokens, self._course.count = tokens, count
         self.enter(TOKENS, tokens)
         self.leave_with(None)
 
@@ -257,7 +297,9 @@ class InStep:
         self.enter(DECISION)
         try:
             self._decide(flag)
-        except Stopped:
+        except Stopped as stopped:
+            if self._has_others(stopped.wish):
+                self._compare([])
             self._is_over = True
             raise
         self.leave_with(flag)
@@ -265,7 +307,7 @@ class InStep:
     def enter(self, axis: str, what: Hashable = None) -> None:
         """Begin a step that the caller takes; ``leave_with`` the flag that came ends it. Call it
         where nothing can fail any more before the message is on its way. Raises Stopped on all
-        ranks where one has failed.
+        ranks where one has failed, ModelError on all if they are about to take unlike steps.
 
         A step that is not the one known to come is learned, and what was known behind it is void.
         """
@@ -277,11 +319,33 @@ class InStep:
         if course.relied:
             course.known.change(course.kind)
             course.relied = 0
+            # Ranks whose tokens are as all have confirmed hear of others in the messages that come
+            if axis == TOKENS and self._go_through(course.steps[course.at :], OTHERWISE):
+                self._compare([])
         del course.steps[course.at :]
-        if axis not in SILENT and self._ask(False, 0)[0]:
-            self._is_over = True
-            raise Stopped
+        if axis not in SILENT:
+            self._compare([*(step.axis for step in course.steps), axis])
         course.steps.append(step)
+
+    def _compare(self, order: Sequence[str]) -> None:
+        """Ask whether one has failed, and whether all ranks have the same tokens, shares and
+        ``order`` of steps: a message of another length is garbage to its receiver, or its end.
+        """
+        course = self._course
+        if not self._ask_all(digest((course.tokens, self._sharing, order))).are_unlike:
+            return
+        count, tokens = self._ask_all(1 + course.count), self._ask_all(digest(course.tokens))
+        shares = self._ask_all(digest(self._sharing))
+        self._is_over = True
+        what = "their messages' order"
+        if tokens.are_unlike:
+            what = f"the tokens that they compute ({count.least - 1} on one, {count.most - 1} on another)"
+        elif shares.are_unlike:
+            what = "the shares that each takes"
+        raise ModelError(
+            f"The workers of one image differ in {what}: queue again, and if they differ again, bypass"
+            " Parallelize for this MODEL and report it."
+        )
 
     def leave_with(self, flag: Flag | None) -> None:
         self._course.at += 1
@@ -310,23 +374,39 @@ class InStep:
         if self._is_over:
             return
         self._is_over = self._is_broken = True
+        course = self._course
         try:
-            if self._course.relied:
-                self._go_through(self._course.steps[self._course.at :])
-            else:
+            if not course.relied or self._has_others(self._go_through(course.steps[course.at :], WISH)):
                 self.has_asked = True
                 self._ask(True, 0)
-        except Stopped:
-            pass
         except Exception:  # noqa: BLE001 the failure that came first is told
             return
         self._is_broken = False
 
-    def _go_through(self, steps: list[Step]) -> None:
+    def _has_others(self, wish: float) -> bool:
+        """Whether ranks leave because one has other tokens: none relies on such steps any more."""
+        if wish != OTHERWISE:
+            return False
+        self._course.known.change(self._course.kind)
+        return True
+
+    def _go_through(self, steps: list[Step], wish: float) -> float:
+        """Take part in ``steps`` with nothing but a wish, until all ranks leave; return for which,
+        0 if they do not.
+        """
         came = self.flag
-        for step in steps:
-            if step.axis == DECISION:
-                self._decide(came)
-            elif step.axis in self._movers:
-                flag = self._movers[step.axis].go_through(step.what, 1.0)
-                came = came if flag is None else flag
+        try:
+            for step in steps:
+                if step.axis == DECISION:
+                    self._decide(came)
+                elif step.axis in self._movers:
+                    flag = self._movers[step.axis].go_through(step.what, wish)
+                    came = came if flag is None else flag
+        except Stopped as stopped:
+            return stopped.wish
+        return 0.0
+
+
+def digest(content: object) -> int:
+    """Return a number above 0 that ranks tell each other in place of the content."""
+    return 1 + crc32(repr(content).encode())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..layout import ALONE, OF_A_SEQUENCE, Layout
 from .exchange import Exchange, StopFlag
-from .in_step import InStep, Traffic
+from .in_step import InStep, Told, Traffic
 from .parts import runs_of, to_all
 from .ring import Ring
 from .shard_gather import ShardGather
@@ -69,7 +69,7 @@ class SequenceComm:
 
     def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange, shares: Shares = EVEN) -> None:
         """Have these be used where ``width`` neighbouring groups share a sequence."""
-        in_step = InStep(self._ask, self.stop.decide, width)
+        in_step = InStep(self._ask, self.stop.decide, width, shares)
         self._by_width[width] = Paths(ulysses, ring, world, in_step, shares)
         for mover in (ulysses, ring, world):
             mover.traffic = self.traffic
@@ -100,13 +100,13 @@ class SequenceComm:
         gather.in_step = self.in_step
         return gather
 
-    def _ask(self, has_failed: bool, known: int) -> tuple[bool, int]:
+    def _ask(self, has_failed: bool, number: int) -> Told:
         """Ask all ranks of the sequence, as ``InStep`` has it."""
         if self.size == 1:
-            return has_failed, known
-        told = torch.tensor([int(has_failed), known, -known], device=self.device)
+            return Told(has_failed, number, number)
+        told = torch.tensor([int(has_failed), number, -number], device=self.device)
         any_failed, most, least = self.world.largest(told).tolist()
-        return bool(any_failed), most if most == -least else 0
+        return Told(bool(any_failed), -least, most)
 
     def any_wishes(self, wish: bool) -> bool:
         """Return whether any rank of the sequence wishes it. All of them must ask, in the middle of

@@ -124,12 +124,16 @@ class StageLink:
     def receive(
         self, number: int, count: int, dtype: torch.dtype, device: torch.device, *, is_announced: bool = False
     ) -> torch.Tensor | None:
-        """Return the next patch, (count,), where messages lie; None where it is announced that none
-        comes. Raises RuntimeError if it belongs to another request; on CUDA, if one of
-        ``CHECKED_LATER`` before it did.
+        """Return the next patch, (count,), where messages lie; as long as it is announced, and None
+        where it is announced that none comes. Raises RuntimeError if it belongs to another request;
+        on CUDA, if one of ``CHECKED_LATER`` before it did.
         """
-        if is_announced and int(self._announcement()[0]):
-            return None
+        if is_announced:
+            is_nothing, announced, place = self._announcement().tolist()
+            if is_nothing:
+                return None
+            if announced:  # 0: the stage before has no rows, or there is none, as in a dry run
+                count, dtype = announced, DTYPES[place]
         buffer = self._take(count, dtype, device)
         if buffer.numel() != count + 1:
             raise RuntimeError(OUT_OF_STEP)

@@ -108,7 +108,7 @@ class SequenceSharding(SequenceAttention):
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards | None:
         if self._comm.size == 1:
             return None
-        self._comm.in_step.expect(tuple(all_tokens.items()))
+        self._comm.in_step.expect(tuple(all_tokens.items()), sum(all_tokens.values()))
         return Shards(all_tokens, self._comm.rank, self._comm.size, weights=self._comm.shares.tokens)
 
     def enter_block(self) -> None:

@@ -107,7 +107,7 @@ class BandsOfRows:
         samples, in_step = arguments["samples"], self._comm.in_step
         try:
             in_step.agree()
-            in_step.expect(tuple(samples.shape))
+            in_step.expect(tuple(samples.shape), samples.numel())
             rows, size = samples.shape[ROWS], self._comm.size
             weights = self._comm.shares.tokens or ()
             bands = Bands.of(rows, arguments["unit"], size, weights) if size > 1 else Bands((rows,))

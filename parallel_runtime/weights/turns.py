@@ -163,8 +163,9 @@ class Turns:
 
     def _places_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns this rank's part of a block, and room for all parts: for a rank that computes
-        nothing, and gives the others what they wait for.
+        nothing, and gives the others what they wait for. What lies in the room is overwritten.
         """
+        self._at, self._coming = [NONE, NONE], NONE
         block = self._blocks[index]
         return block.part, self._open_room().place(0, block.nbytes)
 

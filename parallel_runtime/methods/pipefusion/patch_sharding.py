@@ -61,7 +61,7 @@ class PatchSharding(SequenceAttention):
         if patch is not None:
             active = {stream: (0, count if patch.first else 0) for stream, count in all_tokens.items()}
             active[image] = (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)
-        self._comm.in_step.expect(tuple(all_tokens.items()))
+        self._comm.in_step.expect(tuple(all_tokens.items()), sum(all_tokens.values()))
         return Shards(all_tokens, self._comm.rank, self._comm.size, active, self._comm.shares.tokens)
 
     def enter_block(self) -> None:

@@ -106,7 +106,7 @@ class StageMessages:
 
     def receive_hidden(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows that the stage before computed in place of ``tokens``, which are of their
-        shapes; zeros where it had none to send.
+        shapes; zeros where it had none to send. Raises ModelError if they are of others.
         """
         hidden, self.device = Hidden.of(tokens), tokens[0].device
         self._link.prepare(hidden.numel + 1, hidden.dtype, self.device)
@@ -117,7 +117,13 @@ class StageMessages:
         self.done.received()
         if rows is None:
             return [torch.zeros_like(t) for t in tokens]
-        self._received[self._part] = hidden
+        self._received[self._part] = came = Hidden.of([rows])
+        if came != hidden:
+            raise ModelError(
+                f"A stage of the pipeline has {hidden.numel} numbers ({hidden.dtype}) of a patch, and the"
+                f" stage before sends {came.numel} ({came.dtype}): queue again, and if they differ again,"
+                " set pipefusion to 1 and report it."
+            )
         # Post the next patch's receive, so that it arrives while this one is computed
         part = self._next_part()
         coming = self._received.get(part) if part is not None else None
