@@ -460,7 +460,7 @@ def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
 
 
 def patch(client: RemotePool, model: str) -> None:
-    client.residency.set_weight_patches(model, "p", {}, {}, lambda: False)
+    client.residency.set_weight_patches(model, "p", {}, ("", {}), lambda: False)
 
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:

@@ -29,7 +29,7 @@ def evaluated(pair, client):
     arguments["transformer_options"] = {}
     client.residency.release(source.model)  # another test may have had its weights shared out
     client.residency.load(source, lambda: state_source(parallel), never)
-    client.residency.set_weight_patches(source.model, "", {}, {}, never)
+    client.residency.set_weight_patches(source.model, "", {}, ("", {}), never)
     latent, *others = arguments
 
     def evaluated(change, branch="first"):
@@ -68,7 +68,7 @@ def test_an_output_larger_than_the_latent_is_fetched(pair, client, requests):
     with torch.inference_mode():
         truth = forward(**arguments)
     client.residency.load(source, lambda: state_source(parallel), never)
-    client.residency.set_weight_patches(source.model, "", {}, {}, never)
+    client.residency.set_weight_patches(source.model, "", {}, ("", {}), never)
     x, timestep, *others = arguments
     swapped = {name: arguments[name] for name in (timestep, x, *others)}
     requests.clear()

@@ -15,6 +15,7 @@ from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, st
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.crossing.source import Source, state_source
 from pipemesh.parallel_runtime.errors import OutOfMemory
+from pipemesh.parallel_runtime.forward import PREFIX
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.keeping import WHOLE
 from pipemesh.parallel_runtime.weights import device_weights
@@ -22,6 +23,7 @@ from pipemesh.parallel_runtime.weights.weight_patches import pack_patches
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import DropSets, EndRun, Memory, SetWeightPatches
 from pipemesh.parallel_runtime.wire.segment import Segment
+from pipemesh.parallel_runtime.worker import resident
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
@@ -178,6 +180,7 @@ class Counted:
     def __init__(self, mesh, monkeypatch):
         self.pool, self.counts = OneRank(mesh, own_gpu()), dict.fromkeys(("merged", "restored"), 0)
         self.client, self.stock = RemotePool(self.pool), stock_model(2)
+        self.changed = {}  # weights that a node changed in place
         monkeypatch.setattr(ResidentModel, "_patched", self.counted("merged", ResidentModel._patched))
         loaded = stock_model(2)
         self.client.residency.load(Source(model="m"), lambda: state_source(loaded), lambda: False, WHOLE)
@@ -197,12 +200,14 @@ class Counted:
 
         return counts
 
-    def switch(self, name, comes_back=True):
+    def switch(self, name, comes_back=True, objects=("", {})):
         """Returns what that took: weights merged, weights restored, bytes sent."""
         self.pool.sent.clear()
         before = dict(self.counts)
         patches, truth = self.sets[name]
-        self.client.residency.set_weight_patches("m", name, patches, {}, lambda: False, comes_back=comes_back)
+        self.client.residency.set_weight_patches(
+            "m", f"{name}{objects[0]}", patches, objects, lambda: False, comes_back=comes_back
+        )
         here = self.pool.handler.models["m"].patcher.model.named_parameters()
         for key, weight in here:
             content = weight.to("cpu") if isinstance(weight.data, LateTensor) else weight
@@ -264,6 +269,26 @@ def test_sets_that_are_kept_go_first_where_memory_lacks_and_models_after_them(mo
         assert DropSets in rank.pool.asked and list(rank.client.session.models) == ["m"]
         make_room = rank.client.residency.make_room
         assert make_room("m") and not make_room("m"), "b was kept, and nothing is any more"
+
+    on_a_late_gpu(monkeypatch, work)
+
+
+def test_objects_of_all_sets_are_sent_and_put_once_and_weights_among_them_are_in_every_set(monkeypatch):
+    put, name = [], f"{PREFIX}double_blocks.0.txt_mlp.0.weight"
+    monkeypatch.setattr(resident, "put_object", lambda *asked: put.append(asked[1]))
+
+    def work(rank):
+        model = rank.stock.model
+        plain, other = dict(rank.sets), torch.full_like(model.state_dict()[name], 3.0)
+        objects = "|changed", {name: other, f"{PREFIX}scale": torch.ones(1 << 16)}
+        for key, (patches, truth) in plain.items():
+            merged = other + 0.5 * patches[name][0][1][1][1][0] if patches else other
+            rank.sets[key] = patches, {**truth, name: merged}
+        first, *others = [rank.switch(key, objects=objects) for key in ("a", "b", "", "a", "b", "")]
+        assert put == [f"{PREFIX}scale"] and first[2] > 4 << 16 > max(sent for *_, sent in others)
+        assert [merged for merged, *_ in others[2:]] == [0, 0, 0]
+        rank.sets = plain
+        assert [rank.switch(key)[0] > 0 for key in ("", "a", "b", "", "a")] == [False, True, True, False, False]
 
     on_a_late_gpu(monkeypatch, work)
 

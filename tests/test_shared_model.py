@@ -183,3 +183,18 @@ def test_a_patch_that_cannot_be_put_into_place_is_stocks_own_error_and_leaves_no
     mm.unload_all_models()
     assert same(state_of(stock), loaded)
     assert torch.equal(run(stock, steps=STEPS), truth)
+
+
+def test_a_copy_with_a_model_of_its_own_is_watched_itself_and_computes_what_stock_does(pair):
+    """As *Select Model Device* makes one for another GPU, of the MODEL that was parallelized."""
+    stock, parallel = pair
+    truth, copy = run(stock, steps=STEPS), parallel.deepclone_multigpu(parallel.load_device).clone()
+    assert relative_error(run(parallel, steps=STEPS), truth) <= BOUND
+    block = copy.model.diffusion_model.double_blocks[0]
+    assert block is not parallel.model.diffusion_model.double_blocks[0]
+    block.forward = lambda *_args, **_kwargs: None
+    with pytest.raises(Refused, match=r"double_blocks\.0 of this MODEL has its method forward replaced"):
+        run(copy, steps=STEPS)
+    del block.forward
+    assert relative_error(run(copy, steps=STEPS), truth) <= BOUND
+    assert relative_error(run(parallel, steps=STEPS), truth) <= BOUND

@@ -13,24 +13,29 @@ from .session import ResidentState, Session
 
 @dataclass(frozen=True)
 class PatchedWeights:
-    """A set: weight patches and object patches, packed. ``comes_back``: it takes turns with others,
-    so ranks keep it if they have room.
+    """A set: weight patches, packed, and object patches with a name of their content.
+    ``comes_back``: it takes turns with others, so ranks keep it if they have room.
     """
 
     patches_id: str
     patches: dict[str, Any]
-    objects: dict[str, Any]
+    objects: tuple[str, dict[str, Any]]
     comes_back: bool
 
 
 def send_weights(
     session: Session, model: str, patched: PatchedWeights, interrupted: Callable[[], bool]
 ) -> None:
-    """Brings all ranks to a set. The patches are sent only if a rank lacks the set."""
-    session.models[model].state = ResidentState.PATCHING
+    """Brings all ranks to a set. The patches are sent only if a rank lacks the set, object patches
+    only if ranks have others.
+    """
+    resident, (name, objects) = session.models[model], patched.objects
+    here = resident.objects_id if resident.state is ResidentState.READY else None
+    other = {} if here == name else {"objects": objects}
+    resident.state = ResidentState.PATCHING
 
     def send(**payload: Any) -> list[Done]:
-        parcel = Parcel({**payload, "objects": patched.objects})
+        parcel = Parcel({**payload, **other})
         what = {"patches_id": patched.patches_id, "comes_back": patched.comes_back}
         try:
             return session.ask(

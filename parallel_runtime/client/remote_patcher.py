@@ -307,7 +307,7 @@ def bring_up(patcher: RemotePatcher) -> None:
         if not residency.is_ready(model, patcher.patches_id):
             patches, takes_turns = pack_patches(with_hooks(patcher, hook_patches)), bool(patcher.hook_patches)
             residency.set_weight_patches(
-                model, patcher.patches_id, patches, objects, interrupted, comes_back=takes_turns
+                model, patcher.patches_id, patches, patcher.objects, interrupted, comes_back=takes_turns
             )
 
 
@@ -408,7 +408,7 @@ def parallelize(
 
 def eldest_of(patcher: RemotePatcher) -> RemotePatcher:
     """Returns the clone that lives for as long as the loader's output does, if there is one."""
-    while isinstance(patcher.parent, RemotePatcher):
+    while isinstance(patcher.parent, RemotePatcher) and patcher.parent.model is patcher.model:
         patcher = patcher.parent
     return patcher
 

@@ -159,13 +159,13 @@ class Residency:
         model: str,
         patches_id: str,
         patches: dict,
-        objects: dict,
+        objects: tuple[str, dict],
         interrupted: Callable[[], bool],
         comes_back: bool = False,
     ) -> None:
-        """Brings every rank that holds the model to ``patches_id``. ``comes_back``: sets take
-        turns, so ranks keep what they computed. Raises ModelError, Refused, PoolFailed,
-        RunCancelled.
+        """Brings every rank that holds the model to ``patches_id``. ``objects``: as
+        ``PatchedWeights`` has them; ``comes_back``: sets take turns, so ranks keep what they
+        computed. Raises ModelError, Refused, PoolFailed, RunCancelled.
 
         Nothing is done where the pool was lost since the model was loaded: ``is_ready`` tells.
         """
@@ -176,7 +176,7 @@ class Residency:
         comes_back = comes_back and resident.weights.kept != "offloaded"  # those merge in every layer
         patched = PatchedWeights(patches_id, patches, objects, comes_back)
         self.retry_with_room(model, lambda: send_weights(session, model, patched, interrupted))
-        resident.state, resident.patches_id = ResidentState.READY, patches_id
+        resident.state, resident.patches_id, resident.objects_id = ResidentState.READY, patches_id, objects[0]
         session.patchings += 1
 
     def _open(self, interrupted: Callable[[], bool]) -> Session:

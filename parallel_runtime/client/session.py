@@ -82,6 +82,7 @@ class ResidentState(Enum):
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``weights``: what was asked for of them, and what came of it.
+    ``objects_id``: a name of the object patches' content.
     ``confirmed``: which steps of a kind of evaluation all these ranks have told that they know;
     they have had memory for the messages since.
     """
@@ -91,6 +92,7 @@ class Resident:
     weights: Keeping = field(default_factory=Keeping)
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
+    objects_id: str = ""
     confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
 
 

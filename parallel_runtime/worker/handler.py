@@ -186,7 +186,7 @@ class RequestHandler:
         self, request: SetWeightPatches, segments: list[Segment], rank: CountingRank
     ) -> Done:
         payload, model = decode_tree(request.payload, segments[0].tensor), self._transformer(request.model)
-        patches, objects = payload.get("patches"), payload["objects"]
+        patches, objects = payload.get("patches"), payload.get("objects")
         is_there = model.patch(request.patches_id, patches, objects, rank, request.comes_back)
         self._memory.give_back()  # whole layers that were patched for the sake of a part
         return Done(request=request.request, memory=self._memory.now(), lacks=not is_there)

@@ -82,6 +82,7 @@ class ResidentModel:
         # What takes object patches away, in the order in which they were put
         self._take_away: list[Callable[[], Any]] = []
         self._in_block = PatchesHere()
+        self._changed: dict[str, torch.Tensor] = {}  # object patches that are weights
         transformer = patcher.model.diffusion_model
         plan = plan_or_whole(type(transformer))
         if plan is None:
@@ -140,20 +141,26 @@ class ResidentModel:
         self,
         patches_id: str,
         patches: dict | None,
-        objects: dict,
+        objects: dict | None,
         rank: CountingRank,
         comes_back: bool = False,
     ) -> bool:
         """Replace all weight patches by ``patches``, or without them by the set of this name if it
-        is kept: False if it is not, and nothing changes. ``comes_back``: sets take turns, so the
-        one in place and this one are kept if there is room.
+        is kept: False if it is not, and nothing changes. Replace all object patches by ``objects``;
+        without them those in place stay, and so does what nodes' code has noted of the run.
+        ``comes_back``: sets take turns, so the one in place and this one are kept if there is room.
         """
         if patches is None and not self.sets.has(patches_id):
             return False
         self.sets.leave(self.patches_id, comes_back)
         known = self.sets.names_in(patches_id)
-        self.unpatch(known)
-        self._put_objects(dict(objects))
+        self.sets.restore(known)
+        self.patches_id = ""
+        self._run = None  # what the model kept is of other weights
+        if objects is not None:
+            self._put_objects(dict(objects))
+        for name in self._changed.keys() - {*known}:
+            self.weights.replace(name, self._changed[name])
         if known:
             self.sets.put(patches_id)
         else:
@@ -162,13 +169,15 @@ class ResidentModel:
         return True
 
     def _put_objects(self, objects: dict) -> None:
+        """Put them in the place of those there are."""
+        while self._take_away:
+            self._take_away.pop()()
+        self._in_block = PatchesHere()
+        self._changed = {name: objects.pop(name) for name in list(objects) if self.weights.has(name)}
         if IN_BLOCK in objects:
             self._in_block = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
             objects |= self._in_block.methods
         for name, value in objects.items():
-            if self.weights.has(name):
-                self.weights.replace(name, value)
-                continue
             take_away = put_object(self.patcher.model, name, value, self.device)
             if take_away is not None:
                 self._take_away.append(take_away)
@@ -180,24 +189,13 @@ class ResidentModel:
         if self.weights.applies(self.patcher.patches):
             return
         mine = tuple(self.patcher.patches)
-        self.sets.keep_loaded(mine)
+        self.sets.keep_loaded(name for name in mine if name not in self._changed)
         on_progress = counted(rank, len(mine))
         for key in mine:
             self.weights.replace(key, self._patched(key))
             on_progress(1)
         self.patcher.patches = {}
         self.sets.in_place = mine
-
-    def unpatch(self, but: Collection[str] = ()) -> None:
-        """Put back the weights and objects as they were loaded; ``but`` weights that others will
-        take the place of.
-        """
-        self.sets.restore(but)
-        while self._take_away:
-            self._take_away.pop()()
-        self.patches_id = ""
-        self._run = None  # what the model kept is of other weights
-        self._in_block = PatchesHere()
 
     def _patched(self, key: str) -> torch.Tensor:
         weight = self.weights.get(key)
