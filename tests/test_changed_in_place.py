@@ -171,6 +171,16 @@ def test_a_function_of_comfyuis_own_that_a_pack_replaced_for_all_models_is_named
     watch.check()
 
 
+def test_code_of_comfyuis_that_its_file_does_not_have_is_named_with_the_file(flux, monkeypatch):
+    """As after an update of ComfyUI that runs, and of a pack that exchanges a function's code."""
+    monkeypatch.setattr(DoubleStreamBlock.forward, "__code__", block_forward.__code__)
+    sentence = r"flux/layers.py was edited after .* \(DoubleStreamBlock.forward differs\).*: restart ComfyUI"
+    with pytest.raises(Refused, match=sentence):
+        require_unchanged(flux)
+    monkeypatch.undo()
+    require_unchanged(flux)
+
+
 OF_OTHERS = {
     "an added name": (comfy.ldm.modules.attention, "own_attention", own_attention),
     "a class of UNets": (comfy.ldm.modules.attention, "BasicTransformerBlock", ReDoubleStreamBlock),

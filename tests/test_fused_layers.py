@@ -3,9 +3,7 @@ weights shared out, or in main memory, a model computes what it does with them w
 bit. All ranks in one process, each a ResidentModel of its own.
 """
 
-import inspect
 import itertools
-from importlib import import_module
 from pathlib import Path
 
 import comfy.ops
@@ -17,12 +15,12 @@ from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
 from pipemesh.parallel_runtime.families.every import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.watch.host_code import named_by
+from pipemesh.parallel_runtime.watch.fingerprint import host_files
 from pipemesh.parallel_runtime.weights.quantised import is_quantised
 from pipemesh.pool.trial.trying import model_of
 
 from . import test_sharded_families
-from .conftest import ALL
+from .conftest import ALL, COMFYUI
 from .test_kept_weights import aligned
 from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, size_of, with_lora, written
 from .test_sharded_families import asked, computed
@@ -34,18 +32,9 @@ LAYOUTS = {"2": Layout(ulysses=2), "3": Layout(ring=3), "stages": Layout(ring=2,
 
 
 def calls_the_helper(family):
-    """Whether code of the family's models calls it, or what that names of ComfyUI's: classes of
-    blocks are defaults of arguments, too.
-    """
-    own = [
-        getattr(import_module(module), name)
-        for module, _, name in (plan.models[0].partition(":") for plan in family.plans)
-    ]
-    inits = [inspect.signature(kind.__init__) for one in own for kind in one.__mro__]
-    defaults = [
-        one.default for init in inits for one in init.parameters.values() if isinstance(one.default, type)
-    ]
-    return ("comfy.ops", HELPER) in named_by([*own, *defaults], ("comfy.ldm.",)).places
+    """Whether code of the family's models may call it."""
+    kinds = [plan.models[0] for plan in family.plans]
+    return ("comfy.ops", HELPER) in host_files(Path(COMFYUI)).reached(*kinds)
 
 
 FUSED = [family.samples[0].name for family in FAMILIES if calls_the_helper(family)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import Refused
-from ..watch.python_file import attribute_of, codes_in, edited_function, file_hash, module_of
+from ..watch.python_file import attribute_of, codes_in, edited_function, file_hash, host_folder, module_of
 
 PACKS_VARIABLE = "PIPEMESH_PATCH_PACKS"
 HOST, TORCH = "ComfyUI", "torch"  # roots of references; others are folders of node packs
@@ -110,12 +110,6 @@ def is_of_pack(module: types.ModuleType | None) -> bool:
     """Returns whether a module is of a node pack that ranks may import."""
     file = getattr(module, "__file__", None)
     return file is not None and any(Path(file).resolve().is_relative_to(folder) for folder in packs())
-
-
-def host_folder() -> Path:
-    import comfy
-
-    return Path(comfy.__path__[0]).resolve().parent
 
 
 def packs() -> tuple[Path, ...]:

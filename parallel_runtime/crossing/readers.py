@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ..refusals import patch_name
-from ..watch.fingerprint import DEEP, HostFiles, imported_by
-from ..watch.python_file import STANDARD, codes_in, file_hash, functions_of, module_of
-from .code import CUSTOM_NODES, HOST_FOLDERS, host_folder, name_of
+from ..watch.fingerprint import DEEP, host_files
+from ..watch.python_file import STANDARD, codes_in, file_hash, file_of, functions_of, host_folder, module_of
+from .code import CUSTOM_NODES, HOST_FOLDERS, name_of
 
 EXTRAS = HOST_FOLDERS[-1]
 LIBRARIES_IN = {"site-packages", "dist-packages"}
@@ -73,7 +73,7 @@ def words_of_class(kind: str) -> frozenset[str]:
     """Returns the words in what a class of ComfyUI's, ``module:Class``, may run; none where its
     files do not have the class.
     """
-    return HostFiles(host_folder()).words(kind)
+    return host_files(host_folder()).words(kind)
 
 
 def words_of_code(things: Sequence[Any]) -> set[str]:
@@ -102,10 +102,8 @@ def named_in(module: types.ModuleType, codes: Sequence[types.CodeType]) -> Itera
     names = {name for code in codes for name in code.co_names}
     inside = [one for one in list(sys.modules) if one.startswith(DEEP) and names >= {*one.split(".")[1:]}]
     found = [module_of(value) for value in vars(module).values()]
-    file = str(module.__file__)
-    imported = imported_by(module.__name__, file, file_hash(Path(file)))
     yield from (*found, *(module_of(sys.modules.get(one)) for one in inside))
-    for where, name in imported:
+    for where, name in file_of(module).imports:
         yield module_named(f"{where}.{name}") or module_named(where)
 
 

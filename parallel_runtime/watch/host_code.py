@@ -1,41 +1,44 @@
 """Finds functions of ComfyUI's own modules and classes that another pack replaced for all models:
 ``Model.forward = ...``, ``comfy.ldm.modules.attention.optimized_attention = ...``.
 
-Ranks import ComfyUI without the packs, so such a change would have no effect there. A function is
-told by where it was compiled, an imported name by what its module imports.
+Ranks import ComfyUI without the packs, so such a change would have no effect there. What a class
+may run is told by ComfyUI's files (``fingerprint``); of that, what runs here must be what its file
+says: a function by where it was compiled, an imported name by what its module imports.
 """
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..forward import forward_name
+from .fingerprint import FOLLOWED, Told, host_files
 from .python_file import (
     LIBRARIES,
+    NOTHING,
+    Place,
     compiled_elsewhere,
+    edited_function,
+    file_hash,
     file_of,
     full_name,
+    host_folder,
     is_code,
     module_of,
-    names_in,
     root_of,
 )
-
-# What a transformer's forward runs
-FOLLOWED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm", "comfy.float")
 
 
 def replaced_code(
     transformer: torch.nn.Module, trusted: frozenset[str] = LIBRARIES
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (where, what stands there) of each function that was replaced in the modules of a
-    transformer's classes, and in those that they use. ``trusted``: packages whose functions belong
-    there.
+    """Yields (where, what stands there) of each function that was replaced, of those that a
+    transformer may run. ``trusted``: packages whose functions belong there.
     """
     found = list(_functions(transformer))
     # First what was written, then what imports it
@@ -78,34 +81,52 @@ class HostCode:
         return None
 
 
-def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """Yields (module or class, name, value) of what may be called there: functions that the files
-    of the modules bind, and classes that the transformer is made of or that its code names.
+def edited_code(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields (file, function) of each file of what a transformer may run that was edited since
+    ComfyUI imported it: ranks import it as it is now.
     """
-    classes = {kind for module in transformer.modules() for kind in type(module).__mro__}
-    kinds = {kind for kind in classes if root_of(kind) == "comfy"}
-    named = named_by(kinds, FOLLOWED)
-    waiting, seen = [kind.__module__ for kind in kinds], set[str]()
-    while waiting:
-        module = sys.modules.get(waiting.pop())
-        if module is None or module.__name__ in seen or not module.__name__.startswith(FOLLOWED):
-            continue
-        seen.add(module.__name__)
-        file = file_of(module)
-        for name, value in list(vars(module).items()):
-            if isinstance(value, types.ModuleType):
-                waiting.append(value.__name__)
-            elif callable(value) and not name.startswith("__") and (file.bound is None or name in file.bound):
-                waiting.append(str(getattr(value, "__module__", "")))
-                is_class = isinstance(value, type) or name in file.classes
-                if not is_class or (module.__name__, name) in named.places:
-                    yield module, name, value
+    modules = {where: sys.modules[where] for where, _ in _reached(transformer) if where in sys.modules}
+    for module in modules.values():
+        file = str(module.__file__)
+        if (edited := edited_function(module, file_hash(Path(file)))) is not None:
+            yield file, edited.__qualname__
+
+
+def _reached(transformer: torch.nn.Module) -> dict[Place, Told]:
+    """Returns what a transformer may run of ComfyUI's, by its files."""
+    kinds = {kind for module in transformer.modules() for kind in type(module).__mro__}
+    own = [kind for kind in kinds if root_of(kind) == "comfy"]
+    tops = {f"{kind.__module__}:{kind.__qualname__.partition('.')[0]}" for kind in own}
+    reached = host_files(host_folder()).reached(*tops)
+    return {place: told for place, told in reached.items() if place[0].startswith(FOLLOWED)}
+
+
+def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Yields (module or class, name, value) of what may be called there, by ComfyUI's files: what
+    code that the transformer reaches looks for in its module, and what is in classes.
+    """
+    kinds = {kind for module in transformer.modules() for kind in type(module).__mro__}
+    classes = dict.fromkeys(kind for kind in kinds if root_of(kind) == "comfy")
+    for (where, bound), told in _reached(transformer).items():
+        here = vars(module) if (module := sys.modules.get(where)) is not None else {}
+        for name in told.names & here.keys():
+            if callable(here[name]):
+                yield module, name, here[name]
+        if isinstance(here.get(bound), type):
+            classes |= dict.fromkeys(_with_inner(here[bound]))
     around = type(transformer).__mro__ if forward_name(transformer) != "forward" else ()
-    for kind in kinds | named.classes:
+    for kind in classes:
         for name, value in list(vars(kind).items()):
             # That one runs in the UI, around the remote one
             if is_code(value) and (kind not in around or name != "forward"):
                 yield kind, name, value
+
+
+def _with_inner(kind: type) -> Iterator[type]:
+    yield kind
+    for value in vars(kind).values():
+        if isinstance(value, type) and full_name(value).startswith(f"{full_name(kind)}."):
+            yield from _with_inner(value)
 
 
 def _compiled_elsewhere(owner: Any, _name: str, value: Any, trusted: frozenset[str]) -> Any:
@@ -116,7 +137,8 @@ def _otherwise_imported(owner: Any, name: str, value: Any, trusted: frozenset[st
     """Returns what a module has under a name that its file imports, where that is another thing. No
     other is one that was imported before its source was replaced.
     """
-    places = file_of(owner).imported.get(name, []) if isinstance(owner, types.ModuleType) else []
+    file = file_of(owner) if isinstance(owner, types.ModuleType) else NOTHING
+    places = () if name in file.bound else file.imported.get(name, ())
     expected = [
         one
         for where, what in places
@@ -136,54 +158,3 @@ def _is_made_in(value: Any, where: str, name: str) -> bool:
     return getattr(value, "__qualname__", "") == name and (
         home == where or (home.startswith(f"{where}.") and where.partition(".")[0] != "comfy")
     )
-
-
-class NamedCode(NamedTuple):
-    """Classes, and each (module, name) under which code looked for something."""
-
-    classes: set[type]
-    places: set[tuple[str, str]]
-
-
-def named_by(kinds: Iterable[type], followed: tuple[str, ...]) -> NamedCode:
-    """Returns these classes and all that their code names, at any depth, in the modules whose names
-    begin with one of ``followed``.
-    """
-    found, waiting, seen = NamedCode(set(), set()), list[Any](kinds), set[int]()
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, type):
-            if thing.__module__.startswith(followed):
-                found.classes.add(thing)
-                waiting += [*thing.__bases__, *vars(thing).values()]
-        elif isinstance(thing, types.FunctionType):
-            if str(thing.__globals__.get("__name__", "")).startswith(followed):
-                for module, name in _places(thing):
-                    found.places.add((module.__name__, name))
-                    waiting.append(vars(module)[name])
-            waiting += [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
-        else:
-            inner = [getattr(thing, name, None) for name in ("__func__", "func", "fget")]
-            waiting += [one for one in inner if isinstance(one, types.FunctionType)]
-    return found
-
-
-def _places(function: types.FunctionType) -> Iterator[tuple[types.ModuleType, str]]:
-    """Yields each (module, name) that a function names: in its own module, and in those that it
-    names.
-    """
-    names, seen = names_in(function.__code__), set[str]()
-    waiting = [function.__globals__.get("__name__", ""), *(name for name in names if name in sys.modules)]
-    while waiting:
-        module = sys.modules.get(str(waiting.pop()))
-        if module is None or module.__name__ in seen or not module.__name__.startswith("comfy"):
-            continue
-        seen.add(module.__name__)
-        for name in names & vars(module).keys():
-            if isinstance(value := vars(module)[name], types.ModuleType):
-                waiting.append(value.__name__)
-            else:
-                yield module, name

@@ -16,7 +16,7 @@ from ..errors import Refused
 from ..refusals import patch_name
 from ..weights.loan import LostWeights
 from .attributes import ModuleAttributes
-from .host_code import HostCode, replaced_code
+from .host_code import HostCode, edited_code, replaced_code
 from .python_file import LIBRARIES, root_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -34,6 +34,11 @@ def require_unchanged(
             raise refusal(path, what, culprit)
     for where, culprit in replaced_code(diffusion_model, trusted):
         raise refusal_of_code(where, culprit)
+    for file, function in edited_code(diffusion_model):
+        raise Refused(
+            f"{file} was edited after ComfyUI imported it ({function} differs), and ranks would compute with"
+            " what it says now: restart ComfyUI."
+        )
 
 
 class Watch:

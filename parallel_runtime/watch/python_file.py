@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 LIBRARIES = frozenset(
@@ -23,6 +22,41 @@ LIBRARIES = frozenset(
 )
 STANDARD = sys.stdlib_module_names | {"builtins", ""}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+Place = tuple[str, str]  # a module, and a name that it binds
+
+
+@dataclass(frozen=True)
+class PythonFile:
+    """A module by its file. ``bound``: name -> the statements of the module that bind it.
+    ``imported``: name -> the module that it comes from, and its name there, empty for the module,
+    by each import of that name, in functions too, the one that stands furthest out first.
+    ``all_of``: modules of which all names are imported. ``rest``: what the module runs beside, such
+    as a loop that sets methods, as text.
+    """
+
+    bound: Mapping[str, Sequence[ast.stmt]]
+    imported: Mapping[str, Sequence[Place]]
+    all_of: Sequence[str]
+    rest: Sequence[str]
+
+    @cached_property
+    def imports(self) -> frozenset[Place]:
+        """Returns all that it imports."""
+        named = {place for places in self.imported.values() for place in places}
+        return frozenset({*named, *((module, "") for module in self.all_of)})
+
+    @property
+    def roots(self) -> frozenset[str]:
+        """Returns the first parts of the names of imported modules."""
+        return frozenset(module.partition(".")[0] for module, _ in self.imports)
+
+    def is_class(self, name: str) -> bool:
+        return any(isinstance(one, ast.ClassDef) for one in self.bound.get(name, ()))
+
+
+NOTHING = PythonFile({}, {}, (), ())
 
 
 class Method(NamedTuple):
@@ -35,17 +69,11 @@ class Method(NamedTuple):
     named: frozenset[str]
 
 
-class PythonFile(NamedTuple):
-    """``imported``: name -> the (module, name) that it may stand for. ``roots``: first parts of the
-    names of imported modules. ``bound``: all names that the module binds, None where the file
-    cannot tell. ``methods``: of each class, by its qualified name.
-    """
+def host_folder() -> Path:
+    """Returns the folder of the ComfyUI that runs here."""
+    import comfy
 
-    imported: dict[str, list[tuple[str, str]]]
-    roots: frozenset[str]
-    bound: frozenset[str] | None = None
-    classes: frozenset[str] = frozenset()
-    methods: Mapping[str, tuple[Method, ...]] = MappingProxyType({})
+    return Path(comfy.__path__[0]).resolve().parent
 
 
 def module_of(thing: Any) -> types.ModuleType | None:
@@ -178,57 +206,106 @@ def _code_set(file: str, hash_: str) -> frozenset[types.CodeType]:
     return frozenset(codes_in(file, hash_))
 
 
-# -- the text of a file as it was when it was first asked for
+# -- the text of a file
 
 
 def file_of(module: types.ModuleType | None) -> PythonFile:
+    """Returns a module's file as it was when it was first asked for."""
     path = getattr(module, "__file__", None)
     if module is None or path is None or not path.endswith(".py"):
-        return PythonFile({}, frozenset())
-    return _read(path, module.__package__ or "")
+        return NOTHING
+    return read_once(Path(path), module.__package__ or "")
 
 
-@lru_cache(maxsize=256)
-def _read(path: str, package: str) -> PythonFile:
-    tree = ast.parse(Path(path).read_bytes())
-    names: dict[str, list[tuple[str, str]]] = {}
-    roots, bound, classes, imported = set(), set(), set(), set()
-    waiting: list[ast.AST] = [tree]
+@lru_cache(maxsize=64)
+def read_once(path: Path, package: str) -> PythonFile:
+    return read(path, package)
+
+
+def read(path: Path, package: str) -> PythonFile:
+    """Returns a module's file. ``package``: the one that it is in. Raises OSError, SyntaxError,
+    ValueError.
+    """
+    tree = ast.parse(path.read_bytes())
+    bound: dict[str, list[ast.stmt]] = {}
+    rest: list[ast.AST] = []
+    waiting = list(tree.body)
     while waiting:
-        node = waiting.pop()
+        node = waiting.pop(0)
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            bound.add(node.name)
-            classes |= {node.name} if isinstance(node, ast.ClassDef) else set()
-            bound |= {name for one in ast.walk(node) if isinstance(one, ast.Global) for name in one.names}
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-        elif isinstance(node, ast.Import):
-            roots |= {one.name.partition(".")[0] for one in node.names}
-            imported |= {one.asname or one.name.partition(".")[0] for one in node.names}
-        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
-            where = "." * node.level + (node.module or "")
-            where = importlib.util.resolve_name(where, package) if node.level else where
-            roots.add(where.partition(".")[0])
-            for one in node.names:
-                names.setdefault(one.asname or one.name, []).append((where, one.name))
-        waiting += ast.iter_child_nodes(node)
-    return PythonFile(
-        {name: places for name, places in names.items() if name not in bound},
-        frozenset(roots),
-        None if "*" in names else frozenset(bound | imported | names.keys()),
-        frozenset(classes),
-        dict(_classes(tree, "")),
+            bound.setdefault(node.name, []).append(node)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            for one in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for name in (inner.id for inner in ast.walk(one) if isinstance(inner, ast.Name)):
+                    bound.setdefault(name, []).append(node)
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            rest += [node.test] if isinstance(node, ast.If) else []
+            inner = [node, *getattr(node, "handlers", [])]
+            waiting += [
+                one
+                for outer in inner
+                for part in ("body", "orelse", "finalbody")
+                for one in getattr(outer, part, [])
+            ]
+        elif not isinstance(node, (ast.Import, ast.ImportFrom)) and not _is_docstring([node]):
+            rest.append(node)
+    imported: dict[str, list[Place]] = {}
+    for node in ast.walk(tree):
+        for name, place in _imports(node, package):
+            imported.setdefault(name, []).append(place)
+    all_of = [module for module, _ in imported.pop("*", [])][::-1]
+    return PythonFile(bound, imported, all_of, [tree_text(node) for node in rest])
+
+
+def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, Place]]:
+    """Yields each name that an import binds, and what it stands for."""
+    if isinstance(node, ast.Import):
+        for one in node.names:
+            first = one.name.partition(".")[0]
+            yield one.asname or first, (one.name if one.asname else first, "")
+    elif isinstance(node, ast.ImportFrom):
+        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        where = ".".join([*above, *([node.module] if node.module else [])])
+        for one in node.names:
+            yield one.asname or one.name, (where, one.name)
+
+
+def tree_text(node: ast.AST) -> str:
+    """Returns a syntax tree as text, without docstrings, and without what is empty there: later
+    Pythons have more fields.
+    """
+    words: list[str] = []
+
+    def visit(value: object) -> None:
+        if isinstance(value, ast.AST):
+            words.append(type(value).__name__)
+            for name in value._fields:
+                field = getattr(value, name, None)
+                if name == "body" and isinstance(field, list) and _is_docstring(field[:1]):
+                    field = field[1:]
+                if field not in (None, []) and name not in ("ctx", "kind", "type_comment"):
+                    words.append(name)
+                    visit(field)
+            words.append(")")
+        elif isinstance(value, list):
+            for one in value:
+                visit(one)
+            words.append("]")
+        else:
+            words.append(repr(value))
+
+    visit(node)
+    return " ".join(words)
+
+
+def _is_docstring(first: Sequence[ast.AST]) -> bool:
+    return any(
+        isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str)
+        for one in first
     )
 
 
-def _classes(tree: ast.AST, prefix: str) -> Iterator[tuple[str, tuple[Method, ...]]]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.ClassDef):
-            yield prefix + node.name, tuple(_method(one) for one in node.body if isinstance(one, FUNCTIONS))
-            yield from _classes(node, f"{prefix}{node.name}.")
-        elif isinstance(node, (ast.If, ast.Try)):
-            yield from _classes(node, prefix)
+# -- what the methods of a class assign
 
 
 def _method(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
@@ -270,7 +347,8 @@ def _methods_of(kind: type) -> tuple[list[Method], list[Method]]:
     others.
     """
     own = [one for one in kind.__mro__ if one.__module__.startswith("comfy.")]
-    methods = [method for one in own for method in file_of(module_of(one)).methods.get(one.__qualname__, ())]
+    nodes = [node for one in own for node in _class_of(one.__qualname__, file_of(module_of(one)))]
+    methods = [_method(one) for node in nodes for one in node.body if isinstance(one, FUNCTIONS)]
     building, waiting = set(), {"__init__"}
     while waiting:
         name = waiting.pop()
@@ -278,3 +356,18 @@ def _methods_of(kind: type) -> tuple[list[Method], list[Method]]:
         waiting |= {other for method in methods if method.name == name for other in method.named} - building
     first = [method for method in methods if method.name in building]
     return first, [method for method in methods if method.name not in building]
+
+
+def _class_of(name: str, file: PythonFile) -> list[ast.ClassDef]:
+    """Returns the statements by which a file makes a class, by its name with dots."""
+    first, *inside = name.split(".")
+    found = list(file.bound.get(first, ()))
+    for inner in inside:
+        found = [
+            one
+            for outer in found
+            if isinstance(outer, ast.ClassDef)
+            for one in outer.body
+            if isinstance(one, ast.ClassDef) and one.name == inner
+        ]
+    return [one for one in found if isinstance(one, ast.ClassDef)]

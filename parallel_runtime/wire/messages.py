@@ -88,7 +88,8 @@ class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     ``payload`` is the tree ``{"patches", "objects"}``; carries the segment of its tensors. Without
     "patches" a rank takes the set that it has kept under this name, or answers that it ``lacks``
-    it; without "objects" those that it has stay. ``comes_back``: sets take turns, so ranks keep this one and the one in place if they can.
+    it; without "objects" those that it has stay. ``comes_back``: sets take turns, so ranks keep
+    this one and the one in place if they can.
     """
 
     request: int

@@ -16,7 +16,7 @@ from ..comm.mesh import Mesh
 from ..comm.readers import Readers
 from ..comm.shard_gather import ShardGather
 from ..crossing.by_name import BACKEND, SETTINGS, restored
-from ..crossing.in_block import IN_BLOCK, PatchesHere, clean_up, put_patches
+from ..crossing.in_block import clean_up
 from ..crossing.kept_tokens import KEPT, KeptTokens, Sharers
 from ..crossing.pack_state import put_state
 from ..errors import Refused
@@ -34,8 +34,9 @@ from ..weights.offloaded_weights import OffloadedWeights
 from ..weights.placement import Placement
 from ..weights.quantised import stored_bytes
 from ..weights.sharded_weights import ShardedWeights
-from ..weights.weight_patches import put_object, unpack_patches
+from ..weights.weight_patches import unpack_patches
 from ..wire.messages import Load
+from .object_patches import ObjectPatches
 from .patched_sets import PatchedSets
 
 log = logging.getLogger("pipemesh")
@@ -79,10 +80,7 @@ class ResidentModel:
         self._mesh = mesh
         self.patches_id = ""
         self._run: int | None = None  # that the model knows to be on
-        # What takes object patches away, in the order in which they were put
-        self._take_away: list[Callable[[], Any]] = []
-        self._in_block = PatchesHere()
-        self._changed: dict[str, torch.Tensor] = {}  # object patches that are weights
+        self._objects = ObjectPatches(patcher.model, device)
         transformer = patcher.model.diffusion_model
         plan = plan_or_whole(type(transformer))
         if plan is None:
@@ -158,29 +156,15 @@ class ResidentModel:
         self.patches_id = ""
         self._run = None  # what the model kept is of other weights
         if objects is not None:
-            self._put_objects(dict(objects))
-        for name in self._changed.keys() - {*known}:
-            self.weights.replace(name, self._changed[name])
+            self._objects.put(objects, self.weights.has)
+        for name in self._objects.weights.keys() - {*known}:
+            self.weights.replace(name, self._objects.weights[name])
         if known:
             self.sets.put(patches_id)
         else:
             self._merge(patches or {}, rank)
         self.patches_id = patches_id
         return True
-
-    def _put_objects(self, objects: dict) -> None:
-        """Put them in the place of those there are."""
-        while self._take_away:
-            self._take_away.pop()()
-        self._in_block = PatchesHere()
-        self._changed = {name: objects.pop(name) for name in list(objects) if self.weights.has(name)}
-        if IN_BLOCK in objects:
-            self._in_block = put_patches(self.patcher.model, objects.pop(IN_BLOCK), self.device)
-            objects |= self._in_block.methods
-        for name, value in objects.items():
-            take_away = put_object(self.patcher.model, name, value, self.device)
-            if take_away is not None:
-                self._take_away.append(take_away)
 
     def _merge(self, patches: dict, rank: CountingRank) -> None:
         self.patcher.patches = {
@@ -189,7 +173,7 @@ class ResidentModel:
         if self.weights.applies(self.patcher.patches):
             return
         mine = tuple(self.patcher.patches)
-        self.sets.keep_loaded(name for name in mine if name not in self._changed)
+        self.sets.keep_loaded(name for name in mine if name not in self._objects.weights)
         on_progress = counted(rank, len(mine))
         for key in mine:
             self.weights.replace(key, self._patched(key))
@@ -227,12 +211,12 @@ class ResidentModel:
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named."""
-        if self._in_block.state:
-            put_state(self._in_block.state)
+        if self._objects.in_block.state:
+            put_state(self._objects.in_block.state)
         if self.weights.turns is not None:
             arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
-            options = restored(arguments["transformer_options"], self._in_block.patches)
+            options = restored(arguments["transformer_options"], self._objects.in_block.patches)
             options = options if self.kept is None else self.kept.put(options)
             arguments = {**arguments, "transformer_options": options}
         transformer = self.patcher.model.diffusion_model
@@ -261,7 +245,7 @@ class ResidentModel:
         """Free all that was kept for later evaluations of the run; ``named``, ``room`` and what is
         returned as the method has it. Memory in which weights arrive is always freed.
         """
-        clean_up(self._in_block.patches)
+        clean_up(self._objects.in_block.patches)
         if self.kept is not None:
             self.kept.free()
         if self.weights.turns is not None:

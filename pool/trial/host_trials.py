@@ -26,7 +26,8 @@ from ...parallel_runtime.client.alone import Judge, Shared
 from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
 from ...parallel_runtime.layout import Layout
-from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, tree_text
+from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
+from ...parallel_runtime.watch.python_file import tree_text
 from ...parallel_runtime.weights.quantised import numbers_of
 from ...parallel_runtime.wire.messages import TrialStep
 from .known_hosts import KnownHosts, known_hosts
@@ -97,6 +98,14 @@ class Verdicts:
         except (OSError, ValueError, TypeError):
             return None
 
+    def void_on(self, found: Fingerprint) -> list[Path]:
+        """Returns the files of verdicts on a class that hold for other code than there is now, or
+        cannot be read.
+        """
+        with suppress(OSError):
+            return [one for one in self._folder.glob("*.json") if f'"{found.kind}"' in one.read_text("utf-8")]
+        return []
+
     def keep(self, found: Fingerprint, verdict: Verdict) -> None:
         """Where it cannot be written, it is known until ComfyUI ends."""
         file = self._file(found)
@@ -161,7 +170,7 @@ class HostTrials:
         known: Callable[[], KnownHosts] = known_hosts,
     ):
         self.version = version
-        self._found = cache(HostFiles(comfyui).fingerprint)
+        self._found = cache(host_files(comfyui.resolve()).fingerprint)
         self._try_class = try_class
         self._kept = kept
         self._tell_once = told_once(notice)
@@ -310,6 +319,12 @@ class HostTrials:
             return None
         if (kept := self._kept.of(found)) is not None:
             return done(kept)
+        if void := self._kept.void_on(found):
+            log.info(
+                "[PipeMesh] Kept verdicts on %s are void, as PipeMesh, torch or ComfyUI have changed: %s",
+                found.name,
+                ", ".join(map(str, void)),
+            )
         unknown = self._known().unknown_in(found)
         named = ", ".join(one.partition(":")[2] for one in unknown[:NAMED])
         more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
