@@ -18,7 +18,7 @@ import comfy.cli_args  # noqa: E402
 comfy.cli_args.args.cpu = True
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from pipemesh.lab.bench.forwards import Forwards, StandinExchange, StandinRing, standin  # noqa: E402
+from pipemesh.lab.bench.forwards import Forwards, StandinRing, standin  # noqa: E402
 from pipemesh.parallel_runtime.comm.exchange import Exchange  # noqa: E402
 from pipemesh.parallel_runtime.comm.in_step import Expected  # noqa: E402
 from pipemesh.parallel_runtime.comm.mesh import connect  # noqa: E402
@@ -48,17 +48,16 @@ def calls(layout, comm):
 
         setattr(cls, name, call)
 
-    for cls in (Exchange, StandinExchange):
-        watch(
-            cls,
-            "_move",
-            lambda receiving, sending, receives, sends: (
-                receiving.numel(),
-                sending.numel(),
-                [*receives],
-                [*sends],
-            ),
-        )
+    watch(
+        Exchange,
+        "_pass",
+        lambda places, _wish: (
+            places.come.buffer.numel(),
+            places.to.buffer.numel(),
+            places.come.sizes,
+            places.to.sizes,
+        ),
+    )
     for cls in (Ring, StandinRing):
         watch(cls, "_pass_on", lambda current, arriving: (current.numel(), arriving.numel()))
     forwards, made = Forwards(192), {}

@@ -136,7 +136,7 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
     exchange, ring = StandinExchange(0, 2), StandinRing(0, 2)
     steps.join(exchange)
     steps.join(ring)
-    for of, name in ((exchange, "_move"), (ring, "_pass_on")):
+    for of, name in ((exchange, "_exchange"), (ring, "_pass_on")):
         real = getattr(of, name)
 
         def sent(*args, real=real):
@@ -172,7 +172,7 @@ def flux():
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 3), (2, 2)])
 def test_q_k_and_v_are_one_exchange_and_k_and_v_one_message_of_a_ring(flux, monkeypatch, ulysses, ring):
     moved, passed = [], []
-    monkeypatch.setattr(StandinExchange, "_move", counting(moved, StandinExchange._move))
+    monkeypatch.setattr(StandinExchange, "_exchange", counting(moved, StandinExchange._exchange))
     monkeypatch.setattr(StandinRing, "_pass_on", counting(passed, StandinRing._pass_on))
     attentions = len(flux.double_blocks) + len(flux.single_blocks)
     evaluate(flux, standin(Layout(ulysses=ulysses, ring=ring), 0))
@@ -188,7 +188,7 @@ def test_the_stand_in_makes_the_calls_of_real_ranks_and_counts_their_bytes(ranks
         real, alone = said["real"], said["standin"]
         assert real["calls"] == alone["calls"]
         assert real["sent_bytes"] == alone["sent_bytes"] > 0
-        assert {name for name, *_ in real["calls"]} == {"_move", *(["_pass_on"] if ring > 1 else [])}
+        assert {name for name, *_ in real["calls"]} == {"_pass", *(["_pass_on"] if ring > 1 else [])}
 
 
 def told_by_one(has_failed, number):

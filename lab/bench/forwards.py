@@ -185,7 +185,7 @@ class StandinExchange(Exchange):
         self.traffic.sent_bytes[self.axis] += (self.size - 1) * flag.nbytes
         return flag
 
-    def _move(
+    def _exchange(
         self,
         receiving: torch.Tensor,
         sending: torch.Tensor,

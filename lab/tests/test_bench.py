@@ -120,8 +120,8 @@ class WatchedStandin(StandinExchange):
         super().__init__(rank, size, axis)
         self.received = []
 
-    def _move(self, receiving, sending, receive_sizes, send_sizes):
-        super()._move(receiving, sending, receive_sizes, send_sizes)
+    def _exchange(self, receiving, sending, receive_sizes, send_sizes):
+        super()._exchange(receiving, sending, receive_sizes, send_sizes)
         self.received.append(receiving.clone())
 
 

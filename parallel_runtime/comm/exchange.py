@@ -130,7 +130,7 @@ class Exchange(Mover):
         for flags in places.to.flags:
             flags.fill_(wish)
         began = time.perf_counter()
-        self._move(places.come.buffer, places.to.buffer, places.come.sizes, places.to.sizes)
+        self._exchange(places.come.buffer, places.to.buffer, places.come.sizes, places.to.sizes)
         self.traffic.waited_s[self.axis] += time.perf_counter() - began
         elements = places.to.buffer.numel() - places.to.sizes[self.rank]
         self.traffic.sent_bytes[self.axis] += elements * places.to.buffer.element_size()
@@ -154,9 +154,6 @@ class Exchange(Mover):
             self._laid[message] = Places(next(parts), next(parts), room)
         return self._laid[message]
 
-    def open(self, token: torch.Tensor) -> torch.Tensor:
-        return self.largest(token)
-
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
         """Return the largest of each element of ``flag`` (n,) in the group, by a message that is no
         step.
@@ -170,14 +167,11 @@ class Exchange(Mover):
             flags[flag.numel() :] = received
         return flags.view(self.size, -1).amax(0)
 
-    def _move(
-        self,
-        receiving: torch.Tensor,
-        sending: torch.Tensor,
-        receive_sizes: Sequence[int],
-        send_sizes: Sequence[int],
-    ) -> None:
-        self._exchange(receiving, sending, receive_sizes, send_sizes)
+    def swap(self, sent: torch.Tensor) -> torch.Tensor:
+        """Send each rank its row of (ranks, n), by a message that is no step; return what came."""
+        came, counts = torch.zeros_like(sent), [sent.shape[1]] * self.size
+        self._exchange(came.view(-1), sent.view(-1), counts, counts)
+        return came
 
     def _exchange(
         self,

@@ -122,10 +122,6 @@ class Mover:
         """
         raise NotImplementedError
 
-    def open(self, token: torch.Tensor) -> torch.Tensor:
-        """Send ``token`` (1,) to each rank that messages go to, as they go; return what came."""
-        raise NotImplementedError
-
     @property
     def buffers(self) -> list[torch.Tensor]:
         return list(self._buffers.values())

@@ -239,13 +239,14 @@ def open_connections(
     the group.
     """
     token = torch.zeros(1, device=sequence.device)
-    for axis, mover in (("ring", sequence.ring), ("ulysses", sequence.ulysses)):
+    ring, ulysses = sequence.ring, sequence.ulysses
+    for axis, mover, first in (("ring", ring, ring.open), ("ulysses", ulysses, ulysses.largest)):
         if mover.size > 1:
             with naming(f"The {axis} group of", layout.group(axis, rank)):
-                mover.open(token).item()  # NCCL tells of a failure here
+                first(token).item()  # NCCL tells of a failure here
     if sequence.size > 1 and sequence.ulysses.size < sequence.size:
         with naming("The sequence of", layout.sequence(rank)):
-            sequence.world.open(token).item()
+            sequence.world.largest(token).item()
     for before, after in pairwise(layout.of_stages(rank)):
         if link is not None and rank in (before, after):
             with naming("The stages of", (before, after)):

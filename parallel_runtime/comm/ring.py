@@ -89,6 +89,7 @@ class Ring(Mover):
             self.in_step.leave_with(torch.amax(places.wishes, (), out=largest))
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
+        """Send ``token`` (1,) as messages go; return what came."""
         came = torch.zeros_like(token)
         for work in self._pass_on(token, came):
             work.wait()

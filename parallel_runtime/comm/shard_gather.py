@@ -42,6 +42,7 @@ class ShardGather(Mover):
         self._models.pop(model, None)
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
+        """Gather ``token`` (1,) of each rank, as messages go; return what came."""
         came = token.new_zeros(self.size)
         self._start(token, came)
         self.wait()

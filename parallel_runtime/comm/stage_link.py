@@ -88,13 +88,15 @@ class StageLink:
         self._unchecked: deque[tuple[LateValue, int]] = deque()
 
     def open(self, token: torch.Tensor, *, to_next: bool) -> None:
-        """Send a first message to the next rank, or take that of the one before."""
+        """Send a message that is no patch to the next rank, or have that of the one before in the
+        place of ``token``.
+        """
         if to_next:
             self._sends.start(token)
             self._sends.finish()
         else:
             wait_for([dist.irecv(token, self._previous, self._from_before)], self.traffic)
-        token.item()  # NCCL tells of a failure here
+        token[0].item()  # NCCL tells of a failure here
 
     def free_buffers(self) -> None:
         """Wait for the sends in flight, then free their memory. Call between runs, when the next

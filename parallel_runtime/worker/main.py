@@ -57,6 +57,7 @@ def run(channel: Channel) -> None:
 
     from ..attention.kernels import TORCHS
     from ..attention.trial import tried, usual
+    from ..comm.connections import try_connections
     from ..comm.mesh import connect
     from ..layout import Layout
     from .arena_io import ArenaIO
@@ -103,6 +104,7 @@ def run(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
             speeds=start.speeds,
         )
+        try_connections(mesh)
     kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
     io = ArenaIO(arena, device)
     handler = RequestHandler(mesh, device, memory, io, start.machines, kernels, joining)

@@ -1,0 +1,63 @@
+"""Try the connections between ranks when a pool starts: some corrupt what they carry, and neither a
+GPU nor a transport says so. Images would come out wrong, or black.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from .mesh import Mesh, naming
+
+NUMBERS = 1 << 18  # of 4 bytes each: 1 MiB; short messages go another way
+REMEDY = {
+    "nccl": "start ComfyUI with NCCL_P2P_DISABLE=1 in its environment",
+    "gloo": "check the network between their machines, or name another one in GLOO_SOCKET_IFNAME",
+}
+
+
+def try_connections(mesh: Mesh) -> None:
+    """Send a known pattern once between each two ranks that will exchange messages, and compare it
+    on arrival. Every rank must call it. Raises RuntimeError that names both ranks.
+    """
+    sequence, rank, widest = mesh.sequence, mesh.rank, mesh.layout.widths[-1]
+    ranks = mesh.layout.joined(widest).sequence(rank)
+    sequence.use(widest)
+    try:
+        if len(ranks) > 1:
+            with naming("The sequence of", ranks):
+                came = sequence.world.swap(
+                    torch.stack([pattern(rank, peer, sequence.device) for peer in ranks])
+                )
+            for peer, numbers in zip(ranks, came, strict=True):
+                compare(numbers, peer, rank)
+    finally:
+        sequence.use(1)
+    for before, after in pairwise(mesh.layout.of_stages(rank)):
+        if mesh.link is not None and rank in (before, after):
+            numbers = pattern(before, after, sequence.device)
+            numbers = numbers if rank == before else torch.zeros_like(numbers)
+            with naming("The stages of", (before, after)):
+                mesh.link.open(numbers, to_next=rank == before)
+            compare(numbers, before, after)
+
+
+def pattern(source: int, target: int, device: torch.device) -> torch.Tensor:
+    """Return numbers (NUMBERS,) in which all bits change, and others for other ranks: so a message
+    that went astray is seen too.
+    """
+    every = torch.arange(NUMBERS, dtype=torch.int32, device=device)
+    return every * -1640531527 + (source << 16) + target  # near 2^32 over the golden ratio: it wraps around
+
+
+def compare(came: torch.Tensor, source: int, target: int) -> None:
+    """Raises RuntimeError unless what came is what ``source`` sent."""
+    wrong = int((came != pattern(source, target, came.device)).sum())
+    if wrong:
+        raise RuntimeError(
+            f"Of {NUMBERS} numbers that rank {source} sent to rank {target} when the pool started, {wrong}"
+            f" arrived otherwise, so their connection corrupts data: {REMEDY[dist.get_backend()]}, or leave"
+            " one of the two devices out of the pool."
+        )
