@@ -121,9 +121,50 @@ def test_every_text_that_the_pack_asks_for_is_there_and_no_other():
 def test_every_node_has_a_help_page_with_a_row_for_each_of_its_inputs(nodes):
     described = {}
     for name, page in HELP.items():
-        rows = re.findall(r"^\| (`.*?) \|", page.partition("## Inputs")[2].partition("\n## ")[0], re.M)
-        described[name] = {given for row in rows for given in re.findall(r"`(\w+)`", row)}
+        described[name] = {given for row in rows_of_inputs(page) for given in re.findall(r"`(\w+)`", row)}
     assert described == nodes
+
+
+def rows_of_inputs(page):
+    """The first cells of the first table, which is that of the inputs."""
+    return re.findall(r"^\| ([^|]*`[^|]*) \|", page.split("\n## ")[1], re.M)
+
+
+@pytest.mark.parametrize("node", sorted(HELP))
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_help_page_names_the_node_and_its_inputs_as_the_node_does_in_that_language(language, node):
+    texts, page = said(language, "nodeDefs")[node], page_in(language, node)
+    assert page.startswith(f"# {texts['display_name']}\n")
+    names = {part for row in rows_of_inputs(page) for part in re.split(", |、", row.replace("`", ""))}
+    for given, text in texts["inputs"].items():
+        name = text["name"]
+        assert (name if name == given or name.endswith(f"({given})") else f"{name} ({given})") in names
+
+
+@pytest.mark.parametrize("node", sorted(HELP))
+@pytest.mark.parametrize("language", sorted({*LANGUAGES} - {"en"}))
+def test_a_translated_help_page_has_line_by_line_the_form_the_code_and_the_links_of_the_english_one(
+    language, node
+):
+    page = page_in(language, node)
+    assert [form(line) for line in page.splitlines()] == [form(line) for line in HELP[node].splitlines()]
+    messages = re.findall(r"\*\*([^*]+\.)\*\*", HELP[node].partition("\n## Errors")[2])
+    assert not [message for message in messages if f"**{message}**" not in page]
+    sentences = [line for line in page.splitlines() if form(line)[0] == "text" and len(line) > 30]
+    assert not {*sentences} & {*HELP[node].splitlines()}, "nothing is left in English"
+
+
+def page_in(language, node):
+    if language == "en":
+        return HELP[node]
+    return (ROOT / "web" / "docs" / node / f"{language}.md").read_text(encoding="utf-8")
+
+
+def form(line):
+    """What a line is, how many cells it has if it is a row, and the code and the links in it."""
+    kind = re.match(r"#+ |\||- |", line)[0] or ("text" if line else "")
+    code, links = re.findall(r"`[^`]+`", line), re.findall(r"\]\(([^)]+)\)", line)
+    return kind, line.count("|"), sorted(code), links
 
 
 def test_every_message_that_a_help_page_explains_is_one_of_the_codes():
@@ -132,7 +173,7 @@ def test_every_message_that_a_help_page_explains_is_one_of_the_codes():
         for page in HELP.values()
         for words in re.findall(r"^- \*\*(.+?)\.\*\*", page.partition("## Errors")[2], re.M)
     ]
-    assert len(quoted) > 20
+    assert len(quoted) > 10
     longest = [
         max((piece.strip() for piece in re.split(rf"{FILLED_IN.pattern}|'.*?'", words)), key=len)
         for words in quoted
