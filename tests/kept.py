@@ -36,7 +36,7 @@ LIFETIMES = {
         " RemoteVAE._compared,_steps Resident.confirmed ObjectPatches._take_away,weights"
         " RowsKnown.are_apart,mixes ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
-        " Weights._seen,changed WholeForward._handles"
+        " Weights._own,_seen,changed WholeForward._handles"
     ),
     "a pool": (
         "Allocator._free,_seams Arena.at_close Channel._fds"
@@ -50,7 +50,7 @@ LIFETIMES = {
         "Auto._others Beside._more,reloads Counts._begun Evaluations._failed,_growth,_looked_at"
         " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
         " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
-        " Runs._open,_sums,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
+        " Runs._open,_sums,checks,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
         " StageBalance._measured,_seconds*,_wanted Switch._last _tell_of_sage alike cut_latent figures"
         " opaque_attention operation tell_uncompiled words_of_class"
     ),

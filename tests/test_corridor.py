@@ -68,8 +68,9 @@ PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([^`]+\.py:[^`]+)` \| (?:`([^`]+)`)? ?\| .+ \|$", re.M)
 # Files and functions of one evaluation in the UI and a rank together. A change that adds to them
 # says why: comm/parts.py lays out an exchange with as many kernels for any number of ranks;
-# client/conds.py knows conditioning by the cond's own tensors, which spares comparisons on a GPU.
-MOST = {"Ulysses": (53, 201), "PipeFusion": (64, 249)}
+# client/conds.py knows conditioning by the cond's own tensors, which spares comparisons on a GPU;
+# weights/background_check.py says whether a weight was written to since ranks got it.
+MOST = {"Ulysses": (54, 202), "PipeFusion": (65, 250)}
 
 
 def shown(kind):

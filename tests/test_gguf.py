@@ -98,6 +98,25 @@ def test_weights_cross_as_they_are_stored(gguf):
     assert sent["content"].nbytes == 768 * 256 // 32 * 34
 
 
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_byte_of_a_weight_that_a_node_wrote_reaches_the_ranks(gguf, files, clients, layout):
+    stock, model = gguf(), gguf()
+    parallel = in_pool(model, clients, layout)
+    before = run(stock)
+    for _ in range(2):
+        assert relative_error(run(parallel), before) <= BOUND
+    for one in (stock, model):
+        weight = one.model.diffusion_model.double_blocks[0].img_attn.qkv.weight
+        weight.as_subclass(torch.Tensor).numpy().reshape(768, -1)[211, 35] ^= 0x70
+    truth = run(stock)
+    assert relative_error(truth, before) > 10 * BOUND, "the write does nothing"
+    with pytest.raises(Refused, match=r"the weight double_blocks.0.img_attn.qkv.weight of .*: run again"):
+        run(parallel)
+    assert relative_error(run(parallel), truth) <= BOUND
+    assert relative_error(run(with_lora(parallel, files, 1.0)), run(with_lora(stock, files, 1.0))) <= BOUND
+
+
 def test_settings_of_the_packs_node_reach_the_ranks(gguf, pack, clients):
     pack.ops.GGMLOps.Linear.dequant_dtype = torch.bfloat16
     try:

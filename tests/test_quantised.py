@@ -24,9 +24,11 @@ from pipemesh.lab.random_files import write_lora, write_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
 from pipemesh.parallel_runtime.crossing.source import describe_source
+from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.memory import is_unwritten
+from pipemesh.parallel_runtime.weights.background_check import BackgroundCheck
 from pipemesh.parallel_runtime.weights.slots import slots
 from pipemesh.parallel_runtime.worker.prepare import PRODUCTS, answer_alike
 from pipemesh.pool.trial.trying import model_of
@@ -275,13 +277,15 @@ def test_the_uis_quantised_weights_lie_on_the_checkpoints_pages(written, form):
     assert data and all(is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in data)
 
 
-def test_a_write_to_one_scale_of_a_quantised_weight_is_found(written):
-    model = loaded(written(PLAIN, "int8_rowwise"))
+@pytest.mark.parametrize(("form", "place"), [("int8_rowwise", 3), ("mxfp8", (37, 5))])
+def test_a_write_to_one_scale_of_a_quantised_weight_is_found(written, form, place):
+    model = loaded(written(PLAIN, form))
     weights = describe_source(model).weights
     weights.compare(model)
     name, layer = "double_blocks.0.img_attn.qkv", model.model.diffusion_model.double_blocks[0].img_attn.qkv
-    with torch.inference_mode():
-        layer.weight._params.scale.data[3] *= 2
+    layer.weight._params.scale.view(torch.uint8).numpy()[place] ^= 1
+    with pytest.raises(Refused, match=rf"to the weight {name}.weight_scale of {form}"):
+        BackgroundCheck(weights, form).require_unchanged(60.0)
     weights.compare(model)
     assert weights.changed == {f"{name}.weight_scale"}
 

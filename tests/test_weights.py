@@ -21,7 +21,9 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_privately
 from pipemesh.parallel_runtime.own_pages import pages_of
 from pipemesh.parallel_runtime.weights import comparison, stored_weights
-from pipemesh.parallel_runtime.weights.comparison import WeightMark, Weights, checksum
+from pipemesh.parallel_runtime.weights.background_check import BackgroundCheck
+from pipemesh.parallel_runtime.weights.checksum import checksum
+from pipemesh.parallel_runtime.weights.comparison import WeightMark, Weights
 from pipemesh.parallel_runtime.weights.slots import slots
 from pipemesh.parallel_runtime.weights.stored_weights import DTYPES
 
@@ -133,7 +135,13 @@ def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_itse
         for name, weight in patcher.model.diffusion_model.named_parameters():
             weight.data = state.get(name, weight.data)
     where = parameter(patcher).data_ptr()
+    read = []
+    monkeypatch.setattr(
+        comparison, "checksum", lambda tensor, *_: read.append(tensor.data_ptr()) or checksum(tensor)
+    )
     weights = compared(patcher)
+    assert BackgroundCheck(weights, "").require_unchanged(60.0)
+    assert read and where not in read, "the kernel tells of its pages"
     assert parameter(patcher).data_ptr() == where and not weights.changed
     look_at, looked_at = comparison._looked_at, []
     monkeypatch.setattr(

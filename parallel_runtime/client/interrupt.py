@@ -34,11 +34,18 @@ def interrupting(call: Callable) -> Callable:
     return wrapped
 
 
+def wait_for(is_over: Callable[[float], bool]) -> None:
+    """Asks ``is_over``, which may take the seconds that it is given, until it says so. Raises
+    ComfyUI's interrupt.
+    """
+    while not is_over(POLL_S):
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+
 @contextmanager
 def held(lock: threading.Lock) -> Iterator[None]:
     """Holds a lock. Raises ComfyUI's interrupt while another thread has it."""
-    while not lock.acquire(timeout=POLL_S):
-        comfy.model_management.throw_exception_if_processing_interrupted()
+    wait_for(lambda seconds: lock.acquire(timeout=seconds))
     try:
         yield
     finally:

@@ -12,10 +12,11 @@ from ..checkpoint import check_mapped
 from ..crossing.in_block import runs_code_in_blocks
 from ..crossing.source import Source
 from ..errors import PipeMeshError, PoolFailed, Refused
+from ..weights.background_check import BackgroundCheck
 from .alone import Judge
 from .beside import Sampled
 from .groups import InGroups
-from .interrupt import held
+from .interrupt import held, wait_for
 from .patchwise import Patchwise
 from .remote_pool import RemotePool
 
@@ -78,6 +79,7 @@ class Remote:
         self.require_same_file()
         with held(self.pool.turn):
             self.pool.runs.begin(self.model)
+        self.check_weights()
         self.recut()
         self.free_bytes = self.pool.free_bytes()
         self.sampling.begin_run(self._first)
@@ -99,11 +101,17 @@ class Remote:
             self.pool.admission.not_judged(model, why)
         return None if why else judge
 
+    def check_weights(self) -> None:
+        """Begins to compare the UI's weights in full. It ends with the model's run."""
+        self.pool.runs.end_check(self.model)
+        self.pool.runs.checks[self.model] = BackgroundCheck(self.source.weights, self.source.title)
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, ranks load the model or compute with it, on the pages of its file. Raises Refused
         where the file was overwritten by then, also in place of the death of a rank, of pages that
-        the file has lost. Keeps for the report why a run cannot go on.
+        the file has lost, and for a weight that a node has written to. Keeps for the report why a
+        run cannot go on.
         """
         try:
             try:
@@ -112,6 +120,8 @@ class Remote:
                 self.require_same_file()
                 raise
             self.require_same_file()
+            if self.model in self.pool.runs.checks:
+                self.pool.runs.checks[self.model].require_unchanged()
         except PipeMeshError as error:
             self.pool.runs.note_fault(self.model, error)
             raise
@@ -130,12 +140,18 @@ class Remote:
         self, executor: Any, guider: Any, sigmas: Any, extra_args: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """A SAMPLER_SAMPLE wrapper: evaluations of groups and of patches are not collected where
-        the forward asked for them, but by whoever waits for several.
+        the forward asked for them, but by whoever waits for several. The samples are returned when
+        the weights of all models that made them are compared. Raises Refused for one that a node
+        has written to.
         """
         conds, options = self.sampling.conds, extra_args["model_options"]
-        with self.computing(), conds.sampling(executor.class_obj, guider, options):
-            own = {**extra_args, "model_options": conds.with_windows(options)}
-            return executor(guider, sigmas, own, *args, **kwargs)
+        with self.computing():
+            with conds.sampling(executor.class_obj, guider, options):
+                own = {**extra_args, "model_options": conds.with_windows(options)}
+                samples = executor(guider, sigmas, own, *args, **kwargs)
+            for check in self.pool.runs.checks.values():
+                wait_for(check.require_unchanged)
+            return samples
 
     def end_run(self) -> None:
         """Ends the run that the model is in, if any: after a run inside a run, the outer one's

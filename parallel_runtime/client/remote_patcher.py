@@ -135,6 +135,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
                 require_unchanged(
                     self.model.diffusion_model, operations=self.model.model_config.custom_operations
                 )
+            self.remote.pool.runs.end_check(self.remote.model)
             weights.compare(self)
             changed = self.remote.source.attributes.changed(self.model)
             objects = {**cast_switches(self), **changed, **pack_bypass(self.injections), **plain}
@@ -146,6 +147,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
             self.remote.recut()
             with self.remote.computing():
                 bring_up(self)
+            self.remote.check_weights()
             self.patch_model(load_weights=False)
             eldest.watch = self.watch
         return self.loaded_size() - before

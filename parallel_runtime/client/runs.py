@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
+from ..weights.background_check import BackgroundCheck
 from ..wire.messages import EndRun
 from .run import Aside, Run
 from .session import Session, Sessions
@@ -36,6 +37,7 @@ class Runs:
         # Models in a run, ranks of which may keep a state of it that no fresh copy has, a node's
         # cache or count in the blocks: which of the model's loads that is in
         self.stateful: dict[str, int] = {}
+        self.checks: dict[str, BackgroundCheck] = {}  # of models that were loaded for a run
         self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
         self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
         self.recent: deque[Run] = deque()  # the newest last
@@ -116,6 +118,7 @@ class Runs:
         """
         run = self._open.pop(model, None)
         self.stateful.pop(model, None)
+        self.end_check(model)
         if run is None:
             return
         run.ended_s = time.time()
@@ -123,6 +126,11 @@ class Runs:
         self.end_owed()
         for joined in run.joined:
             self.end(joined)
+
+    def end_check(self, model: str) -> None:
+        """Ends the comparison of the model's weights while it is in a run."""
+        if model in self.checks:
+            self.checks.pop(model).end()
 
     def end_owed(self) -> None:
         """Has the ranks free what they keep of ended runs, unless they are still busy. Call it

@@ -180,7 +180,7 @@ def state_source(patcher: Any, weights: Weights | None = None) -> dict[str, Any]
             state |= named_tensors(name, original) if is_quantised(original) else {name: original}
     state = {key: tensor.detach() for key, tensor in state.items()}
     if weights is not None:
-        weights.note_sent(state)
+        weights.note_sent({**state, **{key: described["content"] for key, described in late.items()}})
     return {
         "config": type(config).__name__,
         "unet_config": dict(config.unet_config),

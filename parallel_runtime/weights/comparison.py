@@ -3,7 +3,8 @@
 The ranks read the checkpoint themselves, or are sent a state dict once. A node that changes a
 weight in place tells nobody, so the UI compares contents in full, once per load. That reads the
 checkpoint from the page cache, as the ranks do next. From then on ``WeightMark`` tells which
-weights may have been written to, and those alone are compared in full again.
+weights may have been written to, and those alone are compared in full again. What it may miss,
+``BackgroundCheck`` finds while ranks compute.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from ..errors import Refused
 from ..forward import PREFIX
 from ..memory import give_back_freed, is_unwritten, mapped_privately
 from ..own_pages import pages_of
+from .checksum import checksum
+from .gguf import described_weight, is_ggml
 from .loan import Loan
 from .quantised import stored_bytes, taken_apart
 from .slots import Slot, slots
@@ -27,7 +31,6 @@ from .stored_weights import CheckpointContent
 
 # By bytes of an element, numbers of the same size that torch can index, whatever the dtype
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-CHECKSUM_ROW = 4093  # prime, so that no two rows of a weight stand in the same columns by their shape
 
 
 class Weights:
@@ -42,7 +45,8 @@ class Weights:
         self.changed: set[str] = set()
         self.changed_id = ""
         self._file = file
-        self._sent: SentContent | None = None
+        # Checksums of what is in no file: as it was sent to the ranks, or else as it was first seen
+        self._own: dict[str, bytes] = {}
         self._loan: Loan | None = None
         self._seen: dict[str, WeightMark] = {}
         self._nbytes = 0
@@ -54,7 +58,7 @@ class Weights:
 
     def note_sent(self, state: dict[str, torch.Tensor]) -> None:
         """Compares with ``state``, which goes to the ranks, from now on."""
-        self._sent = SentContent(state)
+        self._own = {name: checksum(tensor) for name, tensor in state.items()}
         self._seen.clear()
 
     def compare(self, patcher: Any) -> None:
@@ -82,32 +86,50 @@ class Weights:
             for slot in doubtful:
                 mm.throw_exception_if_processing_interrupted()
                 same = theirs.has(slot)
+                on_file = bool(same) and (theirs.lend(slot) or _is_within(slot.tensor, mapped))
+                mark = WeightMark(slot.tensor, on_file)
+                if same is None:
+                    same = self._own.setdefault(slot.name, mark.checksum) == mark.checksum
                 if not same or slot.name in self.changed:
                     self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
                     self.changed_id = uuid.uuid4().hex if self.changed else ""
-                on_file = same and (theirs.lend(slot) or _is_within(slot.tensor, mapped))
-                self._seen[slot.name] = WeightMark(slot.tensor, on_file)
+                self._seen[slot.name] = mark
         finally:
             if self._loan is not None:
                 self._loan.close_if_unused()
         give_back_freed()
 
+    def changed_since(self, is_ended: Callable[[], bool]) -> Iterator[str]:
+        """Yields the names of weights whose full content is another than when they were last
+        compared, but of those that lie on pages of files. Stops if ``is_ended`` says so. For any
+        thread.
+        """
+        for name, mark in list(self._seen.items()):
+            if mark.has_changed(is_ended):
+                yield name
+
+    def forget(self) -> None:
+        """Has all weights compared in full next time."""
+        self._seen.clear()
+
     def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, Any]:
         """The weights of ``changed`` as object patches for the ranks."""
         found = [slot for slot in slots(diffusion_model) if slot.name in self.changed] if self.changed else []
         return {
-            PREFIX + slot.owner: taken_apart(slot.tensor if slot.holder is None else slot.holder)
+            PREFIX + slot.owner: described_weight(slot.holder)
+            if is_ggml(slot.holder)
+            else taken_apart(slot.tensor if slot.holder is None else slot.holder)
             for slot in found
         }
 
-    def _open(self, patcher: Any) -> CheckpointContent | UnknownContent | None:
+    def _open(self, patcher: Any) -> CheckpointContent | NoContent | None:
         """What to compare with. None where there is nothing yet, and where the file was overwritten
         since: then the run is refused when it begins.
         """
         import comfy.utils
 
         if self._file is None:
-            return self._sent
+            return NoContent(None) if self._own else None
         if not self._seen:
             check_file(self._file)
         try:
@@ -117,7 +139,7 @@ class Weights:
         try:
             check_file(self._file)
         except Refused:
-            return UnknownContent()
+            return NoContent(False)
         # ModelPatcherDynamic reads weights by a mapping of its own
         dynamic = hasattr(patcher.model, "dynamic_patchers")
         lends = not dynamic and not patcher.pinned and not comfy.utils.DISABLE_MMAP
@@ -130,17 +152,20 @@ class WeightMark:
     """A weight as it was when its content was last compared.
 
     A write to a file's pages (``on_file``) is always found. Other memory, such as that of a weight
-    whose dtype is not the file's, has no marks of writes. There two things are compared: the count
-    that torch keeps of writes, and one element of every row and of every column. torch does not
-    count writes through ``tensor.data``, by numpy or to inference tensors. Of those, one is not
-    found if it leaves every element that is looked at as it was: most writes to a single element.
+    whose dtype is not the file's, has no marks of writes. There two things are compared before a
+    run: the count that torch keeps of writes, and one element of every row and of every column.
+    torch does not count writes through ``tensor.data``, by numpy or to inference tensors. Of those,
+    one may leave every element that is looked at as it was: most writes to a single element do.
+    ``has_changed`` finds it.
     """
 
     def __init__(self, tensor: torch.Tensor, on_file: bool):
         self._place = _place(tensor)
+        self._offset = tensor.storage_offset()
+        self._memory = weakref.ref(tensor.untyped_storage())
         self.pages = (tensor.data_ptr(), tensor.nbytes) if on_file else None
-        self._memory = weakref.ref(tensor.untyped_storage()) if on_file else None
         self._content = None if on_file else _looked_at(tensor)
+        self.checksum = b"" if on_file else checksum(tensor)
 
     def is_still(self, tensor: torch.Tensor, unwritten: bool = False) -> bool:
         """True if the weight was neither moved nor, as far as this can tell, written to.
@@ -148,11 +173,22 @@ class WeightMark:
         """
         if _place(tensor) != self._place:
             return False
-        if self._memory is None:
+        if self._content is not None:
             return _looked_at(tensor) == self._content
         # Not that of another weight, which came to the address of one that is gone
         is_same = self._memory() is tensor.untyped_storage()
         return is_same and (unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes))
+
+    def has_changed(self, is_ended: Callable[[], bool]) -> bool:
+        """True if the content in memory of its own is another, by all of it. False for a weight
+        that has moved, as ``is_still`` tells, and if ``is_ended`` says so before all is read.
+        """
+        memory = self._memory()
+        if memory is None or not self.checksum:
+            return False
+        _, dtype, shape, stride, device = self._place
+        weight = torch.empty(0, dtype=dtype, device=device).set_(memory, self._offset, shape, stride)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return checksum(weight, is_ended) not in (b"", self.checksum)
 
 
 def _place(tensor: torch.Tensor) -> tuple:
@@ -188,45 +224,20 @@ def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
     return version, hashlib.blake2b(chosen.cpu().numpy().tobytes(), digest_size=16).digest()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-
-
-class UnknownContent:
-    """Of a checkpoint that was deleted or replaced while ranks have it mapped. What may have been
-    written to since it was last compared counts as changed.
+class NoContent:
+    """Stands for a file that is not there: ``answer`` is None for a model without one. A checkpoint
+    was deleted or replaced while ranks have it mapped: what may have been written to since it was
+    last compared counts as changed.
     """
 
-    def has(self, slot: Slot) -> bool:
-        return False
+    def __init__(self, answer: bool | None):
+        self._answer = answer
+
+    def has(self, slot: Slot) -> bool | None:
+        return self._answer
 
     def lend(self, slot: Slot) -> bool:
         return False
-
-
-class SentContent(UnknownContent):
-    """The weights that the ranks were sent. Only checksums are kept of them."""
-
-    def __init__(self, state: dict[str, torch.Tensor]):
-        self._checksums = {name: checksum(tensor) for name, tensor in state.items()}
-
-    def has(self, slot: Slot) -> bool:
-        return slot.name not in self._checksums or checksum(slot.tensor) == self._checksums[slot.name]
-
-
-def checksum(tensor: torch.Tensor) -> bytes:
-    """A hash of dtype, shape and content. As fast as memory is, because it hashes sums of
-    columns.
-    """
-    content = _bytes_of(tensor)
-    words = content[: content.numel() // (8 * CHECKSUM_ROW) * 8 * CHECKSUM_ROW]
-    if words.data_ptr() % 8:
-        words = words.clone()
-    sums = words.view(torch.int64).view(-1, CHECKSUM_ROW).sum(0)
-    head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return hashlib.blake2b(
-        head + sums.numpy().tobytes() + content[words.numel() :].numpy().tobytes(), digest_size=16
-    ).digest()
 
 
 def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:

@@ -108,6 +108,11 @@ def rebuilt_weight(described: dict[str, Any], operations: types.ModuleType) -> t
     )
 
 
+def rebuilt_like(described: dict[str, Any], weight: Any) -> torch.Tensor:
+    """In a rank: the inverse of ``described_weight``, by the operations that ``weight`` has."""
+    return rebuilt_weight(described, sys.modules[type(weight).__module__])
+
+
 def with_patches(weight: Any, patches: list, key: str, device: torch.device) -> torch.Tensor:
     """In a rank: the weight with these weight patches on it, which the pack's operations apply in
     every forward.

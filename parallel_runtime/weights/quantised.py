@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .gguf import is_ggml, rebuilt_like
+
 FIELDS = "non_tensor_fields"  # under which QuantizedTensor's own description has its plain data
 DTYPE = "orig_dtype"  # the field that names the dtype to dequantise to; None: left open
 
@@ -37,11 +39,13 @@ def taken_apart(tensor: torch.Tensor) -> Any:
 
 
 def put_together(tree: Any, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``taken_apart``. ``like``: a weight that is quantised the same way, such as
-    the one to be replaced.
+    """The inverse of ``taken_apart``, and of ``described_weight`` for one of a GGUF file. ``like``:
+    a weight that is quantised the same way, such as the one to be replaced.
     """
     if isinstance(tree, torch.Tensor):
         return tree
+    if is_ggml(like):
+        return rebuilt_like(tree, like)
     context = like.__tensor_flatten__()[1]  # pyright: ignore[reportAttributeAccessIssue]
     context = {**context, FIELDS: tree["fields"]}
     return type(like).__tensor_unflatten__(tree["tensors"], context, None, None)  # pyright: ignore[reportAttributeAccessIssue]

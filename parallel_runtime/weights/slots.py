@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .gguf import is_ggml
 from .placement import dotted
 from .quantised import is_quantised, named_tensors
 
@@ -14,7 +15,7 @@ from .quantised import is_quantised, named_tensors
 class Slot(NamedTuple):
     """A parameter or buffer of the transformer, or a tensor that a quantised one is stored as,
     under its name in a state dict. ``owner``: the name of the parameter or buffer; ``holder``: a
-    quantised one. ``archived``: the dtype that ComfyUI gave it.
+    quantised one, or one of a GGUF file. ``archived``: the dtype that ComfyUI gave it.
     """
 
     name: str
@@ -35,6 +36,8 @@ def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
                 for stored, inner in named_tensors(owner, tensor).items():
                     if not inner.is_meta:
                         yield Slot(stored, inner, inner.dtype, owner, tensor)
+            elif is_ggml(tensor):
+                yield Slot(owner, tensor.as_subclass(torch.Tensor), tensor.dtype, owner, tensor)
             elif type(tensor.data) is torch.Tensor and not tensor.is_meta:
                 archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
                 yield Slot(owner, tensor, archived, owner)

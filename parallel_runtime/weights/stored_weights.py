@@ -171,15 +171,13 @@ class CheckpointContent:
                 error.strerror or error,
             )
 
-    def has(self, slot: Slot) -> bool:
-        """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it. Raises
-        Refused where the file was cut short.
-
-        Also true where the file has none of that name: then there is nothing to compare.
+    def has(self, slot: Slot) -> bool | None:
+        """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it; None if
+        the file has none of that name. Raises Refused where the file was cut short.
         """
         theirs = self._tensors.get(slot.name)
         if theirs is None:
-            return True
+            return None
         if slot.tensor.dtype not in (theirs.dtype, slot.archived) or slot.tensor.shape != theirs.shape:
             return False
         if self._stored is not None and self._stored.has(theirs):

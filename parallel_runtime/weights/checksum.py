@@ -1,0 +1,44 @@
+"""A hash of all of a tensor's content, as fast as memory is read, of one core and without Python's
+lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+PIECE = 16 << 20  # bytes: some milliseconds
+ROW = 4093  # numbers of 8 bytes; prime: by their shape, rows of a weight stand in unlike columns
+
+
+def never() -> bool:
+    return False
+
+
+def checksum(tensor: torch.Tensor, is_ended: Callable[[], bool] = never) -> bytes:
+    """Returns a hash of dtype, shape and content, wherever the tensor lies; b"" if ``is_ended``
+    says so before all is read.
+
+    It hashes sums of columns: of a piece of 16 MiB those of 512 rows of 4093 numbers of 8 bytes.
+    """
+    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
+    for piece in pieces(tensor.detach()):
+        if is_ended():
+            return b""
+        content = piece.flatten().view(torch.uint8).numpy()
+        end = content.size // (8 * ROW) * 8 * ROW
+        digest.update(content[:end].view("<i8").reshape(-1, ROW).sum(0).data)
+        digest.update(content[end:].data)
+    return digest.digest()
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the rows of a tensor in order, on the CPU: as many at a time as have 16 MiB, at least
+    one.
+    """
+    rows = tensor if tensor.dim() else tensor.reshape(1)
+    if rows.numel():
+        for piece in rows.split(max(1, PIECE // (rows[0].numel() * rows.element_size()))):
+            yield piece.cpu().contiguous()
