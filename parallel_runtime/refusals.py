@@ -12,6 +12,8 @@ from .families import plan_or_whole, why_no_plan
 from .families.plan import TokenPlan
 from .layout import OF_A_GROUP, OF_THE_POOL, Layout, listed
 
+ON_ONE_GPU = "run this sampler on one GPU (bypass PipeMesh Parallelize, or turn auto mode off)"
+
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
     """Returns the token plan of a transformer; one without blocks of a UNet that ranks compute

@@ -157,9 +157,9 @@ class LookAhead:
             self._forget(moment)
 
     def at_once(self, most: int, to_come: Callable[[], Asked]) -> tuple[int, int]:
-        """Returns how many prompts can be sampled at once, at most so many, and how many times so
-        many the queue has: as many as were, where the sampler ``to_come`` is to get what was
-        sampled ahead.
+        """Returns (n, rounds): n prompts can be sampled together, at most ``most``; the queue holds
+        ``rounds`` such groups. If the sampler ``to_come`` is to get what was sampled ahead, n is
+        the number of prompts that were sampled together with it.
         """
         if (moment := self._moment()) is None or most < 2:
             return 1, 1

@@ -96,9 +96,8 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         return self.model_size() if is_held else 0
 
     def current_loaded_device(self, *args: Any, **kwargs: Any) -> torch.device:
-        """Returns the UI's device where ranks hold the model: ComfyUI makes room there for the rest
-        alone. Elsewhere the modules are on the CPU, so that at every run room would be made for all
-        of it, and text encoder and VAE unloaded.
+        """Returns the GPU while ranks hold the model, so that ComfyUI frees VRAM only for the rest.
+        If it returned the CPU, ComfyUI would unload text encoder and VAE before every run.
         """
         return self.load_device if self.loaded_size() else super().current_loaded_device(*args, **kwargs)
 

@@ -281,8 +281,9 @@ class InStep:
         return told
 
     def expect(self, tokens: Hashable, count: int) -> None:
-        """Note which tokens the evaluation has, ``count`` of them. If they are others than before,
-        every rank takes all messages for new, also one whose own are as long as before.
+        """Note which tokens the evaluation has, ``count`` of them. If the token counts differ from
+        the recorded ones, all ranks discard the recorded schedule, even a rank whose own message
+        sizes did not change: either all ranks ask, or none.
         """
         self._course.tokens, self._course.count = tokens, count
         self.enter(TOKENS, tokens)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import Refused
-from ..refusals import patch_name
+from ..refusals import ON_ONE_GPU, patch_name
 from ..watch.python_file import (
     LIBRARIES,
     attribute_of,
@@ -86,8 +86,8 @@ def require_own(module: types.ModuleType, name: str, value: Any) -> None:
     culprit = compiled_elsewhere(value, trusted) if is_code(value) else None
     if culprit is not None and is_of_another_pack(culprit, module):
         raise Refused(
-            f"{module.__name__}.{name} was replaced ({patch_name(culprit)}), which ranks know nothing of: "
-            "remove the node or the pack that does it and restart ComfyUI, or leave PipeMesh Parallelize out."
+            f"{module.__name__}.{name} was replaced ({patch_name(culprit)}), and the workers do not have that"
+            f" change: remove the node or the pack that does it and restart ComfyUI, or {ON_ONE_GPU}."
         )
 
 

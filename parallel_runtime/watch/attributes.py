@@ -16,7 +16,7 @@ import torch
 
 from ..errors import Refused
 from ..forward import PREFIX
-from ..refusals import patch_name
+from ..refusals import ON_ONE_GPU, patch_name
 from ..wire.tree import is_plain
 from .python_file import assigned_later
 
@@ -49,8 +49,8 @@ class ModuleAttributes(NamedTuple):
         pairs = [(name, old, self.own.get(name)) for name, old in zip(self.names, before, strict=True)]
         name, old, new = next(one for one in pairs if one[1] != one[2])
         return Refused(
-            f"{self.path}.{name} of this MODEL was changed from {old} to {new} while it samples, which ranks"
-            " know nothing of: remove the node that does it, or leave PipeMesh Parallelize out."
+            f"{self.path}.{name} of this MODEL was changed from {old} to {new} while it samples, and the"
+            f" workers do not have that change: remove the node that does it, or {ON_ONE_GPU}."
         )
 
 

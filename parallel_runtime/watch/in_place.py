@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import Refused
-from ..refusals import patch_name
+from ..refusals import ON_ONE_GPU, patch_name
 from ..weights.loan import LostWeights
 from .attributes import ModuleAttributes
 from .host_code import HostCode, edited_code, replaced_code
@@ -175,14 +175,14 @@ def refusal(path: str, what: str, culprit: Any) -> Refused:
     move = "use EasyCache in its place, which works in the pool" if caches else "remove the node that does it"
     place = f"diffusion_model.{path}".removesuffix(".")
     return Refused(
-        f"{place} of this MODEL {what} ({name}), which ranks know nothing of: {move}, or leave PipeMesh"
-        " Parallelize out."
+        f"{place} of this MODEL {what} ({name}), and the workers do not have that change: {move}, or"
+        f" {ON_ONE_GPU}."
     )
 
 
 def refusal_of_code(where: str, culprit: Any) -> Refused:
     """Makes the error of ComfyUI's own function at ``where``, with ``culprit`` in its place."""
     return Refused(
-        f"ComfyUI's {where} was replaced for all models ({patch_name(culprit)}), which ranks know nothing of:"
-        " remove the node or the pack that does it and restart ComfyUI, or leave PipeMesh Parallelize out."
+        f"ComfyUI's {where} was replaced for all models ({patch_name(culprit)}), and the workers do not have"
+        f" that change: remove the node or the pack that does it and restart ComfyUI, or {ON_ONE_GPU}."
     )

@@ -115,9 +115,9 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Free all that is kept for the run of a model, which is over. ``steps``: those that a later
     request may name in ``confirmed``: what they need stays, where it is little, and the answer says
-    so in ``keeps``. ``cleared``: ranks on whose device others need what torch keeps of it.
-    ``arena_bytes``: what lies behind is let go of, because ComfyUI's process gives it back; 0 for
-    nothing.
+    so in ``keeps``. ``cleared``: ranks that must call ``torch.cuda.empty_cache()``, because another
+    process needs memory on their GPU. ``arena_bytes``: what lies behind is let go of, because
+    ComfyUI's process gives it back; 0 for nothing.
     """
 
     request: int
@@ -129,8 +129,9 @@ class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
-    has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: so many
-    neighbouring groups of ranks got it, and share its sequence; ``layout.ALONE``: one rank did.
+    has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: how many
+    neighbouring groups compute this evaluation as one longer sequence; ``layout.ALONE``: a single
+    rank computes it.
     ``kind`` and ``confirmed``: as ``Expected`` has them. ``in_fp32``: compute it in fp32, whatever
     numbers the weights are in.
     """
