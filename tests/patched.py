@@ -12,7 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import conditioning
 from pipemesh.lab.in_process import reference
-from pipemesh.parallel_runtime.client import timelines
+from pipemesh.parallel_runtime.client.coroutines import Coroutine
 from pipemesh.parallel_runtime.families.files import FLUX as FILE
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import Form, Size
@@ -138,8 +138,8 @@ def advanced(model, guider=None, sampler=None, image=None, steps=4, seed=3):
         return custom("SamplerCustomAdvanced", noise, guider, sampler, sigmas, image)
 
 
-def alive_timelines():
-    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Timeline) and thing]
+def suspended_coroutines():
+    return [thing for thing in gc.get_objects() if isinstance(thing, Coroutine) and thing]
 
 
 def wrapped(model, wrapper):

@@ -29,7 +29,6 @@ from .patched import (  # noqa: F401
     SMALL,
     Patched,
     advanced,
-    alive_timelines,
     custom,
     execute,
     in_windows,
@@ -38,6 +37,7 @@ from .patched import (  # noqa: F401
     one_cond_at_a_time,
     patched,
     stock,
+    suspended_coroutines,
     together,
 )
 
@@ -507,7 +507,7 @@ def test_a_sampler_whose_patches_take_different_numbers_of_evaluations_is_refuse
     monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.why_single_timeline", lambda *_: None)
     with pytest.raises(ModelError, match="set pipefusion to 1 for this sampler"):
         advanced(patched().model, sampler=comfy.samplers.KSAMPLER(sample_at_whim))
-    assert patched().mode == FREE and not alive_timelines()
+    assert patched().mode == FREE and not suspended_coroutines()
 
 
 def test_packed_latents_are_named():

@@ -10,8 +10,8 @@ from greenlet import getcurrent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.client.branch import Branch, SampleCall
+from pipemesh.parallel_runtime.client.coroutines import RandomState
 from pipemesh.parallel_runtime.client.seeds import Seed, Start, sample_together
-from pipemesh.parallel_runtime.client.timelines import RandomState
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed
 
 CPU = torch.device("cpu")

@@ -1,6 +1,5 @@
 """A step of all patches is told once, and a run cut short leaves nothing behind."""
 
-import gc
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +16,13 @@ from .patched import (  # noqa: F401
     SIZE,
     Patched,
     advanced,
-    alive_timelines,
     built,
     cloned,
     models_let_go,
     one_cond_at_a_time,
     patched,
     stock,
+    suspended_coroutines,
     together,
 )
 
@@ -81,10 +80,6 @@ def test_the_hosts_preview_keeps_the_last_x0_and_knows_which_node_runs():
     assert torch.equal(ours, truth)
     assert patched().mode == FREE
     assert contexts and all(context.node_id == "17" for context in contexts)
-
-
-def waiting_conds():
-    return [thing for thing in gc.get_objects() if isinstance(thing, timelines.Aside) and thing]
 
 
 class Queue(InOneProcess):
@@ -155,7 +150,7 @@ def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_r
 
     with pytest.raises((comfy.model_management.InterruptProcessingException, ZeroDivisionError)):
         run(ours.model, size=SIZE, steps=4, callback=callback)
-    assert not alive_timelines() and not engine.flying
+    assert not suspended_coroutines() and not engine.flying
     assert engine.abandoned == ([2] if at < 3 else [])
     assert torch.equal(run(ours.model, size=SIZE, steps=4), truth)
     assert set(ours.modes) == {FREE}
@@ -179,7 +174,7 @@ def test_an_engine_that_fails_abandons_what_is_in_flight_and_the_next_run_is_rig
     with pytest.raises(ZeroDivisionError):
         run(model, size=SIZE, steps=4, cfg=cfg)
     monkeypatch.undo()
-    assert not alive_timelines() and not waiting_conds() and not engine.flying and len(engine.abandoned) == 1
+    assert not suspended_coroutines() and not engine.flying and len(engine.abandoned) == 1
     assert torch.equal(run(model, size=SIZE, steps=4, cfg=cfg), truth)
 
 
@@ -274,7 +269,7 @@ def test_a_cond_that_fails_leaves_none_of_the_others_waiting(queue, wrap, at, mo
     with pytest.raises(ZeroDivisionError):
         run(wrap(ours.model), **TWO_PROMPTS)
     monkeypatch.setattr(ours.model.model, "process_timestep", real)
-    assert len(asked) == at and not engine.flying and not waiting_conds() and not alive_timelines()
+    assert len(asked) == at and not engine.flying and not suspended_coroutines()
     assert torch.equal(run(wrap(ours.model), **TWO_PROMPTS), truth)
 
 

@@ -14,10 +14,10 @@ import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 
+from ...parallel_runtime.client.coroutines import RandomState
 from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
-from ...parallel_runtime.client.timelines import RandomState
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
 from ..here import why_one_gpu
 from ..latest import Latest

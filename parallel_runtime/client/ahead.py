@@ -19,11 +19,12 @@ import torch
 
 from .alone import as_it_is
 from .asked import Asked
+from .coroutines import RandomState
 from .described import described, is_same, on_cpu, tensors_of
 from .queued import LATENT, Graph, Moment, Place, differences, linked_to, readers, seed_at, seed_place
 from .run import Queued
 from .seeds import Compute, Sampled, Start, sample_together
-from .timelines import Callback, RandomState
+from .timelines import Callback
 
 log = logging.getLogger("pipemesh")
 MOST_BYTES = 1 << 30  # of main memory, for all that waits to be handed over

@@ -13,10 +13,11 @@ import comfy.samplers
 import torch
 
 from ..watch.python_file import LIBRARIES, attribute_of, compiled_elsewhere, is_code
+from .coroutines import RandomState
 from .described import described, on_cpu
 from .queued import LATENT
 from .separable import WRAPPER_KEY, conds_of, is_hosts_own, why_single_timeline
-from .timelines import Callback, RandomState
+from .timelines import Callback
 
 IMPURE = "comfy.extra_samplers.uni_pc"  # it writes into the sigmas that the caller goes on using
 NOISE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of latents

@@ -13,8 +13,8 @@ from greenlet import getcurrent
 
 from ..crossing.rows import Constants
 from .branch import Origin, SampleCall, origins_by_cond
+from .coroutines import Coroutine, in_flight_together
 from .separable import has_foreign_code, is_hosts_own, must_run_conds_in_sequence
-from .timelines import Aside, in_flight_together
 from .windows import WindowsTogether, can_be_together
 
 Compute = Callable[[Sequence[SampleCall]], list[Any]]
@@ -100,20 +100,20 @@ class Conds:
         """Returns the output of one call. Where its cond runs beside others, the call waits until
         each of these has made one.
         """
-        aside, known = getcurrent(), [self._origins.get(name) for name in call.branch.conds]
+        current, known = getcurrent(), [self._origins.get(name) for name in call.branch.conds]
         origins = tuple(origin for origin in known if origin is not None)
         if len(origins) == len(known):
             call = replace(call, branch=replace(call.branch, origins=origins))
-        return aside.outputs_of([call])[0] if isinstance(aside, Aside) else self._compute([call])[0]
+        return (current.outputs_of if isinstance(current, Coroutine) else self._compute)([call])[0]
 
     def _must_wait(self, patcher: Any, conds: Any, model_options: dict[str, Any]) -> bool:
         return self._in_sequence() or must_run_conds_in_sequence(patcher, conds, model_options)
 
     def _beside(self, runs: Sequence[Callable[[], Any]], patcher: Any) -> list[Any]:
         def compute(calls: Sequence[SampleCall]) -> list[Any]:
-            aside = getcurrent()
-            if isinstance(aside, Aside):  # a window, whose conds wait for those of others
-                return aside.outputs_of(calls)
+            # In a window, whose conds wait for those of others
+            if isinstance(current := getcurrent(), Coroutine):
+                return current.outputs_of(calls)
             return self.with_room(patcher, lambda: self._compute(calls))
 
         return in_flight_together(runs, compute)

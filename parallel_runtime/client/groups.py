@@ -26,13 +26,13 @@ from .alone import Change, Shared, Watch, as_it_is, nobody
 from .asked import Asked
 from .branch import SampleCall
 from .conds import Conds, WithRoom
+from .coroutines import RandomState
 from .evaluations import Work
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
 from .rows_apart import RowsApart
 from .run import Run
 from .separable import WRAPPER_KEY
-from .timelines import RandomState
 
 
 class InGroups:

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 from comfy.patcher_extension import WrappersMP
-from greenlet import getcurrent
 
 from ..crossing.in_block import why_all_rows
-from ..errors import ModelError, NoRoom, OutOfMemory, PoolFailed
+from ..errors import ModelError, NoRoom, OutOfMemory
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
 from .alone import Watch, nobody
 from .branch import SampleCall
 from .calls import Calls
 from .conds import Conds
+from .coroutines import RandomState
 from .free_gpu import unload_unused
 from .off_gpu import CPU, arguments_on_cpu, draws_there, guider_on_cpu, on_cpu, on_device
 from .patching import Patching
@@ -38,7 +38,7 @@ from .separable import (
     why_single_timeline,
     why_whole,
 )
-from .timelines import FreeRun, PatchBackend, RandomState, Timeline
+from .timelines import FreeRun, PatchBackend
 
 log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
@@ -138,7 +138,8 @@ class Patchwise:
 
         def free() -> torch.Tensor:
             cut = self._cut(noise.shape)
-            return FreeRun(self._backend, *cut, self._patching.warm_up, noise.device).run(sampler, callback)
+            free_run = FreeRun(self._backend, *cut, self._patching.warm_up, noise.device)
+            return free_run.run(sampler, callback, self._has_begun)
 
         run, device, of_user = partial(sampler, callback, True) if reason else free, noise.device, guider
         if beside and not draws:
@@ -184,18 +185,7 @@ class Patchwise:
         return self.conds.output_of(SampleCall(call.arguments, self._calls.own_branch(shaped, latents)))
 
     def _compute(self, calls: Sequence[SampleCall]) -> list[torch.Tensor]:
-        timeline = getcurrent()
-        reloaded = self._backend.restart_if_reloaded()
-        if isinstance(timeline, Timeline):
-            if reloaded:
-                raise PoolFailed(
-                    "The model was unloaded, or its workers lost, while its patches were on their way: run"
-                    " again."
-                )
-            outputs = timeline.outputs_of(calls)
-            self._begun = True
-            return outputs
-        if reloaded:
+        if self._backend.restart_if_reloaded():
             self._calls.begin_run()  # warm again
         try:
             tickets = [
@@ -207,6 +197,9 @@ class Patchwise:
             raise
         self._begun = True
         return [assembled(patches, self._plan.leaves_behind_blocks) for patches in outputs]
+
+    def _has_begun(self) -> None:
+        self._begun = True
 
     def _patches_of(self, call: SampleCall) -> Sequence[Patch | None]:
         """The patches of the next evaluation of a branch; None is all of it."""

@@ -1,6 +1,6 @@
 """Run a stock sampler for several seeds at once, each on groups of ranks of its own.
 
-Each seed is a greenlet with random numbers of its own. It is suspended at every evaluation until
+Each seed is a coroutine with random numbers of its own. It is suspended at every evaluation until
 those of all seeds are computed, so that the sampler of the first, which a prompt waits for, waits
 for the others' evaluation at hand and for nothing else of theirs.
 """
@@ -16,7 +16,7 @@ import torch
 
 from ..errors import PipeMeshError, PoolFailed
 from .branch import SampleCall
-from .timelines import Aside, RandomState
+from .coroutines import Coroutine, RandomState, unwind
 
 log = logging.getLogger("pipemesh")
 Compute = Callable[[Sequence[SampleCall]], list[Any]]
@@ -38,30 +38,18 @@ class Sampled:
     random: RandomState
 
 
-class Seed(Aside):
+class Seed(Coroutine):
     """``number`` 0 is the seed that a prompt waits for."""
 
     def __init__(self, number: int, start: Start, device: torch.device):
-        super().__init__(start.sample)
+        super().__init__(start.sample, start.random, device)
         self.number = number
-        self.random = start.random
-        self.waiting: Sequence[SampleCall] = ()
-        self.samples: torch.Tensor | None = None
-        self._device = device
 
-    def resume(self, *outputs: list[Any]) -> None:
-        """Runs it to its next evaluation, or its end."""
-        self.random.restore()
-        left_with = self.switch(*outputs)
-        self.random = RandomState(self._device)
-        if self.dead:
-            self.samples = left_with
-        else:
-            self.waiting = [self._own(call) for call in left_with]
-
-    def _own(self, call: SampleCall) -> SampleCall:
-        """Returns the call under a branch that no other seed has."""
-        return replace(call, branch=replace(call.branch, call=self.number)) if self.number else call
+    def own_calls(self) -> list[SampleCall]:
+        """Returns the calls that it waits for, under branches that no other seed has."""
+        if not self.number:
+            return [*self.asked]
+        return [replace(call, branch=replace(call.branch, call=self.number)) for call in self.asked]
 
 
 @torch.no_grad()  # samplers switch gradients off and on for the whole thread: off until the last is done
@@ -78,7 +66,7 @@ def sample_together(
         going = [seed for seed in seeds if _goes_on(seed)]
         while first in going:
             try:
-                calls = [call for seed in going for call in seed.waiting]
+                calls = [call for seed in going for call in seed.own_calls()]
                 outputs = iter((together if len(going) > 1 else alone)(calls))
             except PoolFailed:
                 raise
@@ -86,20 +74,14 @@ def sample_together(
                 if len(going) == 1:
                     raise
                 log.warning("[PipeMesh] One image goes on alone, and what waits is sampled later: %s", error)
-                _drop(going[1:])
-                going, outputs = [first], iter(alone(first.waiting))
-            given = {seed: [next(outputs) for _ in seed.waiting] for seed in going}
+                unwind(going[1:])
+                going, outputs = [first], iter(alone(first.asked))
+            given = {seed: [next(outputs) for _ in seed.asked] for seed in going}
             going = [seed for seed in going if _goes_on(seed, given[seed])]
     finally:
-        _drop(seeds)
+        unwind(seeds)
     first.random.restore()
-    return [Sampled(seed.samples, seed.random) if seed.samples is not None else None for seed in seeds]
-
-
-def _drop(seeds: Sequence[Seed]) -> None:
-    for seed in seeds:
-        if seed:  # suspended: unwind it here
-            seed.throw()
+    return [None if seed.result is None else Sampled(seed.result, seed.random) for seed in seeds]
 
 
 def _goes_on(seed: Seed, *outputs: list[Any]) -> bool:

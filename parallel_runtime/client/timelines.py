@@ -1,6 +1,6 @@
 """Run a stock sampler once per patch, so that a pipeline of stages never drains between steps.
 
-Each timeline is a greenlet in which the same sampler code runs on the full-shape latent, with
+Each timeline is a coroutine in which the same sampler code runs on the full-shape latent, with
 random numbers of its own; only its patch's pixels are meaningful. It is suspended at every
 evaluation and resumed with the output, always in the order of patches, so that the result depends
 neither on timing nor on the number of stages. Right only where everything between the sampler and
@@ -9,7 +9,6 @@ the transformer acts on each pixel by itself: ``separable`` decides.
 
 from __future__ import annotations
 
-import contextvars
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from greenlet import greenlet
 
 from ..crossing.rows import Constants
-from ..errors import ModelError
+from ..errors import ModelError, PoolFailed
 from ..patches import Patch, TokenGrid
 from .branch import Branch, SampleCall
+from .coroutines import Coroutine, RandomState, unwind
 
 Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
 
@@ -96,90 +95,22 @@ class Call:
         return next(iter(self.arguments.items()))
 
 
-class RandomState:
-    """Keeps the state of torch's default generators for ``restore``: of the CPU, and of a
-    ``device``, or of every GPU that is in use.
-    """
-
-    def __init__(self, device: torch.device | None = None):
-        gpus = range(torch.cuda.device_count()) if device is None and torch.cuda.is_initialized() else ()
-        self._cpu = torch.get_rng_state()
-        self._gpus = {
-            gpu: torch.cuda.get_rng_state(gpu)
-            for gpu in ([device] if device is not None and device.type == "cuda" else gpus)
-        }
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self._cpu, *self._gpus.values()
-
-    def is_same(self, other: RandomState) -> bool:
-        return all(map(torch.equal, self.tensors, other.tensors))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        for gpu, state in self._gpus.items():
-            torch.cuda.set_rng_state(state, gpu)
-
-
-class Timeline(greenlet):
+class Timeline(Coroutine):
     """Runs the sampler for one patch."""
 
     def __init__(self, run: Callable[[], torch.Tensor], device: torch.device):
-        super().__init__(run)
-        self.gr_context = contextvars.copy_context()  # ComfyUI's progress reads a context variable
-        self.random = RandomState(device)
-        self.output: torch.Tensor | None = None
+        super().__init__(run, RandomState(device), device)
         self._counts: Counter[Branch] = Counter()
 
-    def outputs_of(self, asked: Sequence[SampleCall]) -> list[torch.Tensor]:
-        """Suspends the timeline until all outputs are there. Call from inside it."""
+    def numbered_calls(self) -> list[Call]:
+        """Returns the calls that it waits for, each with the number of its evaluation. Call it once
+        for each time that it waits.
+        """
         calls = []
-        for one in asked:
+        for one in self.asked:
             calls.append(Call(one.branch, self._counts[one.branch], one.arguments))
             self._counts[one.branch] += 1
-        return parent_of(self).switch(calls)
-
-
-class Aside(greenlet):
-    """Runs one cond of an evaluation, or one context window with its conds. It is suspended where
-    it waits for the transformer, so that another can get there as well.
-    """
-
-    def __init__(self, run: Callable[[], Any]):
-        super().__init__(run)
-        self.gr_context = contextvars.copy_context()
-
-    def outputs_of(self, asked: Sequence[SampleCall]) -> list[torch.Tensor]:
-        """Is suspended until all outputs are there. Call from inside it."""
-        return parent_of(self).switch(asked)
-
-
-def parent_of(suspended: greenlet) -> greenlet:
-    """The greenlet that goes on when ``suspended`` is left."""
-    parent = suspended.parent
-    assert parent is not None, "the main greenlet is never suspended"
-    return parent
-
-
-def in_flight_together(
-    runs: Sequence[Callable[[], Any]], compute: Callable[[Sequence[SampleCall]], list[torch.Tensor]]
-) -> list[Any]:
-    """Runs all of ``runs`` and returns their results. Each is taken to its next evaluations before
-    ``compute`` is called for those of all.
-    """
-    asides = [Aside(run) for run in runs]
-    try:
-        left_with = [aside.switch() for aside in asides]
-        while waiting := [index for index, aside in enumerate(asides) if aside]:
-            outputs = iter(compute([call for index in waiting for call in left_with[index]]))
-            for index in waiting:
-                left_with[index] = asides[index].switch([next(outputs) for _ in left_with[index]])
-        return left_with
-    finally:
-        for aside in asides:
-            if aside:  # suspended: unwind it here
-                aside.throw()
+        return calls
 
 
 class FreeRun:
@@ -210,11 +141,14 @@ class FreeRun:
 
     @torch.no_grad()  # samplers switch gradients off and on for the whole thread: off until the last is done
     def run(
-        self, sampler: Callable[[Callback | None, bool], torch.Tensor], callback: Callback | None
+        self,
+        sampler: Callable[[Callback | None, bool], torch.Tensor],
+        callback: Callback | None,
+        begun: Callable[[], None],
     ) -> torch.Tensor:
         """Returns the samples, each patch's pixels from its own timeline. ``sampler`` takes its
         callback and whether it is the first, and runs to its end. ``callback`` is called once for
-        every step, when the last patch has reached it.
+        every step, when the last patch has reached it; ``begun`` when an output is there.
         """
         callbacks = [None] * len(self._patches) if callback is None else merging(callback, self._pixels)
         self._timelines += [
@@ -231,31 +165,32 @@ class FreeRun:
                     )
                 index, calls = self._waiting.popleft()
                 if submitted(calls):
-                    self._resume(index, [call.take() for call in calls])
+                    outputs = [call.take() for call in calls]
+                    begun()
+                    self._resume(index, outputs)
                 else:
                     self._waiting.append((index, calls))  # other timelines have not reached it
         finally:
             if any(self._timelines):
                 self._backend.abandon()
-            for timeline in self._timelines:
-                if timeline:  # suspended: unwind it here
-                    timeline.throw()
+            unwind(self._timelines)
         self._timelines[0].random.restore()  # as after one run
-        outputs = [timeline.output for timeline in self._timelines if timeline.output is not None]
-        return merged(outputs, self._pixels)
+        return merged([timeline.result for timeline in self._timelines], self._pixels)
 
     def _resume(self, index: int, *outputs: list[torch.Tensor]) -> None:
-        """Runs a timeline to its next evaluation or its end, with random numbers of its own."""
+        """Runs a timeline to its next evaluation or its end."""
         timeline = self._timelines[index]
-        timeline.random.restore()
-        left_with = timeline.switch(*outputs)
-        timeline.random = RandomState(self._device)
+        timeline.resume(*outputs)
         if timeline.dead:
-            timeline.output = left_with
-        else:
-            for call in left_with:
-                self._submit(index, call)
-            self._waiting.append((index, left_with))
+            return
+        if self._backend.restart_if_reloaded():
+            raise PoolFailed(
+                "The model was unloaded, or its workers lost, while its patches were on their way: run again."
+            )
+        calls = timeline.numbered_calls()
+        for call in calls:
+            self._submit(index, call)
+        self._waiting.append((index, calls))
 
     def _submit(self, index: int, call: Call) -> None:
         name, latent = call.latent
