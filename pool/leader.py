@@ -26,7 +26,6 @@ from ..parallel_runtime.wire.messages import (
     Ended,
     EndRun,
     Failed,
-    Fetch,
     ForRanks,
     Forward,
     FromMachine,
@@ -97,6 +96,7 @@ class LentRanks:
             while (one := self._next_said()) is not None:
                 message, ranges = one
                 self._link.send(message, ranges=ranges)
+                del one, message  # and with them an output's memory
         except ChannelClosed:
             pass  # who reads from ComfyUI notices too
         except BaseException:
@@ -179,7 +179,7 @@ class LentRanks:
         try:
             if self._link.no_room is not None:
                 raise self._link.no_room
-            if isinstance(request, Forward | Fetch):
+            if isinstance(request, Forward):
                 arena.grow(request.arena_bytes)
             if isinstance(request, EndRun) and request.arena_bytes:
                 arena.shrink(request.arena_bytes)  # its ranks cut it off before they get anything else

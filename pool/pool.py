@@ -121,6 +121,7 @@ class WorkerPool:
             self._life = life
             if was_up:
                 self.ranks.stop(grace_s)
+                self._conversation.in_flight.clear()  # with answers that brought memory
                 self.arena.close()
 
     def _fail(self, lost: Lost) -> PipeMeshError:

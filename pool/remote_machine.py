@@ -191,9 +191,12 @@ class RemoteMachine:
         there is no room. After a failure nothing counts as being there: there may have been no
         room.
         """
-        if isinstance(answer, Done) and fds:
+        if isinstance(answer, Done) and (fds or answer.apart is not None):
             try:
-                self._arena.segment.fill([answer.wrote], fds[0])
+                if self.link.no_room is not None:
+                    raise self.link.no_room
+                if fds:
+                    self._arena.segment.fill([answer.wrote], fds[0])
             except SharedMemoryFull as error:
                 text, number, memory = str(error), answer.request, answer.memory
                 answer = Failed(request=number, kind="error", phase="sending", text=text, memory=memory)

@@ -10,7 +10,7 @@ import pytest
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.wire.messages import EndRun, Fetch, Forward, Load, Release, SetWeightPatches
+from pipemesh.parallel_runtime.wire.messages import EndRun, Forward, Load, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 from pipemesh.pool.devices import Placement, place
 from pipemesh.pool.pool import WorkerPool
@@ -28,7 +28,6 @@ MAKE = {
     ),
     "Release": lambda number, model="m": Release(request=number, model=model),
     "EndRun": lambda number, model="m": EndRun(request=number, model=model),
-    "Fetch": lambda number: Fetch(request=number, arena_bytes=0, out=OUT),
     "Forward": lambda number, model="m": forward(number, model),
     "unwritable Load": lambda number: Load(request=number, model="m", source=b"", stages=(TOO_LONG,)),
     "unwritable Forward": lambda number: forward(number, "m", TOO_LONG),

@@ -30,7 +30,6 @@ PHASES = (
     "loading",
     "patching",
     "computing",
-    "writing",
     "releasing",
     "compiling",
 )
@@ -43,11 +42,11 @@ PHASE = {
     "Release": "releasing",
     "EndRun": "releasing",
     "Forward": "computing",
-    "Fetch": "writing",
 }
 MEMORY = [3 << 20, 4 << 20, 1 << 20]  # free, total, model
 LESS_MEMORY = [1 << 20, 4 << 20, 3 << 20]
 TICK_S = 0.01
+OUTPUT, CONTENT = "fake-output", b"written apart"  # a memfd, and what it holds
 
 
 class Board:
@@ -238,6 +237,21 @@ class Rank:
     def garbage(self, message: dict) -> None:
         self.send({"type": "Nonsense", "request": message.get("request", 0)})
 
+    def apart(self, message: dict, **fields) -> None:
+        """Answers with an output in memory of its own."""
+        fd = os.memfd_create(OUTPUT)
+        os.write(fd, CONTENT)
+        done = {"type": "Done", "request": message["request"], "memory": MEMORY, "apart": True, **fields}
+        self.send(done, (fd,))
+        os.close(fd)
+
+    def apart_twice(self, message: dict) -> None:
+        self.apart(message)
+        self.apart(message)
+
+    def apart_and_strange(self, message: dict) -> None:
+        self.apart(message, sent_bytes="many")
+
     # --
 
     def fail(self, message: dict, kind: str, text: str, **more: str) -> None:
@@ -255,8 +269,8 @@ class Rank:
         if poller.poll(1000 * TICK_S):
             os._exit(1)
 
-    def send(self, message: dict) -> None:
-        self.channel.send(message)
+    def send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
+        self.channel.send(message, fds)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ LIFETIMES = {
         " Weights._own,_seen,changed WholeForward._handles"
     ),
     "a pool": (
-        "Allocator._free,_seams Arena.at_close Channel._fds"
+        "Allocator._free,_seams Arena.at_close Channel._fds,_of_message"
         " ConditioningCache._entries*,_named,_sent,collected InStep._movers"
         " KeptConditioning._named,_tensors* Mover._buffers*,_laid RankLoop._ahead,_enqueued"
         " RequestHandler.models Segment._registered* Sends._sending* Sent.recent SequenceComm._by_width"
@@ -47,7 +47,7 @@ LIFETIMES = {
         " StopFlag._later Trail._places"
     ),
     "ComfyUI or a worker": (
-        "Auto._others Beside._more,reloads Counts._begun Evaluations._failed,_growth,_looked_at"
+        "Auto._others Beside._more,reloads Counts._begun Evaluations._failed,_looked_at"
         " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
         " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
         " Runs._open,_sums,checks,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"

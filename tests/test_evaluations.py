@@ -2,13 +2,17 @@
 was.
 """
 
+import os
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work, chosen_in, one_thread
 from pipemesh.parallel_runtime.crossing.source import state_source
-from pipemesh.parallel_runtime.errors import ModelError
+from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families.every import PLAIN
 
 from .models import asked_of
@@ -59,26 +63,70 @@ def test_numbers_that_the_model_is_given_or_makes_later_are_the_samplers(evaluat
     assert not evaluated(lambda x: x.sign() * 3e38).isfinite().all()
 
 
-def test_an_output_larger_than_the_latent_is_fetched(pair, client, requests):
-    """The first argument counts as the latent: with the time steps there, no output fits."""
+@pytest.fixture
+def dispatched(pair):
+    """Has a pool compute the same evaluation in so many branches, together: no output fits, as the
+    first argument counts as the latent, and is the time steps there. Checks each output.
+    """
     stock, parallel = pair
-    source = parallel.remote.source
+    source, used = parallel.remote.source, []
     forward, (arguments, *_) = asked_of(stock, Case(PLAIN, "ulysses2", "odd", 4, 1.0, False, "euler"))
     arguments["transformer_options"] = {}
     with torch.inference_mode():
         truth = forward(**arguments)
-    client.residency.load(source, lambda: state_source(parallel), never)
-    client.residency.set_weight_patches(source.model, "", {}, ("", {}), never)
     x, timestep, *others = arguments
     swapped = {name: arguments[name] for name in (timestep, x, *others)}
-    requests.clear()
-    for branch in ("first", "second"):
-        (output,) = client.evaluations.dispatch(
-            client.runs.of(source.model), [Work(swapped, Branch((branch,)))], never
-        )
-        assert relative_error(output, truth) <= BOUND
-    assert requests == {"Forward": 2, "Fetch": 2}
-    client.runs.end(source.model)
+
+    def dispatched(client, branches):
+        used.append(client)
+        client.residency.load(source, lambda: state_source(parallel), never)
+        client.residency.set_weight_patches(source.model, "", {}, ("", {}), never)
+        works = [Work(swapped, Branch((str(branch),))) for branch in range(branches)]
+        outputs = client.evaluations.dispatch(client.runs.of(source.model), works, never)
+        for output in outputs:
+            assert relative_error(output, truth) <= BOUND
+        return outputs
+
+    yield dispatched
+    for client in used:
+        client.runs.end(source.model)
+
+
+def outputs_held(client):
+    """Descriptors of outputs that this process has, and ranks that wait for a request."""
+    pool = client.session.pool
+    while any(pool.arena.board.phase(rank) != "waiting" for rank in pool.facts.everyone):
+        os.sched_yield()
+    held = [fd for pid in (*pool.ranks.pids, os.getpid()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    return [fd for fd in held if fd.is_symlink() and "memfd:pipemesh-parcel" in os.readlink(fd)]
+
+
+@pytest.mark.parametrize("degrees", [(2,), (1, 1, 2)], ids=["a sequence", "a pipeline"])
+def test_outputs_that_do_not_fit_come_with_their_answers_in_memory_that_is_the_callers_own(
+    clients, dispatched, degrees
+):
+    client = clients(*degrees)
+    before = client.sessions.open(never).pool.arena.nbytes
+    outputs = [*dispatched(client, 2), *dispatched(client, 2)]
+    assert len({one.untyped_storage().data_ptr() for one in outputs}) == 4
+    assert client.session.pool.arena.nbytes == before
+    assert outputs_held(client) == []
+
+
+def test_a_rank_without_room_for_an_output_says_so_and_the_pool_goes_on(client, dispatched):
+    """Before it writes there: the system would end it with a signal."""
+    dispatched(client, 1)
+    pool, before = client.session.pool, resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for pid in pool.ranks.pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 10, before[1]))
+        with pytest.raises(Refused, match=r"Shared memory is full: .* could not be reserved"):
+            dispatched(client, 2)
+    finally:
+        for pid in pool.ranks.pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    dispatched(client, 1)
+    assert client.session.pool is pool and outputs_held(client) == []
 
 
 def test_torch_computes_on_one_thread_inside_and_on_as_many_as_before_afterwards():

@@ -2,12 +2,14 @@
 by name.
 """
 
+import gc
 import os
 import re
 import select
 import socket
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,10 +32,11 @@ from pipemesh.parallel_runtime.wire.messages import (
     Load,
     Open,
     Release,
+    Said,
     ToMachine,
 )
 from pipemesh.parallel_runtime.wire.parcel import Parcel
-from pipemesh.parallel_runtime.wire.segment import Segment
+from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef, segment_over
 from pipemesh.parallel_runtime.wire.tcp import PARCEL, PIECE_BYTES, Hello, Link
 from pipemesh.parallel_runtime.wire.tree import decode_tree
 from pipemesh.pool.crew import Crew
@@ -50,6 +53,7 @@ from pipemesh.pool.rendezvous import (
 )
 
 from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled, submitted
+from .fake_worker import CONTENT, OUTPUT
 from .test_arena import largest_file
 from .test_wire import descriptors
 
@@ -148,6 +152,7 @@ def ends():
 
 
 LOAD = ForRanks((1, 2), Load(request=1, model="m", source=b"tree"))
+ANSWER = Said(1, {"type": "Done", "request": 1, "memory": (1, 2, 3)})  # as another version may say it
 
 
 def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
@@ -180,6 +185,53 @@ def test_parcels_that_came_are_given_back_when_the_next_is_cut_off():
         theirs.receive()
     assert descriptors("pipemesh-parcel") == []
     theirs.close()
+
+
+def memory_of_outputs():
+    gc.collect()  # frames of errors that are over
+    return [*descriptors(OUTPUT), *descriptors("pipemesh-parcel")]
+
+
+@pytest.mark.parametrize("devices", ["cpu,cpu,cpu", "cpu,far/cpu,far/cpu"], ids=["here", "far"])
+def test_an_output_apart_is_there_until_nobody_has_it_and_leaves_nothing_where_nobody_takes_it(
+    leader, devices
+):
+    """This process is the leader's too."""
+    with running(leader(), spread(devices)) as pool:
+        answer = pool.collect(submitted(pool, group=(1,), rules="1:Forward=apart"))[1]
+        segment = segment_over(answer.apart.fd)
+        assert memory_of_outputs()
+        del answer
+        until = time.monotonic() + DEADLINE_S  # a leader lets go of it when it has sent it
+        while memory_of_outputs() and time.monotonic() < until:
+            os.sched_yield()
+        assert not memory_of_outputs()
+        assert bytes(segment.tensor(TensorRef(0, (len(CONTENT),), "uint8"))) == CONTENT
+        for rules in (
+            "1:Forward=apart-twice",  # the second is owed by none
+            "1:Forward=apart 2:Forward=error",
+            "1:Forward=apart 2:Forward=apart 0:Forward=cancellable",  # abandoned
+        ):
+            number = submitted(pool, rules=rules)
+            if "cancellable" not in rules:
+                with suppress(ModelError):
+                    pool.collect(number)
+            pool.abandon()
+            call(pool, "Release")
+            assert not memory_of_outputs(), rules
+        if "far" not in devices:  # a leader ends in its own time
+            with suppress(PoolFailed):
+                pool.collect(submitted(pool, rules="1:Forward=apart 2:Forward=apart-and-strange"))
+            assert not memory_of_outputs()
+
+
+def test_an_answer_that_claims_memory_and_brings_none_is_unknown_here():
+    ours, theirs = ends()
+    theirs.send(msgspec.structs.replace(ANSWER, message={**ANSWER.message, "apart": True}))
+    with pytest.raises(msgspec.ValidationError, match="no descriptor came with it"):
+        ours.receive()
+    for end in (ours, theirs):
+        end.close()
 
 
 def forward(arena_bytes: int) -> Forward:

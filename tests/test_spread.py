@@ -19,7 +19,7 @@ from pipemesh.parallel_runtime.crossing.source import call_factory, find_here
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.wire import tcp
 from pipemesh.parallel_runtime.wire.arena import Arena
-from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed, close_all
+from pipemesh.parallel_runtime.wire.channel import HEADER, Carried, ChannelClosed, close_all
 from pipemesh.parallel_runtime.wire.messages import (
     Beat,
     Cancel,
@@ -32,9 +32,10 @@ from pipemesh.parallel_runtime.wire.messages import (
     Said,
     ToMachine,
 )
-from pipemesh.parallel_runtime.wire.segment import Segment
+from pipemesh.parallel_runtime.wire.parcel import Parcel
+from pipemesh.parallel_runtime.wire.segment import Segment, segment_over
 from pipemesh.parallel_runtime.wire.tcp import PARCEL, Link, notice_loss
-from pipemesh.parallel_runtime.wire.tree import encode_tree
+from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 from pipemesh.pool.leader import LentRanks
 from pipemesh.pool.remote_machine import RemoteMachine
 
@@ -165,6 +166,20 @@ def test_an_output_comes_back_into_the_same_place(arenas):
     assert torch.equal(arenas.here.segment.tensor(ref), torch.arange(600.0))
     with largest_file(1 << 10):
         failure = arenas.answer(done, [(arenas.there.segment.fd, *wrote)])
+    assert (failure.request, failure.phase) == (1, "sending")
+    assert failure.text.startswith("Shared memory is full: ")
+
+
+def test_an_output_apart_comes_as_memory_of_its_own_or_as_a_failure_where_there_is_no_room(arenas):
+    output = torch.arange(600.0)
+    answers = [
+        Done(request=1, memory=MEMORY, output=parcel.tree, apart=Carried(parcel.segment.fd))
+        for parcel in (Parcel([output]), Parcel([output]))
+    ]
+    done = arenas.answer(answers.pop())
+    assert torch.equal(*decode_tree(done.output, segment_over(done.apart.fd).tensor), output)
+    with largest_file(1 << 10):
+        failure = arenas.answer(answers.pop())
     assert (failure.request, failure.phase) == (1, "sending")
     assert failure.text.startswith("Shared memory is full: ")
 

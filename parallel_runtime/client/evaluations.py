@@ -23,8 +23,8 @@ from ..patches import Part
 from ..planner.balance import StageBalance
 from ..refusals import patch_name
 from ..wire.arena import Frame, identity
-from ..wire.messages import Done, Fetch, Forward
-from ..wire.segment import Segment, TensorRef, aligned, mib
+from ..wire.messages import Done, Forward
+from ..wire.segment import Segment, TensorRef, aligned, segment_over
 from ..wire.tree import NotPlain, decode_tree, encode_tree
 from .branch import Branch
 from .residency import Residency
@@ -55,14 +55,6 @@ class Work:
     in_fp32: bool = False
 
 
-class OutputTooLarge(Exception):
-    """An output takes ``growth`` times the room of its latent, and can be asked for no more."""
-
-    def __init__(self, growth: int):
-        super().__init__(growth)
-        self.growth = growth
-
-
 class Evaluations:
     """Computes every model's evaluations on one pool handle."""
 
@@ -73,16 +65,14 @@ class Evaluations:
         # Branches whose first output was
         self._looked_at: WeakKeyDictionary[Run, set[Part]] = WeakKeyDictionary()
         self._failed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()  # evaluations of each
-        # Model, work of a VAE -> how many times its latent an output may take, where it is more
-        self._growth: dict[tuple[str, Any], int] = {}
 
     def dispatch(
         self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
     ) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and collects them; again where ranks ran
-        out of memory (without other models, if that ``makes_room``), or an output or conditioning
-        was not what it was taken for. Nothing cancelled may be outstanding, which ranks may still
-        read. Returns own tensors.
+        out of memory (without other models, if that ``makes_room``), or conditioning was not what
+        it was taken for. Nothing cancelled may be outstanding, which ranks may still read. Returns
+        own tensors.
         """
         began = time.perf_counter()
         answered: list[tuple[Any, Answers]] = []
@@ -97,9 +87,6 @@ class Evaluations:
                         answered = [self._await_output(ticket, interrupted) for ticket in tickets]
                     else:
                         self._retract(tickets, interrupted)
-                except OutputTooLarge as error:
-                    self.abandon()
-                    self._growth[run.model, works[0].arguments.get("work")] = error.growth
                 except OutOfMemory:
                     self.abandon()
                     if not (makes_room and self._residency.make_room(run.model, of_runs=True)):
@@ -146,7 +133,7 @@ class Evaluations:
         )
         frame = Frame(session.pool.arena)
         try:
-            out = frame.blank(latent_bytes * self._growth.get((run.model, arguments.get("work")), 1))
+            out = frame.blank(latent_bytes)
             written = written or write_arguments(session, arguments, work.branch, assume)
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
@@ -192,61 +179,38 @@ class Evaluations:
         return output
 
     def _await_output(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
-        """Waits for the output. Raises OutputTooLarge, and what ``collect`` raises."""
+        """Waits for the output. Raises what ``collect`` raises."""
         session = self._sessions.latest
         assert session is not None and ticket in session.tickets
         replies = session.pool.collect(ticket.number, interrupted)
         if any(reply.cancelled for reply in replies.values()):
             raise RunCancelled("The run was cancelled.")
         session.confirm(ticket, replies.values())
-        rank, reply = next(
-            ((rank, reply) for rank, reply in replies.items() if reply.output or reply.needs_bytes), (0, None)
-        )
+        reply = next((reply for reply in replies.values() if reply.output), None)
         if reply is None:
             raise PoolFailed(
                 "No rank returned an output: restart ComfyUI, and report it if it happens again."
             )
-        if reply.needs_bytes:
-            output = self._fetch(session, ticket, rank, reply.needs_bytes, interrupted)
-        else:
-            output = self._own_tensors(session, ticket, reply)
+        output = self._own_tensors(session, ticket, reply)
         self._done_with(session, ticket)
         if session.leaving:
             self._residency.release_leaving(session)
         return output, replies
 
-    def _fetch(
-        self, session: Session, ticket: Ticket, rank: int, nbytes: int, interrupted: Callable[[], bool]
-    ) -> Any:
-        """Has ``rank`` write its last output, which took more room than the latent, into a larger
-        place. Returns it. Raises OutputTooLarge if the rank was given another evaluation since,
-        whose output takes the place of the last.
-        """
-        if session.pool.facts.stages > 1 and len(ticket.ranks) > 1:
-            raise ModelError(
-                f"The output takes {mib(nbytes)}, more than the latent that went in: set pipefusion to 1."
-            )
-        if any(other.number > ticket.number and rank in other.ranks for other in session.tickets):
-            raise OutputTooLarge(-(-nbytes // ticket.latent_bytes))
-        with session.pool.arena.frame() as frame:
-            out = frame.blank(nbytes)
-            fetch = Fetch(request=session.pool.next_request(), arena_bytes=session.pool.arena.nbytes, out=out)
-            session.pool.submit(fetch, (rank,))
-            return self._own_tensors(session, ticket, session.pool.collect(fetch.request, interrupted)[rank])
-
     def _own_tensors(self, session: Session, ticket: Ticket, reply: Done) -> Any:
-        """Copies an output out of the arena, to the latent's device. The first of each branch of a
-        run is looked at where it lies: whatever is wrong with all of them is wrong with it. Raises
-        ModelError.
+        """Copies an output out of the arena, to the latent's device; what came in memory of its own
+        stays there. The first of each branch of a run is looked at where it lies: whatever is wrong
+        with all of them is wrong with it. Raises ModelError, SharedMemoryFull.
         """
-        run, tensor = ticket.run, session.pool.arena.segment.tensor
+        run, arena = ticket.run, session.pool.arena.segment
+        segment = arena if reply.apart is None else segment_over(reply.apart.fd)
         seen = self._looked_at.setdefault(run, set())
         if run.is_told and (branch := ticket.part._replace(patch=None)) not in seen:
             seen.add(branch)
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
-            require_finite(decode_tree(reply.output, tensor), ticket.written.arguments, made_by)
-        return own_tensors(session.pool.arena.segment, reply.output, ticket.device)
+            require_finite(decode_tree(reply.output, segment.tensor), ticket.written.arguments, made_by)
+        return own_tensors(segment, reply.output, ticket.device, is_own=segment is not arena)
 
     def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
         """Calls the ranks back from all evaluations in flight, however long they need for that."""
@@ -278,12 +242,14 @@ class Evaluations:
             session.evict()
 
 
-def own_tensors(segment: Segment, output: bytes, device: torch.device) -> Any:
-    """Copies an output to a device. It is there when this returns: others may write in its
-    place.
+def own_tensors(segment: Segment, output: bytes, device: torch.device, *, is_own: bool = False) -> Any:
+    """Copies an output to a device. It is there when this returns: others may write in its place,
+    unless the segment ``is_own``.
     """
     direct = segment.is_pinned and device.type == "cuda"
-    made = decode_tree(output, lambda ref: segment.tensor(ref).to(device, copy=True, non_blocking=direct))
+    made = decode_tree(
+        output, lambda ref: segment.tensor(ref).to(device, copy=not is_own, non_blocking=direct)
+    )
     if direct:
         torch.cuda.current_stream(device).synchronize()
     return made

@@ -35,7 +35,6 @@ PHASES = (
     "loading",
     "patching",
     "computing",
-    "writing",
     "releasing",
     "compiling",
 )

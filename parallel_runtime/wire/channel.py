@@ -1,5 +1,5 @@
 """Length-framed, schema-checked messages over an inherited socket pair; descriptors ride along
-(SCM_RIGHTS).
+(SCM_RIGHTS): those of a message's own fields first, then others.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,18 @@ class ChannelClosed(ConnectionError):
     """The other side is gone."""
 
 
+class Carried:
+    """Owns a descriptor that crosses with the message that it is a field of; over TCP its content
+    does. Whoever has it last closes it: of a message that nobody takes nothing is left.
+    """
+
+    def __init__(self, fd: int):
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 class Channel:
     """One end of a connection. ``incoming`` is the union of message types this end accepts;
     anything else raises msgspec.ValidationError.
@@ -27,18 +40,21 @@ class Channel:
 
     def __init__(self, sock: socket.socket, incoming: Any):
         self._sock = sock
-        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=self._carried)
         self._buffer = bytearray()
         self._fds: list[int] = []
+        self._of_message: list[int] = []  # of the message that is decoded
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-        body = msgspec.msgpack.encode(message)
+        own: list[int] = []
+        body = msgspec.msgpack.encode(message, enc_hook=partial(noted, own))
+        fds = [*own, *fds]
         data = memoryview(HEADER.pack(len(body), len(fds)) + body)
         try:
-            sent = socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
+            sent = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
             if sent < len(data):
                 self._sock.sendall(data[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -80,12 +96,18 @@ class Channel:
             return None
         body = bytes(self._buffer[HEADER.size : HEADER.size + length])
         del self._buffer[: HEADER.size + length]
-        fds = self._attached(count)
+        self._of_message = self._attached(count)
         try:
-            return self._decoder.decode(body), fds
+            message = self._decoder.decode(body)
         except msgspec.DecodeError:
-            close_all(fds)
+            close_all(self._of_message)
             raise
+        return message, self._of_message
+
+    def _carried(self, _type: type, _value: Any) -> Carried:
+        if not self._of_message:
+            raise ValueError("no descriptor came with it")
+        return Carried(self._of_message.pop(0))
 
     def _attached(self, count: int) -> list[int]:
         """Returns the descriptors of the message just read."""
@@ -96,6 +118,12 @@ class Channel:
         close_all(self._fds)
         self._fds = []
         self._sock.close()
+
+
+def noted(fds: list[int], carried: Carried) -> bool:
+    """Adds a field's descriptor to ``fds``. Returns what stands for it in the message's bytes."""
+    fds.append(carried.fd)
+    return True
 
 
 def close_all(fds: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from ..patches import Part
+from .channel import Carried
 from .segment import TensorRef
 
 
@@ -129,11 +130,10 @@ class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
-    has the output writes it into ``out`` if it fits, else keeps it for a Fetch. ``width``: how many
-    neighbouring groups compute this evaluation as one longer sequence; ``layout.ALONE``: a single
-    rank computes it.
-    ``kind`` and ``confirmed``: as ``Expected`` has them. ``in_fp32``: compute it in fp32, whatever
-    numbers the weights are in.
+    has the output writes it into ``out`` if it fits, else into memory of its own. ``width``: how
+    many neighbouring groups compute this evaluation as one longer sequence; ``layout.ALONE``: a
+    single rank computes it. ``kind`` and ``confirmed``: as ``Expected`` has them. ``in_fp32``:
+    compute it in fp32, whatever numbers the weights are in.
     """
 
     request: int
@@ -149,15 +149,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     in_fp32: bool = False
 
 
-class Fetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Write the output of the last evaluation, which did not fit, into a larger place."""
-
-    request: int
-    arena_bytes: int
-    out: TensorRef
-
-
-Request = Load | ReadWeights | SetWeightPatches | DropSets | Release | EndRun | Forward | Fetch
+Request = Load | ReadWeights | SetWeightPatches | DropSets | Release | EndRun | Forward
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -197,7 +189,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers a request that was carried out. ``output`` is a tree, of the rank that has it;
-    ``needs_bytes`` > 0 asks for a Fetch into a place of that size.
+    ``apart``: the memory in which its tensors lie, if they did not fit into the arena.
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
@@ -211,7 +203,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     memory: Memory
     output: bytes = b""
     wrote: tuple[int, int] = (0, 0)
-    needs_bytes: int = 0
+    apart: Carried | None = None
     cancelled: bool = False
     began_s: float = 0.0
     compute_s: float = 0.0
@@ -368,5 +360,4 @@ PHASE = {
     Release: "releasing",
     EndRun: "releasing",
     Forward: "computing",
-    Fetch: "writing",
 }

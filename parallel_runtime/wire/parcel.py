@@ -28,5 +28,9 @@ class Parcel:
 
         self.tree = encode_tree(tree, put)
         self.segment = Segment.create("parcel", max(ALIGN, offset))
-        for ref, tensor in tensors:
-            self.segment.tensor(ref).copy_(tensor)
+        try:
+            for ref, tensor in tensors:
+                self.segment.tensor(ref).copy_(tensor)
+        except BaseException:
+            self.segment.close()
+            raise

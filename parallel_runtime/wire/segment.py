@@ -138,7 +138,10 @@ class Segment:
         """Makes a segment. Raises SharedMemoryFull when the system has no room: pages are reserved
         here, not at first touch.
         """
-        fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
+        try:
+            fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise full(nbytes, error) from error
         try:
             reserve(fd, 0, nbytes)
             return cls(fd, nbytes, room)
@@ -222,6 +225,15 @@ class Segment:
             self.fd = -1
 
 
+def segment_over(fd: int) -> Segment:
+    """Maps all of a file, whose descriptor stays the caller's. Raises SharedMemoryFull."""
+    nbytes = os.fstat(fd).st_size
+    try:
+        return Segment(fd, nbytes)
+    except OSError as error:
+        raise full(nbytes, error) from error
+
+
 def require_addresses(nbytes: int, there: int) -> None:
     """Raises SharedMemoryFull if there are fewer."""
     if nbytes > there:
@@ -266,7 +278,11 @@ def reserve(fd: int, start: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, start, nbytes)
     except OSError as error:
-        raise SharedMemoryFull(
-            f"Shared memory is full: {mib(nbytes)} more could not be reserved ({error.strerror}); close other"
-            " programs, choose a smaller image or batch, or raise the memory limit of this container."
-        ) from error
+        raise full(nbytes, error) from error
+
+
+def full(nbytes: int, error: OSError) -> SharedMemoryFull:
+    return SharedMemoryFull(
+        f"Shared memory is full: {mib(nbytes)} more could not be reserved ({error.strerror}); close other"
+        " programs, choose a smaller image or batch, or raise the memory limit of this container."
+    )

@@ -17,12 +17,13 @@ import struct
 import termios
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from ..errors import SharedMemoryFull
-from .channel import HEADER, Channel, ChannelClosed, close_all
+from .channel import HEADER, Channel, ChannelClosed, close_all, noted
 from .segment import reserve
 
 # The exchange of secrets is that of version 0.1, to the byte: a peer of another version must come
@@ -175,8 +176,9 @@ class Link(Channel):
         (descriptor, offset, bytes) go behind as one more. If ``before_piece`` raises, the message
         is cut off: then the link can only be closed.
         """
-        body = msgspec.msgpack.encode(message)
-        parcels = [[(fd, 0, os.fstat(fd).st_size)] for fd in fds] + [list(ranges)] * bool(ranges)
+        own: list[int] = []
+        body = msgspec.msgpack.encode(message, enc_hook=partial(noted, own))
+        parcels = [[(fd, 0, os.fstat(fd).st_size)] for fd in (*own, *fds)] + [list(ranges)] * bool(ranges)
         try:
             self._sock.sendall(HEADER.pack(len(body), len(parcels)) + body)
             for parcel in parcels:

@@ -7,30 +7,27 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ..comm.late import Reached, to_cpu, to_device
 from ..wire.arena import KEPT_CONDITIONING
+from ..wire.channel import Carried
+from ..wire.parcel import Parcel
 from ..wire.segment import Segment, TensorRef, aligned, dtype_name
 from ..wire.tree import decode_tree, encode_tree
 
 
-class Writing(NamedTuple):
-    """An output on its way to the arena. ``finish`` puts it there, when the device has come so far.
-
-    Where it does not fit, ``tree`` is empty and ``needs_bytes`` are what it takes. ``wrote``: its
-    place, as offset and bytes.
+class Written(NamedTuple):
+    """An output as a tree. ``wrote``: its place in the arena, as offset and bytes; ``apart``: its
+    memory, if it did not fit there.
     """
 
-    tree: bytes
-    needs_bytes: int
-    finish: Callable[[], None]
+    tree: bytes = b""
     wrote: tuple[int, int] = (0, 0)
-
-
-NOTHING = Writing(b"", 0, lambda: None)
+    apart: Carried | None = None
 
 
 class KeptConditioning:
@@ -87,7 +84,6 @@ class ArenaIO:
         self._device = device
         self.conditioning = KeptConditioning(conditioning_bytes)
         self._read: Reached | None = None  # what the device itself reads of the arena
-        self._unwritten: Any = None  # the last output, where it did not fit
 
     def read(self, arguments: bytes) -> Any:
         """Returns one evaluation's arguments."""
@@ -127,9 +123,10 @@ class ArenaIO:
             if self._read is not None:
                 self._read.wait()
 
-    def write(self, output: Any, place: TensorRef) -> Writing:
-        """Begins to write ``output`` into ``place``, without waiting for the device. An output that
-        does not fit is kept for ``write_again``.
+    def write(self, output: Any, place: TensorRef) -> Callable[[], Written]:
+        """Begins to write ``output`` into ``place``, without waiting for the device. What is
+        returned ends that, when the device has come so far; an output that does not fit is written
+        then, into memory of its own. It raises SharedMemoryFull if there is none.
         """
         offset, end = place.offset, place.offset + place.nbytes
         pieces: list[tuple[TensorRef, torch.Tensor]] = []
@@ -146,15 +143,17 @@ class ArenaIO:
                 pieces.append((ref, to_cpu(tensor)))
             return ref
 
-        def finish() -> None:
+        tree, nbytes = encode_tree(output, put), offset - place.offset
+
+        def finish() -> Written:
             for ref, tensor in pieces:
                 self.arena.tensor(ref).copy_(tensor)
+            return Written(tree, (place.offset, nbytes))
 
-        tree, nbytes = encode_tree(output, put), offset - place.offset
-        self._unwritten = output if offset > end else None
-        if offset > end:
-            return NOTHING._replace(needs_bytes=nbytes)
-        return Writing(tree, 0, finish, (place.offset, nbytes))
+        return finish if offset <= end else partial(written_apart, output)
 
-    def write_again(self, place: TensorRef) -> Writing:
-        return self.write(self._unwritten, place)
+
+def written_apart(output: Any) -> Written:
+    """Copies an output from the device's memory, without pinned memory, which torch would keep."""
+    parcel = Parcel(output)
+    return Written(parcel.tree, apart=Carried(parcel.segment.fd))

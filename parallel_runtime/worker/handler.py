@@ -27,7 +27,6 @@ from ..wire.messages import (
     Done,
     DropSets,
     EndRun,
-    Fetch,
     Forward,
     Load,
     ReadWeights,
@@ -37,7 +36,7 @@ from ..wire.messages import (
 )
 from ..wire.segment import Segment, TensorRef
 from ..wire.tree import decode_tree
-from .arena_io import NOTHING, ArenaIO
+from .arena_io import ArenaIO, Written
 from .compiling import compilation_noted
 from .device_memory import DeviceMemory
 from .patched_sets import PatchedSets
@@ -96,18 +95,6 @@ class RequestHandler:
         match request:
             case Forward():
                 return self._forward(request, rank)
-            case Fetch():
-                self._io.arena.follow(request.arena_bytes)
-                writing = self._io.write_again(request.out)
-                Reached(self._device).wait()
-                writing.finish()
-                return Done(
-                    request=request.request,
-                    memory=self._memory.recent(),
-                    output=writing.tree,
-                    wrote=writing.wrote,
-                    needs_bytes=writing.needs_bytes,
-                )
             case Load():
                 self._load(request, segments, rank)
                 model = self.models.get(request.model)
@@ -266,19 +253,19 @@ class RequestHandler:
             on_rank = partial(in_fp32, self._transformer(request.model)) if request.in_fp32 else model.on_rank
             output = on_rank(arguments, request.request)
         rank.tick()  # the answer waits until the GPU has computed it
-        writing = self._io.write(output, request.out) if self._writes[request.width] else NOTHING
+        finish = self._io.write(output, request.out) if self._writes[request.width] else Written
         traffic, facts = self._mesh.sequence.traffic, model.method.facts
         waited_s = {axis: spent_s for axis, spent_s in traffic.waited_s.items() if spent_s}
         sent_bytes = traffic.sent_bytes.total()
 
         def done() -> Done:
-            writing.finish()
+            written = finish()
             return Done(
                 request=request.request,
                 memory=self._memory.recent(),
-                output=writing.tree,
-                wrote=writing.wrote,
-                needs_bytes=writing.needs_bytes,
+                output=written.tree,
+                wrote=written.wrote,
+                apart=written.apart,
                 began_s=began,
                 compute_s=time.perf_counter() - began,
                 waited_s=waited_s,

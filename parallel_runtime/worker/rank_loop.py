@@ -141,6 +141,7 @@ class RankLoop:
                 while self._enqueued:
                     self._send_first()
                 self._channel.send(answer)
+            del answer  # the memory of an output is ComfyUI's from now on
             gc.collect(1 if isinstance(message, Forward) else 2)  # 1: of what is new
 
     def _send_what_is_computed(self) -> None:
