@@ -230,6 +230,33 @@ def test_the_title_of_parallelize_has_room(page):
     assert size >= title + 60  # the button before it and the margin behind it
 
 
+TITLE_OF_PARALLELIZE = """(() => {
+  const node = app.graph.nodes.find(node => node.type == 'PipeMeshParallelize')
+  const box = app.canvas.canvas.getBoundingClientRect()
+  app.canvas.ds.scale = 1
+  app.canvas.ds.offset = [box.width / 2 - node.pos[0], box.height / 2 - node.pos[1]]
+  app.canvas.draw(true, true)
+  return [box.x + box.width / 2 + 60, box.y + box.height / 2 - 12]
+})()"""
+
+
+def test_a_nodes_help_page_is_in_the_pages_language_else_in_english(page):
+    try:
+        for language, says in (
+            ("ja", "モデルのローダーとサンプラーの間"),
+            ("ru", "Put it between the model"),
+        ):
+            page.set("Comfy.Locale", language)
+            page.reload()
+            page.load(numbered(graph("page")), f"help {language}")
+            page.click(*page.evaluate(TITLE_OF_PARALLELIZE))
+            page.until("document.querySelector('[data-testid=info-button]')")
+            page.evaluate("document.querySelector('[data-testid=info-button]').click()")
+            page.until(f"document.body.innerText.includes({json.dumps(says)})")
+    finally:
+        page.set("Comfy.Locale", "en")
+
+
 REPORT = "app.rootGraph.nodes.find(node => node.type == 'PipeMeshReport')"
 SAID = f"{REPORT}.widgets.find(widget => widget.name == 'text').value"
 PICTURE = f"({REPORT}.imgs?.length || document.querySelector(`[data-node-id='${{{REPORT}.id}}'] img`))"

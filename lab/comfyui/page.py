@@ -158,6 +158,10 @@ class Page:
         size = self._page.set_viewport_size({"width": width, "height": height})
         self._within(ANSWERED_S, size, "the page has another size")
 
+    def click(self, x: float, y: float) -> None:
+        """Clicks at a place of the window."""
+        self._within(ANSWERED_S, self._page.mouse.click(x, y), f"a click at {x}, {y}")
+
     def press(self, key: str) -> None:
         """Presses a key, as a keyboard does: Tab or Enter."""
         self._within(ANSWERED_S, self._page.keyboard.press(key), f"the key {key}")
