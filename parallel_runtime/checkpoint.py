@@ -1,4 +1,4 @@
-"""Makes sure that the UI and the ranks use the same checkpoint: they map the file, each for itself.
+"""Makes sure that the UI and the ranks use the same checkpoint: each rank maps the file for itself.
 
 A file is told apart by its path, size and time of change; on another machine by its size and ends.
 """

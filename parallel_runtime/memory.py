@@ -8,7 +8,7 @@ import io
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -108,6 +108,18 @@ def mapped_privately(inode: int) -> list[range]:
         if len(parts) > 4 and parts[1].endswith(b"p") and int(parts[4]) == inode:
             found.append(range(*(int(end, 16) for end in parts[0].split(b"-"))))
     return found
+
+
+def pages_of(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the whole pages on which spans (address, bytes) lie, each once, in as few spans."""
+    pages: list[tuple[int, int]] = []
+    for address, nbytes in sorted(spans):
+        start, end = address // PAGE_BYTES * PAGE_BYTES, -(-(address + nbytes) // PAGE_BYTES) * PAGE_BYTES
+        if pages and start <= sum(pages[-1]):
+            start = pages[-1][0]
+            end = max(end, sum(pages.pop()))
+        pages.append((start, end - start))
+    return pages
 
 
 def is_unwritten(address: int, nbytes: int) -> bool:

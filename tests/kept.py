@@ -29,7 +29,7 @@ LIFETIMES = {
     "a model in the pool, a MODEL or a VAE": (
         "Assembly._made,_modules BandsOfRows._put CompiledBlocks._blocks Constants.names"
         " DeviceWeights._loaded,_replaced,_unread Disassembly._kept,_numbers,code,models"
-        " InBlockPatches._functions InGroups._plan KnownSteps._changing,_learned,_steps* Loan._lent"
+        " InBlockPatches._functions InGroups._plan KnownSteps._changing,_learned,_steps*"
         " NodePatches._left_out OffloadedWeights._loaded,_replaced Order._follows,_seen"
         " PackState._read,taken PatchedSets._kept*,_used PipelineBackend._pieces"
         " PoolDecoding._left,_lent Readers.of"

@@ -27,9 +27,7 @@ from pipemesh.parallel_runtime.crossing.source import describe_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
-from pipemesh.parallel_runtime.memory import is_unwritten
 from pipemesh.parallel_runtime.weights.background_check import BackgroundCheck
-from pipemesh.parallel_runtime.weights.slots import slots
 from pipemesh.parallel_runtime.worker.prepare import PRODUCTS, answer_alike
 from pipemesh.pool.trial.trying import model_of
 from safetensors.torch import load_file, save_file
@@ -258,23 +256,14 @@ def test_a_lora_goes_on_and_off_without_a_load(written, client, requests, near):
 
 
 @pytest.mark.parametrize("form", ["fp8_scaled_old", "int8_convrot", "mxfp8", "nvfp4"])
-def test_the_uis_quantised_weights_lie_on_the_checkpoints_pages(written, form):
+def test_the_uis_quantised_weights_are_those_of_the_checkpoint(written, form):
     model = loaded(written(PLAIN, form))
-    before = {slot.name: slot.tensor.clone() for slot in slots(model.model.diffusion_model)}
     weights = describe_source(model).weights
     weights.compare(model)
     assert not weights.changed
     assert describe_source(model).attributes.changed(model.model) == {}, (
         "what the loader notes counts as changed by a node"
     )
-    of_quantised = [slot for slot in slots(model.model.diffusion_model) if slot.holder is not None]
-    assert all(
-        torch.equal(slot.tensor.view(torch.uint8), before[slot.name].view(torch.uint8))
-        for slot in of_quantised
-        if slot.tensor.dim()
-    )
-    data = [slot for slot in of_quantised if slot.name == slot.owner]
-    assert data and all(is_unwritten(slot.tensor.data_ptr(), slot.tensor.nbytes) for slot in data)
 
 
 @pytest.mark.parametrize(("form", "place"), [("int8_rowwise", 3), ("mxfp8", (37, 5))])

@@ -14,7 +14,6 @@ import torch
 
 from ..errors import Refused
 from ..refusals import ON_ONE_GPU, patch_name
-from ..weights.loan import LostWeights
 from .attributes import ModuleAttributes
 from .host_code import HostCode, edited_code, replaced_code
 from .python_file import LIBRARIES, root_of
@@ -150,8 +149,6 @@ def _changes_of(
             yield f"has its method {name} replaced in place", value
     for name in HOOKS:
         for hook in own[name].values():
-            if isinstance(hook, LostWeights):
-                raise hook.refusal()
             yield "has a forward hook", hook
 
 

@@ -20,11 +20,9 @@ import torch
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
 from ..forward import PREFIX
-from ..memory import give_back_freed, is_unwritten, mapped_privately
-from ..own_pages import pages_of
+from ..memory import is_unwritten, mapped_privately, pages_of
 from .checksum import checksum
 from .gguf import described_weight, is_ggml
-from .loan import Loan
 from .quantised import stored_bytes, taken_apart
 from .slots import Slot, slots
 from .stored_weights import CheckpointContent
@@ -47,7 +45,6 @@ class Weights:
         self._file = file
         # Checksums of what is in no file: as it was sent to the ranks, or else as it was first seen
         self._own: dict[str, bytes] = {}
-        self._loan: Loan | None = None
         self._seen: dict[str, WeightMark] = {}
         self._nbytes = 0
 
@@ -62,8 +59,7 @@ class Weights:
         self._seen.clear()
 
     def compare(self, patcher: Any) -> None:
-        """Updates ``changed``, and points the weights that are equal at the checkpoint's mapped
-        pages, so that the UI keeps no private copy of them while nobody can write to the file.
+        """Updates ``changed``.
 
         The model has to be unpatched, so that names and contents are those of the loader. Raises
         Refused where the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
@@ -82,22 +78,16 @@ class Weights:
             return
         self._nbytes = 0
         mapped = mapped_privately(self._file[3]) if self._file else []
-        try:
-            for slot in doubtful:
-                mm.throw_exception_if_processing_interrupted()
-                same = theirs.has(slot)
-                on_file = bool(same) and (theirs.lend(slot) or _is_within(slot.tensor, mapped))
-                mark = WeightMark(slot.tensor, on_file)
-                if same is None:
-                    same = self._own.setdefault(slot.name, mark.checksum) == mark.checksum
-                if not same or slot.name in self.changed:
-                    self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
-                    self.changed_id = uuid.uuid4().hex if self.changed else ""
-                self._seen[slot.name] = mark
-        finally:
-            if self._loan is not None:
-                self._loan.close_if_unused()
-        give_back_freed()
+        for slot in doubtful:
+            mm.throw_exception_if_processing_interrupted()
+            same = theirs.has(slot)
+            mark = WeightMark(slot.tensor, bool(same) and _is_within(slot.tensor, mapped))
+            if same is None:
+                same = self._own.setdefault(slot.name, mark.checksum) == mark.checksum
+            if not same or slot.name in self.changed:
+                self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
+                self.changed_id = uuid.uuid4().hex if self.changed else ""
+            self._seen[slot.name] = mark
 
     def changed_since(self, is_ended: Callable[[], bool]) -> Iterator[str]:
         """Yields the names of weights whose full content is another than when they were last
@@ -126,8 +116,6 @@ class Weights:
         """What to compare with. None where there is nothing yet, and where the file was overwritten
         since: then the run is refused when it begins.
         """
-        import comfy.utils
-
         if self._file is None:
             return NoContent(None) if self._own else None
         if not self._seen:
@@ -140,12 +128,7 @@ class Weights:
             check_file(self._file)
         except Refused:
             return NoContent(False)
-        # ModelPatcherDynamic reads weights by a mapping of its own
-        dynamic = hasattr(patcher.model, "dynamic_patchers")
-        lends = not dynamic and not patcher.pinned and not comfy.utils.DISABLE_MMAP
-        content = CheckpointContent(patcher.model, self._file, lends, self._loan)
-        self._loan = content.loan or self._loan
-        return content
+        return CheckpointContent(patcher.model, self._file)
 
 
 class WeightMark:
@@ -235,9 +218,6 @@ class NoContent:
 
     def has(self, slot: Slot) -> bool | None:
         return self._answer
-
-    def lend(self, slot: Slot) -> bool:
-        return False
 
 
 def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:

@@ -84,13 +84,3 @@ def numbers_of(model: Any) -> str:
 def named_tensors(name: str, weight: Any) -> dict[str, torch.Tensor]:
     """What the quantised weight ``name`` is stored as, by the names in a state dict."""
     return {key: tensor for key, tensor in weight.state_dict(name).items() if tensor is not None}
-
-
-def store_in(weight: Any, old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Stores a quantised weight in ``new``, an equal tensor in other memory. False for its scales,
-    which are small and cannot be swapped.
-    """
-    is_data = weight._qdata is old
-    if is_data:
-        weight._qdata = new
-    return is_data

@@ -1,4 +1,4 @@
-"""The weights of a transformer as its checkpoint has them, to compare with and to lend.
+"""The weights of a transformer as its checkpoint has them, to compare with.
 
 The file is read, never through its mapped pages: where it is cut short meanwhile, reading those
 would end ComfyUI.
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..checkpoint import File, refuse_change
-from .loan import Loan
-from .quantised import store_in
 from .slots import Slot, slots
 
 DTYPES = {  # of the safetensors format
@@ -44,7 +40,6 @@ DTYPES = {  # of the safetensors format
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-log = logging.getLogger("pipemesh")
 SMALL = 1 << 12  # bytes of tensors that ComfyUI looks into where it only names them
 
 
@@ -71,10 +66,6 @@ class StoredTensors:
     def has(self, tensor: torch.Tensor) -> bool:
         """True for a tensor of the file, or a view of one; False for one that was computed."""
         return self._room.data_ptr() <= tensor.data_ptr() < self._room.data_ptr() + self._room.nbytes()
-
-    def offset_of(self, tensor: torch.Tensor) -> int:
-        """Returns where in the file a tensor that it ``has`` begins."""
-        return tensor.data_ptr() - self._room.data_ptr()
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor that the file ``has``, with its content. Raises EOFError where the file
@@ -116,14 +107,9 @@ def read_into(storage: torch.UntypedStorage, start: int, nbytes: int, descriptor
 class CheckpointContent:
     """The transformer's weights as the checkpoint has them, under the model's names."""
 
-    def __init__(self, model: Any, file: File, lends: bool, loan: Loan | None = None):
-        """``lends``: weights may lie on the file's pages, where a lease on it is to be had;
-        ``loan``: one that may be open still. Raises Refused where it is not the file that ``file``
-        describes any more.
-        """
-        self.loan: Loan | None = None
+    def __init__(self, model: Any, file: File):
+        """Raises Refused where it is not the file that ``file`` describes any more."""
         self._stored: StoredTensors | None = None
-        self._mapped: torch.UntypedStorage | None = None
         if not is_safetensors(file[0]):
             import comfy.utils
 
@@ -132,23 +118,7 @@ class CheckpointContent:
         descriptor = os.open(file[0], os.O_RDONLY)
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._file = descriptor, file
-        if lends:
-            self._borrow(model.diffusion_model, loan)
-        try:
-            self._read(model, descriptor, file)
-        except BaseException:  # nobody else knows of the loan yet
-            if self.loan is not None:
-                self.loan.close_if_unused()
-            raise
-
-    def _read(self, model: Any, descriptor: int, file: File) -> None:
-        found = os.fstat(descriptor)
-        refuse_change(file, found)
-        # Mapped anew for every comparison: a node may have written to what was lent before
-        if self.loan is not None:
-            path = of_descriptor(descriptor)
-            whole = torch.from_file(path, shared=False, size=found.st_size, dtype=torch.uint8)
-            self._mapped = whole.untyped_storage()
+        refuse_change(file, os.fstat(descriptor))
         self._stored = StoredTensors(descriptor)
         self._tensors = processed(model, dict(self._stored.tensors))
         own = [slot.name for slot in slots(model.diffusion_model)]
@@ -158,18 +128,6 @@ class CheckpointContent:
             with self._whole():
                 self._stored.fill()
             self._tensors = processed(model, dict(self._stored.tensors))
-
-    def _borrow(self, transformer: torch.nn.Module, loan: Loan | None) -> None:
-        path = of_descriptor(self._descriptor)
-        try:
-            is_own = loan is not None and loan.is_of(path)
-            self.loan = loan if is_own else Loan(path, Path(self._file[0]).name, transformer)
-        except OSError as error:
-            log.info(
-                "[PipeMesh] ComfyUI keeps weights of its own of %s: no read lease on it (%s).",
-                self._file[0],
-                error.strerror or error,
-            )
 
     def has(self, slot: Slot) -> bool | None:
         """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it; None if
@@ -193,31 +151,6 @@ class CheckpointContent:
             refuse_change(self._file, os.fstat(self._descriptor))
             raise
 
-    def lend(self, slot: Slot) -> bool:
-        """Points a weight that the file ``has`` at the file's pages. False where that cannot be: it
-        has another dtype there, is no parameter on the CPU, or nobody would tell of a writer.
-        """
-        theirs, ours = self._tensors.get(slot.name), slot.tensor
-        if theirs is None or self._stored is None or self._mapped is None or self.loan is None:
-            return False
-        if theirs.dtype != ours.dtype or not theirs.is_contiguous() or ours.device.type != "cpu":
-            return False
-        if not theirs.nbytes or not self._stored.has(theirs):
-            return False
-        if slot.holder is None and not isinstance(ours, torch.nn.Parameter):
-            return False
-        # A parameter of one kind with data of the other is neither
-        with torch.inference_mode(ours.is_inference()):
-            lent = view_of(
-                self._mapped, self._stored.offset_of(theirs), theirs.nbytes, theirs.dtype, theirs.shape
-            )
-            if not self.loan.add(lent):
-                return False
-            if slot.holder is not None:
-                return store_in(slot.holder, ours, lent)
-            ours.data = lent
-        return True
-
 
 def processed(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the transformer's part of a file's tensors, under its own names."""
@@ -232,11 +165,6 @@ def processed(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def is_safetensors(path: str) -> bool:
     return path.lower().endswith((".safetensors", ".sft"))
-
-
-def of_descriptor(descriptor: int) -> str:
-    """Returns a path to the open file itself, whatever has its name by now."""
-    return f"/proc/self/fd/{descriptor}"
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
