@@ -18,7 +18,6 @@ from torch import nn
 from ..parallel_runtime.errors import ModelError
 from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.methods.hooks import Attention, TokenHooks, split_heads
-from ..parallel_runtime.methods.pipefusion.rope_cache import RopeCache
 from ..parallel_runtime.methods.shards import Rows
 from ..parallel_runtime.patches import Patch
 
@@ -29,7 +28,6 @@ class PatchForward:
     def __init__(self, model: nn.Module, plan: TokenPlan):
         self._plan = plan
         self._hooks = TokenHooks(model, plan, self)
-        self._ropes = [RopeCache(model.get_submodule(path)) for path in plan.positions]
         self._buffers: dict[tuple[Hashable, int], torch.Tensor] = {}  # (branch, layer) -> (2, B, H, L, D)
         self._branch: Hashable = None
         self._left: dict[Hashable, torch.Tensor] = {}  # branch -> (B, L, C)
@@ -38,16 +36,13 @@ class PatchForward:
         self._layer = 0
 
     def attach(self) -> None:
-        for hooks in (self._hooks, *self._ropes):
-            hooks.attach()
+        self._hooks.attach()
 
     def detach(self) -> None:
-        for hooks in (self._hooks, *self._ropes):
-            hooks.detach()
+        self._hooks.detach()
 
     def end_run(self) -> None:
-        for kept in (self._hooks, *self._ropes):
-            kept.end_run()
+        self._hooks.end_run()
         self._buffers.clear()
         self._left.clear()
 

@@ -22,7 +22,7 @@ LIFETIMES = {
         " Conds._origins EnteredBlocks._most Evaluation.spans"
         " FreeRun._arguments,_gathering,_seen*,_timelines,_waiting GuiderSeam._inside"
         " KVBuffers._buffers*,_filled,_left* KeptTokens._made* PoolSampling._lent,_sampled"
-        " PromptTimes._runs RopeCache._kept* RowsApart._not_now Run.branches,evaluations,groups,joined"
+        " PromptTimes._runs RowsApart._not_now Run.branches,evaluations,groups,joined"
         " Slot.shapes StageMessages._received,_sent StepTimes._runs,_stepped Steps._ends"
         " Timeline._counts Waiting.steps"
     ),

@@ -8,7 +8,6 @@ from dataclasses import fields
 from pipemesh.nodes.status.figures import MemoryFigures, SharedFigures
 from pipemesh.parallel_runtime.client import ahead, calls, runs
 from pipemesh.parallel_runtime.comm import in_step, stage_link
-from pipemesh.parallel_runtime.methods.pipefusion import rope_cache
 from pipemesh.parallel_runtime.wire import arena
 from pipemesh.parallel_runtime.worker import device_memory, patched_sets
 
@@ -33,7 +32,6 @@ BOUNDS = {
     "Sets of patched": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Such sets": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Rows on their way": (f"{stage_link.IN_FLIGHT} messages",),
-    "Positions of tokens": (f"{rope_cache.KEPT} for each",),
     "Pictures of the queue": (f"{ahead.MOST_BYTES >> 30} GiB",),
     "Latents by which": (f"{calls.KEPT_LATENTS // MIB} MiB",),
     "Figures of runs": (f"{runs.KEPT} runs; {runs.MOST_EVALUATIONS} evaluations",),

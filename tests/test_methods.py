@@ -46,24 +46,7 @@ from .models import IdleRank
 NUMBER = 1  # of every request here
 # Names that the joint model has
 PREFIX = Prefix(stream="prompt", counted_by="mask", kept_in="mask", forget="forward")
-TURNED = replace(PLAN, positions=("rope",))
 PATCHES = [astuple(patch) for patch in TokenGrid((IMAGE, 1), (1, 1)).cut(3)]
-
-
-class Turned(Model):
-    """The joint model, with rotary positions of the image's rows."""
-
-    def __init__(self, blocks):
-        super().__init__(blocks)
-        self.rope = Rope()
-
-    def forward(self, txt, img, mask, transformer_options):
-        return super().forward(txt, img * self.rope(torch.arange(img.shape[1])), mask, transformer_options)
-
-
-class Rope(torch.nn.Module):
-    def forward(self, positions):
-        return positions.cos().view(1, -1, 1)
 
 
 class Foreseeing(IdleRank):
@@ -121,8 +104,8 @@ def make(request, monkeypatch):
             )
         else:
             mesh = mesh_of(Layout(**{request.param: 2}))
-        model, rank = Turned(3), Foreseeing()
-        return Made(model, make_method(model, TURNED, mesh, rank), rank)
+        model, rank = Model(3), Foreseeing()
+        return Made(model, make_method(model, PLAN, mesh, rank), rank)
 
     return make
 
@@ -170,7 +153,7 @@ def test_a_detached_method_leaves_no_trace_and_can_be_attached_again(made):
         assert traces_on(model) == untouched
         if not any(isinstance(block, Stub) for block in model.blocks):  # else it runs as a stage only
             with torch.inference_mode():
-                assert torch.equal(model(**CONDS[0]), Turned(3)(**CONDS[0]))
+                assert torch.equal(model(**CONDS[0]), Model(3)(**CONDS[0]))
 
 
 def tensors():
@@ -270,7 +253,6 @@ def with_blocks(**changed):
         (with_blocks(tokens={"text": ("txt",), "img": ("img",)}), "blocks(text=)"),
         (with_blocks(along=(Along(arg="pe", dim=1, streams=("img",)),)), "blocks(pe=)"),
         (with_blocks(ranges=(Ranges(arg="spans", streams=("img",)),)), "blocks(spans=)"),
-        (replace(PLAN, positions=("rope",)), "rope"),
         (replace(PLAN, leave=Leave(path="tail", stream="img")), "tail"),
         (
             replace(

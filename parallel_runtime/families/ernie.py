@@ -21,7 +21,6 @@ PLAN = TokenPlan(
         ),
     ),
     leave=Leave(path="final_linear", stream="img", streams=JOINT),
-    positions=("pos_embed",),
 )
 
 

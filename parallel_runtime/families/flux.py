@@ -37,7 +37,6 @@ PLAN = TokenPlan(
     ),
     # The rows that have another timestep are dropped behind it
     leave=Leave(path="final_layer", stream="img"),
-    positions=("pe_embedder",),
 )
 
 # Head size -> position axes; files have the last

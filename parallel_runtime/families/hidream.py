@@ -28,7 +28,6 @@ PLAN = TokenPlan(
         Blocks(path="single_stream_blocks", tokens={"image_tokens": JOINT}, along=ROPE, sliced_between=TXT),
     ),
     leave=Leave(path="final_layer", stream="img"),
-    positions=("pe_embedder",),
     together=Together(arguments=("image_cond",)),
 )
 

@@ -26,7 +26,6 @@ PLAN = TokenPlan(
         replace(flux.SINGLE, ranges=(Ranges(arg="modulation_dims", streams=flux.JOINT),)),
     ),
     leave=Leave(path="single_blocks", stream="img"),
-    positions=("pe_embedder",),
 )
 
 

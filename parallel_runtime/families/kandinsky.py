@@ -23,7 +23,6 @@ PLAN = TokenPlan(
         ),
     ),
     leave=Leave(path="visual_transformer_blocks", stream="visual_embed"),
-    positions=("rope_embedder_3d",),
 )
 
 

@@ -25,7 +25,6 @@ PLAN = TokenPlan(
         ),
     ),
     leave=Leave(path="last", stream="img", streams=JOINT),
-    positions=("pe_embedder",),
     patch_size="patch",
 )
 TEXT_LAYERS = 4  # of the text encoder, side by side in a prompt's tokens

@@ -23,7 +23,6 @@ PLAN = TokenPlan(
         ),
     ),
     leave=Leave(path="proj_out", stream="img"),
-    positions=("pos_embed",),
     patch_size=1,
 )
 TEXT_LAYERS = (5, 11, 17, 23)  # of the text encoder, side by side in a prompt's tokens

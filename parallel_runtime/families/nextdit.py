@@ -35,7 +35,6 @@ PLAN = TokenPlan(
         ),
     ),
     leave=Leave(path="final_layer", stream="img", streams=JOINT, ranges=SECOND_TIMESTEP),
-    positions=("rope_embedder",),
     together=Together(refiners=("noise_refiner",), arguments=("ref_latents", "ref_frames")),
 )
 

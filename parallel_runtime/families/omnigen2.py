@@ -28,7 +28,6 @@ PLAN = TokenPlan(
         ),
     ),
     leave=Leave(path="norm_out", stream="img", streams=JOINT),
-    positions=("rope_embedder.rope_embedder",),
     together=REFINED,
 )
 
@@ -55,7 +54,6 @@ BOOGU = TokenPlan(
     ),
     leave=Leave(path="norm_out", stream="img", streams=JOINT),
     also_attend_alone=IMG,
-    positions=PLAN.positions,
     together=replace(REFINED, arguments=("ref_latents",)),
 )
 

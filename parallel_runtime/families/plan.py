@@ -308,13 +308,12 @@ class TokenPlan:
     """How one forward is cut along its tokens. ``models``: the ComfyUI classes that have it, as
     ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
 
-    ``also_attend_alone``: streams that blocks also attend over by themselves. ``positions``:
-    modules whose output depends on the positions of tokens and on nothing else, so that a stage may
-    keep it for a run. ``together``: where PipeFusion cannot let patches run apart. ``patch_size``:
-    the model's attribute that says how many latent pixels a token stands for, along each of the
-    last two dimensions or of all; or one attribute for each; or that number. ``rebuilt``: entries
-    of dicts among the forward's arguments (``payload.layout``) that are no plain data, and that the
-    model makes anew where they are missing: they stay in ComfyUI's process.
+    ``also_attend_alone``: streams that blocks also attend over by themselves. ``together``:
+    where PipeFusion cannot let patches run apart. ``patch_size``: the model's attribute that says
+    how many latent pixels a token stands for, along each of the last two dimensions or of all; or
+    one attribute for each; or that number. ``rebuilt``: entries of dicts among the forward's
+    arguments (``payload.layout``) that are no plain data, and that the model makes anew where they
+    are missing: they stay in ComfyUI's process.
 
     A plan without blocks is of a model whose forward is never cut: each group of ranks computes it
     whole on one of them. One that names no models is of those that nobody has tried so.
@@ -326,7 +325,6 @@ class TokenPlan:
     blocks: tuple[Blocks, ...]
     leave: Leave
     also_attend_alone: tuple[str, ...] = ()
-    positions: tuple[str, ...] = ()
     together: Together = Together()
     patch_size: str | int | tuple[str, ...] = "patch_size"
     rebuilt: tuple[str, ...] = ()

@@ -37,7 +37,6 @@ PLAN = TokenPlan(
         ),
     ),
     leave=Leave(path="proj_out", stream="img"),
-    positions=("pe_embedder",),
 )
 
 

@@ -50,7 +50,6 @@ PLAN = TokenPlan(
     streams=IMG,
     blocks=(BLOCKS,),
     leave=Leave(path="head", stream="img", along=(E,)),
-    positions=("rope_embedder",),
 )
 # Of models with one timestep for all frames
 ONE_TIMESTEP = replace(PLAN, blocks=(PLAIN,), leave=Leave(path="head", stream="img"))

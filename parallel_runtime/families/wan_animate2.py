@@ -36,7 +36,6 @@ PLAN = replace(
     models=(f"{MODULE}:WanAnimate2Model",),
     streams=(*wan.IMG, "pose"),
     blocks=(replace(wan.BLOCKS, entry="forward_gen", branch=POSE, ranges=(HW,), patches=(), points={}),),
-    positions=(),
 )
 
 

@@ -21,7 +21,6 @@ PLAN = replace(
     family="wan_s2v",
     models=("comfy.ldm.wan.model:WanModel_S2V",),
     blocks=(replace(wan.BLOCKS, inserts=(SPEECH,)),),
-    positions=(),
 )
 
 

@@ -19,7 +19,7 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
     """
     modules = dict(model.named_modules())
     told = [path for group in plan.blocks for path in (group.path, *group.lengths.values())]
-    for path in (*told, *plan.leave.paths, *plan.positions, *plan.together.refiners):
+    for path in (*told, *plan.leave.paths, *plan.together.refiners):
         if path not in modules:
             raise Refused(_misfit(model, plan, path))
     if plan.prefix is not None:

@@ -28,7 +28,6 @@ from ..method import ALONE, Facts, Rank, free_frames
 from .clock import BlockClock, seconds
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
-from .rope_cache import RopeCache
 from .stage_hooks import StageHooks, leave_out
 from .stage_messages import StageDone, StageMessages
 
@@ -73,7 +72,6 @@ class PipeFusion:
         self._stage_hooks = StageHooks(
             model, plan, stage, self._messages, self._clock, comm.stop if comm.size == 1 else None
         )
-        self._ropes = [RopeCache(model.get_submodule(path)) for path in plan.positions]
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -82,11 +80,11 @@ class PipeFusion:
         require_blocks(layout.stages, len(list(blocks_of(model, plan))))
 
     def attach(self) -> None:
-        for hooks in (self._hooks, *self._ropes, self._stage_hooks):
+        for hooks in (self._hooks, self._stage_hooks):
             hooks.attach()
 
     def detach(self) -> None:
-        for hooks in (self._hooks, *self._ropes, self._stage_hooks):
+        for hooks in (self._hooks, self._stage_hooks):
             hooks.detach()
 
     def begin(self, part: Part, expected: Expected = ALONE) -> None:
@@ -150,7 +148,7 @@ class PipeFusion:
         return stays
 
     def _forget_run(self) -> None:
-        for kept in (self._hooks, self._kv, *self._ropes, self._clock):
+        for kept in (self._hooks, self._kv, self._clock):
             kept.end_run()
         self._messages.end_run()
 
