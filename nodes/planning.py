@@ -22,7 +22,6 @@ from comfy.samplers import CFGGuider
 
 from ..launcher.cache import cache_folder
 from ..parallel_runtime.client.ahead import LookAhead
-from ..parallel_runtime.client.alone import RowsKnown
 from ..parallel_runtime.client.asked import Asked
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
@@ -174,7 +173,6 @@ class Planning:
         self.ahead = ahead or LookAhead(lambda: None)
         self._speeds = speeds or cache_folder(os.environ) / SPEEDS
         self.counts = counts
-        self.rows = RowsKnown()
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
         self.past = PastChoices()

@@ -296,7 +296,7 @@ class Runtime:
                     ),
                     partial(self.trials.first, layout=placement.layout),
                     self.trials.not_judged,
-                    self.planning.rows,
+                    self.trials.firsts,
                 ),
             )
         return self._pools[placement]

@@ -33,8 +33,8 @@ LIFETIMES = {
         " NodePatches._left_out OffloadedWeights._loaded,_replaced Order._follows,_seen"
         " PackState._read,taken PatchedSets._kept*,_used PipelineBackend._pieces"
         " PoolDecoding._left,_lent Readers.of"
-        " RemoteVAE._compared,_steps Resident.confirmed ObjectPatches._take_away,weights"
-        " RowsKnown.are_apart,mixes ShardedLayer._views ShardedWeights._replaced,_sharded"
+        " RemoteVAE._steps Resident.confirmed ObjectPatches._take_away,weights"
+        " FirstOf.right,told,wrong ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
         " Weights._own,_seen,changed WholeForward._handles"
     ),

@@ -11,6 +11,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.client.alone import Admission
+from pipemesh.parallel_runtime.client.first_of import FirstOf
 from pipemesh.parallel_runtime.crossing.rows import NotAlike, batched
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
@@ -218,9 +219,7 @@ def test_two_prompts_that_comfyui_would_not_batch_are_not_compared_as_one_batch(
 
 
 @pytest.mark.parametrize("error", [OutOfMemory, ModelError])
-def test_where_one_rank_cannot_compute_all_rows_the_next_run_tries_and_the_log_says_so(
-    caplog, monkeypatch, error
-):
+def test_where_one_rank_cannot_compute_all_rows_the_next_run_tries_and_a_notice_says_so(monkeypatch, error):
     class Small(GroupsHere):
         tried = 0
 
@@ -230,13 +229,16 @@ def test_where_one_rank_cannot_compute_all_rows_the_next_run_tries_and_the_log_s
                 raise error("Rank 0 ran out of memory.")
             return super()._computed(arguments, part, group)
 
-    stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Small)
+    told = []
+    known = Admission(firsts=FirstOf(notice=told.append))
+    stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Small, admission=known)
     monkeypatch.setattr(ours.remote.pool.residency, "make_room", lambda *_, **__: pytest.fail("evicts"))
     for runs in (1, 2):
         assert_same(sampled, ours, stock)
         assert pool.tried == runs, "not at every step"
     assert {rows for _, rows, _ in pool.asked} == {2}
-    assert "were not compared with all of them: Rank 0 ran out of memory." in caplog.text
+    (notice,) = told
+    assert "UNetModel, of which each group" in notice and "(Rank 0 ran out of memory)" in notice
 
 
 @pytest.mark.parametrize("numbers", [torch.bfloat16, torch.float32])

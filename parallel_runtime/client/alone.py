@@ -4,11 +4,13 @@ is a list of the tensors in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from .first_of import FirstOf
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,20 +38,8 @@ class Shared:
     alone: Compute
 
 
-Form = tuple[str, frozenset[str]]  # a model's class, and those of its modules
 Judge = Callable[[Shared], None]  # raises Refused
 Watch = Callable[[tuple[torch.Size, ...]], Judge | None]  # who judges an evaluation of such latents
-
-
-@dataclass(frozen=True)
-class RowsKnown:
-    """What was found of rows of a batch, for as long as ComfyUI runs: the forms of models that mix
-    them, with the sentence that refuses such a model, and those whose rows ``are_apart``, by what
-    else they were compared for.
-    """
-
-    mixes: dict[Form, str] = field(default_factory=dict)
-    are_apart: set[tuple[Form, Hashable]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -57,13 +47,13 @@ class Admission:
     """Whether ranks may compute a BaseModel. ``load`` is called before they load it, and may raise
     Refused, or RunCancelled while it waits. ``first`` returns who judges the first evaluation that
     they share; None if nobody has to. ``not_judged`` is told why that judge was not asked.
-    ``rows``: of models without a token plan.
+    ``firsts``: of models without a token plan.
     """
 
     load: Callable[[Any], None] = lambda model: None
     first: Callable[[Any], Judge | None] = lambda model: None
     not_judged: Callable[[Any, str], None] = lambda model, why: None
-    rows: RowsKnown = field(default_factory=RowsKnown)
+    firsts: FirstOf = field(default_factory=FirstOf)
 
 
 def nobody(_shapes: tuple[torch.Size, ...]) -> None:

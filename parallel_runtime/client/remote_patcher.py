@@ -384,7 +384,7 @@ def parallelize(
     else:
         rows = None
         if not plan.blocks and pool.layout.groups > 1:
-            rows = RowsApart(pool.admission.rows, patcher.model.diffusion_model, plan.is_tried)
+            rows = RowsApart(pool.admission.firsts, patcher.model.diffusion_model, plan.is_tried)
             rows.require()
         ahead = None if weights == "sharded" else ahead
         sampling = InGroups(pool, source.model, with_room, can_join and bool(plan.blocks), rows, ahead)

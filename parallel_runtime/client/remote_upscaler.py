@@ -18,7 +18,7 @@ from ..crossing.upscalers import upscaler_source
 from ..errors import Refused
 from ..vae_modules import PUT_IN_PLACE
 from .remote_pool import RemotePool
-from .remote_vae import FirstStage, RemoteVAE, VAEPatcher, is_compared
+from .remote_vae import FirstStage, RemoteVAE, VAEPatcher, hold_part
 from .tiles import OnTile, side_by_side
 
 PIXELS = 32  # rows and columns with which a model is tried
@@ -45,14 +45,16 @@ class RemoteUpscaler(RemoteVAE):
 
     def compute_whole(self, work: str, tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As a VAE's. A small part of the first tile is computed by ComfyUI, too."""
-        if (work, 1) not in self._compared:
-            part, patcher = tiles[0][..., :PIXELS, :PIXELS].contiguous(), self.vae.patcher
+        part, by_ranks = tiles[0][..., :PIXELS, :PIXELS].contiguous(), super().compute_whole
+
+        def surely() -> list[torch.Tensor]:
+            patcher = self.vae.patcher
             comfy.model_management.load_models_gpu([patcher])  # may take the room of what ranks hold
-            theirs = self.vae(part.to(patcher.load_device)).cpu()
-            (ours,) = super().compute_whole(work, [part])
-            if is_compared(f"{type(self.module).__name__} in the pool", ours.cpu(), theirs):
-                self._compared.add((work, 1))
-        return super().compute_whole(work, tiles)
+            return [self.vae(part.to(patcher.load_device)).cpu()]
+
+        name, look = f"{type(self.module).__name__} in the pool", (partial(by_ranks, work, [part]), surely)
+        hold_part(self.firsts, (work, 1), name, look)
+        return by_ranks(work, tiles)
 
 
 def why_not_upscaled(upscaler: Any) -> str:

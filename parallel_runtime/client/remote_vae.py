@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +28,17 @@ from ..crossing.by_reference import OF_PATCHERS
 from ..crossing.source import describe_vae, vae_name, vae_source
 from ..errors import OutOfMemory, Refused
 from ..layout import ALONE, Layout
+from ..tolerance import ROWS_OF_PICTURE
 from ..vae_modules import why_not_in_bands
 from ..weights.quantised import stored_bytes
 from ..wire.arena import Board
 from .branch import Branch
 from .evaluations import Work
+from .first_of import FirstOf, Look
 from .interrupt import held, interrupted, interrupting
 from .remote_pool import RemotePool
 from .tiles import OnTile, side_by_side
 
-ROUNDING = 1e-3  # of a picture's scale
-EPS = 8  # of a smaller dtype
 SHOWN_AFTER_S = 1.0
 STEPS = (1 << 32) - 1  # of a request, in its rank's counter
 FRAMES, ROWS_EACH = 9, 6  # that are compared: rows of each rank, of the smallest picture in the VAE
@@ -63,7 +64,7 @@ class RemoteVAE:
         self.holds_ui_device = holds_ui_device
         self._pool_of = pool_of
         self._at: tuple[RemotePool, str] | None = None  # the pool, and the VAE's name there
-        self._compared: set[tuple[str, int]] = set()  # what was, and by how many ranks
+        self.firsts = FirstOf()  # of each work, by so many ranks
         # Of each work, number of frames and of ranks: how often a rank ticks, whatever the rows
         self._steps: dict[tuple[Any, ...], int] = {}
 
@@ -123,6 +124,7 @@ class RemoteVAE:
                 " the node cache in ComfyUI's menu, then queue again."
             )
         self._at = pool, source.model
+        self.firsts = replace(self.firsts, notice=pool.admission.firsts.notice)
         pool.sessions.settle(interrupted)
         pool.runs.end_owed()
         while not pool.residency.is_ready(source.model, ""):
@@ -143,12 +145,13 @@ class RemoteVAE:
                 why = "the pool is a pipeline" if pool.layout.stages > 1 else "it has too few rows"
                 log.info("[PipeMesh] One worker alone is to %s this picture: %s.", work, why)
                 return dispatch([(samples, (0,), ALONE)])[0]
-            if len(ranks) > 1 and (work, len(ranks)) not in self._compared:
+            if len(ranks) > 1:
                 part = samples[:1, :, :FRAMES] if samples.dim() == 5 else samples[:1]
                 part = part[..., : ROWS_EACH * len(ranks) * unit, : ROWS_EACH * unit].contiguous()
-                what = f"{type(self.module).__name__} by bands of rows"
-                if is_compared(what, *dispatch([(part, ranks, width)]), *dispatch([(part, (0,), ALONE)])):
-                    self._compared.add((work, len(ranks)))
+                shared, alone = [(part, ranks, width)], [(part, (0,), ALONE)]
+                name = f"{type(self.module).__name__} by bands of rows"
+                look = partial(dispatch, shared), partial(dispatch, alone)
+                hold_part(self.firsts, (work, len(ranks)), name, look)
             return dispatch([(samples, ranks, width)])[0]
 
     @interrupting
@@ -227,21 +230,15 @@ def ranks_of(layout: Layout) -> int:
     return 1 if layout.stages > 1 else len(layout.members(0, layout.widths[-1]))
 
 
-def is_compared(what: str, bands: torch.Tensor, alone: torch.Tensor) -> bool:
-    """Returns False where what one device made has NaN or infinities. Raises Refused where a row
-    that ranks made together is further from what one made than rounding explains: ComfyUI's code is
-    another than that which was cut. The scale is at least a picture's, 1: its part may be grey.
+def hold_part(firsts: FirstOf, key: tuple, name: str, look: Look) -> None:
+    """Raises Refused if ranks make something else of a part of a picture than one device does:
+    ComfyUI's code is another than that which was cut. ``name``: of what they compute.
     """
-    if not alone.isfinite().all():
-        return False
-    off = (bands.float() - alone.float()).square().movedim(ROWS, 0).flatten(1).mean(1).sqrt().max()
-    share = float(off) / max(1.0, float(alone.float().square().mean().sqrt()))
-    if not share <= max(ROUNDING, EPS * torch.finfo(alone.dtype).eps):  # nor is NaN
-        raise Refused(
-            f"{what} is {share:.1%} off from what one device makes of a part of this picture: leave PipeMesh"
-            " Parallelize VAE out, and report it."
-        )
-    return True
+    refusal = (
+        f"{name} is {{}} off from what one device makes of a part of this picture: leave PipeMesh Parallelize"
+        " VAE out, and report it."
+    )
+    firsts.hold(key, name, [look], ROWS_OF_PICTURE.off, refusal)
 
 
 def with_noise(vae: Any, work: str, samples: torch.Tensor) -> torch.Tensor:

@@ -5,19 +5,19 @@ batch, mix rows. So rows that were computed apart are compared with all of them 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
 
 from ..branches import Batch
-from ..errors import ModelError, OutOfMemory, PipeMeshError, Refused, RunCancelled
+from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
 from ..families import FRAMES_ALONE, name_of
-from .alone import Form, Judge, RowsKnown, Shared
+from ..tolerance import ROWS_OF_BATCH
+from .alone import Judge, Shared
+from .first_of import FirstOf
 
-log = logging.getLogger("pipemesh")
-ROUNDING = 1e-3  # of the output's scale: what batches of other sizes differ by
+Form = tuple[str, frozenset[str]]  # a model's class, and those of its modules
 
 
 def form_of(model: torch.nn.Module) -> Form:
@@ -30,7 +30,7 @@ class RowsApart:
     nobody has tried in groups (not ``is_tried``) the first of each shape.
     """
 
-    def __init__(self, known: RowsKnown, model: torch.nn.Module, is_tried: bool):
+    def __init__(self, known: FirstOf, model: torch.nn.Module, is_tried: bool):
         self._known = known
         self._form = form_of(model)
         self._is_tried = is_tried
@@ -39,8 +39,7 @@ class RowsApart:
 
     def require(self) -> None:
         """Raises Refused for a model that was found to mix rows."""
-        if refusal := self._known.mixes.get(self._form):
-            raise Refused(refusal)
+        self._known.require(self._form)
 
     def begin_run(self) -> None:
         self._is_first, self._not_now = True, set()
@@ -57,7 +56,7 @@ class RowsApart:
     def watch(self, shapes: tuple[torch.Size, ...], of: str = "images") -> Judge | None:
         """Returns who compares rows, ``of`` one prompt's images, or of two prompts."""
         own = (of,) if self._is_tried else (of, shapes)
-        is_done = own in self._not_now or (self._form, own) in self._known.are_apart
+        is_done = own in self._not_now or (self._form, own) in self._known.right
         return None if is_done else partial(self._judge, own)
 
     def judge_failure(
@@ -75,51 +74,45 @@ class RowsApart:
             raise
         except PipeMeshError:  # it is not because rows are apart
             return
-        self._refuse(f"fails ({str(error).partition(chr(10))[0].rstrip('.')}), and on one GPU it does not")
+        does = f"fails ({str(error).partition(chr(10))[0].rstrip('.')}), and on one GPU it does not"
+        self._known.refuse(self._form, self._refusal(does))
 
-    def _judge(self, shapes: Hashable, shared: Shared) -> None:
+    def _judge(self, own: Hashable, shared: Shared) -> None:
         """What looks like more than rounding is computed once more in fp32 without TF32, which
         decides. If one rank cannot compute all rows, or has no memory for them, the next run tries
         again.
         """
-        try:
-            off = furthest_apart(shared.made, shared.alone())
-            if off:
-                off = furthest_apart(shared.again(in_fp32=True), shared.alone(in_fp32=True))
-        except (OutOfMemory, ModelError) as error:
-            self._not_now.add(shapes)
-            log.warning("[PipeMesh] Rows of a batch were not compared with all of them: %s", error)
-            return
-        if off:
-            self._refuse(f"is {off:.1%} off from that of one GPU")
-        self._known.are_apart.add((self._form, shapes))
-
-    def _refuse(self, does: str) -> None:
-        name = self._form[0].rpartition(":")[2].rpartition(".")[2]
-        self._known.mixes[self._form] = (
-            f"{name} has no token plan, and its prompts and images cannot be shared out: computed apart, its"
-            f" first evaluation {does}. Sample it on one GPU, without PipeMesh Parallelize."
+        in_fp32 = partial(shared.again, in_fp32=True), partial(shared.alone, in_fp32=True)
+        is_judged = self._known.hold(
+            (self._form, own),
+            f"A batch of {self._name}, of which each group of GPUs computed a part,",
+            [(lambda: shared.made, shared.alone), in_fp32],
+            furthest_apart,
+            self._refusal("is {} off from that of one GPU"),
         )
-        self.require()
+        if not is_judged:
+            self._not_now.add(own)
+
+    @property
+    def _name(self) -> str:
+        return self._form[0].rpartition(":")[2].rpartition(".")[2]
+
+    def _refusal(self, does: str) -> str:
+        return (
+            f"{self._name} has no token plan, and its prompts and images cannot be shared out: computed"
+            f" apart, its first evaluation {does}. Sample it on one GPU, without PipeMesh Parallelize."
+        )
 
 
 def furthest_apart(apart: list[torch.Tensor], together: list[torch.Tensor]) -> float:
-    """Returns how far rows that were computed apart are from what a model makes of all of them, of
-    the output's scale, where that is further than rounding explains, or nearer to another row; else
-    0.
+    """Returns how far rows that were computed apart are from what a model makes of all of them, if
+    that is more than rounding, or they are nearer to another row; else 0.
     """
     for rows, whole in zip(apart, together, strict=True):
-        of_each, scale = distances(rows, whole), float(whole.float().square().mean().sqrt())
-        least = scale * max(ROUNDING, 4 * torch.finfo(whole.dtype).eps)
-        others = [
-            float(one) for shift in range(1, len(whole)) for one in distances(whole, whole.roll(shift, 0))
-        ]
-        nearest = min((one for one in others if one > scale * ROUNDING), default=2 * least)
-        if not float(of_each.max()) <= min(least, nearest / 2):
-            return float(of_each.max()) / scale
+        shifted = (ROWS_OF_BATCH.each(whole, whole.roll(shift, 0)) for shift in range(1, len(whole)))
+        others = [float(one) for distances in shifted for one in distances]
+        nearest = min((one for one in others if one > ROWS_OF_BATCH.of_scale), default=float("inf"))
+        off, allowed = ROWS_OF_BATCH.distance([rows], [whole]), ROWS_OF_BATCH.allowed([whole])
+        if off > min(allowed, nearest / 2):
+            return off
     return 0.0
-
-
-def distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Returns how far each row is from another tensor's (root mean square)."""
-    return (rows.float() - others.float()).square().flatten(1).mean(1).sqrt()

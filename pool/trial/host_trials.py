@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ...parallel_runtime.client.alone import Judge, Shared
+from ...parallel_runtime.client.first_of import FirstOf
 from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
 from ...parallel_runtime.layout import Layout
@@ -173,7 +174,7 @@ class HostTrials:
         self._found = cache(host_files(comfyui.resolve()).fingerprint)
         self._try_class = try_class
         self._kept = kept
-        self._tell_once = told_once(notice)
+        self.firsts = FirstOf(notice=notice)
         self._known = known
         self._now = BEGINNING
         self._lock = threading.Lock()
@@ -277,7 +278,7 @@ class HostTrials:
             try:
                 error = error_of(shared, numbers)
             except (OutOfMemory, ModelError, Refused) as lost:
-                self.not_judged(model, str(lost).partition("\n")[0].rstrip("."))
+                self.not_judged(model, str(lost))
                 return
             how = "" if error.computed_in == numbers else f", computed in {error.computed_in}"
             says = (
@@ -295,12 +296,10 @@ class HostTrials:
         """Tells the user, once for its class and numbers, that the first evaluation of such a
         BaseModel could not be judged. Who judges it is asked again in every run.
         """
-        transformer = type(model.diffusion_model)
-        name = f"{transformer.__name__} of this ComfyUI ({self.version})"
-        self._tell_once(
-            f"{name_of(transformer)} in {numbers_of(model)}",
-            f"Of {name} only tiny models were compared with stock, and not the first evaluation that workers"
-            f" shared ({why}): compare an image with that of one GPU. The next run tries again.",
+        name = f"{type(model.diffusion_model).__name__} in {numbers_of(model)}"
+        self.firsts.not_judged(
+            f"The first evaluation of {name} that workers shared, on an untested ComfyUI ({self.version}),",
+            why,
         )
 
     def _require_same(self, transformer: type, judged: Future[Verdict]) -> None:
@@ -329,7 +328,7 @@ class HostTrials:
         named = ", ".join(one.partition(":")[2] for one in unknown[:NAMED])
         more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
         differs = f" ({named}{more} differ)" if unknown else ""
-        self._tell_once(
+        self.firsts.tell(
             found.kind,
             f"{found.name} of this ComfyUI ({self.version}) is not the one that PipeMesh was tested"
             f" with{differs}: it is compared with stock on the CPU, once.",
@@ -359,18 +358,6 @@ class HostTrials:
         took = f", {seconds:.0f} s" if seconds else ""
         log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
         return verdict
-
-
-def told_once(notice: Callable[[str], None]) -> Callable[[str, str], None]:
-    """Returns what tells of each thing once, whatever figures are in the text another time."""
-    told: set[str] = set()
-
-    def tell(of: str, text: str) -> None:
-        if of not in told:
-            told.add(of)
-            notice(text)
-
-    return tell
 
 
 def done(verdict: Verdict) -> Future[Verdict]:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...parallel_runtime.client.alone import Change, Compute, Shared, as_it_is
+from ...parallel_runtime.tolerance import EVALUATION
 
-BOUND = 2e-5  # of the output's scale, fp32: 3e-7 of reordering grows to at most 8.7e-6 over a run
+BOUND = EVALUATION.of_scale
 # Of an evaluation's scale: its rms error when ranks share its tokens
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 FACTOR = 5.0  # CPUs differ from each other, and orders from other orders
@@ -61,15 +62,11 @@ def _error_of(ours: list[torch.Tensor], alone: Callable[..., list[torch.Tensor]]
     rank computes a latent that is off by a rounding. That grows as any other order does.
     """
     truth = alone()
-    error = furthest(ours, truth)
-    allowed = max(BOUND, *(FACTOR * 4 * torch.finfo(one.dtype).eps for one in truth))
+    error, allowed = EVALUATION.distance(ours, truth), EVALUATION.allowed(truth)
     if error > allowed:
-        allowed = min(MOST, max(allowed, FACTOR * furthest(alone(off_by_a_rounding), truth)))
+        moved = EVALUATION.distance(alone(off_by_a_rounding), truth)
+        allowed = min(MOST, max(allowed, FACTOR * moved))
     return Error(error, allowed, numbers)
-
-
-def furthest(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
-    return max(relative_error(one.float(), whole.float()) for one, whole in zip(ours, truth, strict=True))
 
 
 def off_by_a_rounding(latent: torch.Tensor) -> torch.Tensor:
@@ -82,9 +79,7 @@ def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     """Return the largest difference, in units of the truth's standard deviation; infinite for
     another shape and for what is no number.
     """
-    if ours.shape != truth.shape or not torch.isfinite(ours).all():
-        return float("inf")
-    return float((ours - truth).abs().max() / truth.std().clamp(min=1e-12))
+    return EVALUATION.distance([ours], [truth])
 
 
 def rms(tensor: torch.Tensor) -> float:

@@ -1,0 +1,73 @@
+"""Hold the first result of a kind to what surely is right, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import ModelError, OutOfMemory, Refused
+
+log = logging.getLogger("pipemesh")
+Results = list[torch.Tensor]
+Look = tuple[Callable[[], Results], Callable[[], Results]]  # computes a result, and surely right
+Off = Callable[[Results, Results], float]  # how far one is from the sure one; 0: rounding
+
+
+@dataclass(frozen=True)
+class FirstOf:
+    """What was found of first results: which keys are right, and which are wrong, by the first part
+    of a key, with the sentence that refuses all of that. ``notice`` is told once of each thing.
+    """
+
+    right: set[tuple] = field(default_factory=set)
+    wrong: dict[Hashable, str] = field(default_factory=dict)
+    told: set[Hashable] = field(default_factory=set)
+    notice: Callable[[str], None] = log.warning
+
+    def require(self, of: Hashable) -> None:
+        """Raises Refused for what was found wrong."""
+        if refusal := self.wrong.get(of):
+            raise Refused(refusal)
+
+    def refuse(self, of: Hashable, refusal: str) -> None:
+        self.wrong[of] = refusal
+        self.require(of)
+
+    def hold(self, key: tuple, what: str, looks: Iterable[Look], off: Off, refusal: str) -> bool:
+        """Returns whether a result of this key could be judged. Raises Refused, now and later, if
+        it is ``off`` in every look; ``refusal`` has a place for how far. ``what`` names the result
+        for users. What is known already is not computed.
+        """
+        self.require(key[0])
+        found = 0.0
+        try:
+            for compute, compute_surely in looks if key not in self.right else ():
+                ours, sure = compute(), compute_surely()
+                if not all(bool(one.isfinite().all()) for one in sure):
+                    return self.not_judged(what, "one worker makes NaN or infinite numbers of it")
+                if not (found := off(ours, sure)):
+                    break
+        except (OutOfMemory, ModelError, torch.OutOfMemoryError) as error:
+            return self.not_judged(what, str(error))
+        if found:
+            self.refuse(key[0], refusal.format(f"{found:.1%}"))
+        self.right.add(key)
+        return True
+
+    def not_judged(self, what: str, why: str) -> bool:
+        self.tell(
+            what,
+            f"{what} could not be compared with what one worker makes alone"
+            f" ({why.partition(chr(10))[0].rstrip('.')}): compare an image with that of one GPU. The next run"
+            " tries again.",
+        )
+        return False
+
+    def tell(self, of: Hashable, text: str) -> None:
+        """Tells of a thing once, whatever figures are in the text another time."""
+        if of not in self.told:
+            self.told.add(of)
+            self.notice(text)
