@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from launcher.checkout import ROOT
 from launcher.comfyui.find import ensure_comfyui, missing_modules
-from launcher.command_line import ROOT, replace_process
+from launcher.command_line import replace_process
 from launcher.errors import LaunchError
 
 from . import lanes

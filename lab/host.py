@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cache import cache_folder
+from launcher.checkout import ROOT
 from launcher.comfyui.find import (
     COMFYUI_VERSION,
     comfyui_version,
@@ -32,7 +33,6 @@ from launcher.comfyui.find import (
     venv_python,
 )
 from launcher.comfyui.host_record import ComfyInstall
-from launcher.command_line import ROOT
 from launcher.errors import LaunchError
 
 from .unpack import UnpackError, unpack

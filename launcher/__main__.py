@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import ROOT, exit_with, import_of_pack, require_part_of_a_checkout, run_in_host
+from .checkout import ROOT
+from .command_line import exit_with, import_of_pack, require_part_of_a_checkout, run_in_host
 
 USAGE = """\
 python3 -m launcher COMMAND [options]

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from .checkout import ROOT
 from .errors import LaunchError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) -> int:

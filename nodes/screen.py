@@ -8,7 +8,7 @@ from typing import Any
 from comfy_execution.progress import get_progress_state
 from server import PromptServer
 
-from .waiting import Waited
+from .progress_event import Waited
 
 # What ComfyUI's page says of itself that can show text on a node, first of all over its websocket
 SHOWS_TEXT = "supports_progress_text_metadata"

@@ -7,11 +7,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..pool.progress import Told
 from .notices import executed_now
+from .progress_event import Waited
 
 if TYPE_CHECKING:
     from .screen import NodeScreen
@@ -23,21 +23,6 @@ CAME, OVER = (
     "PipeMesh: the first step came after {:.0f} s",
     "PipeMesh: the wait for a first step is over, after {:.0f} s",
 )
-
-
-@dataclass(frozen=True)
-class Waited:
-    """One event, ``pipemesh.progress``. ``node`` and ``prompt``: the ids of ComfyUI's. ``done`` of
-    ``total``: bytes, weights or ranks; 0 of 0 where that is not known. ``seconds`` since the
-    sampling began.
-    """
-
-    node: str
-    prompt: str
-    text: str
-    done: int
-    total: int
-    seconds: float
 
 
 class Waiting:

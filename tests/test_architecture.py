@@ -429,6 +429,46 @@ def test_the_file_keeps_the_house_rules(file: Path) -> None:
 VOCABULARY = {"__init__", "every", "plan", "sample", "files", "without_plan"}
 
 
+def modules_named(path: PurePosixPath, tree: ast.AST) -> Iterator[str]:
+    """The files of this project that one imports, in functions and for types too."""
+    for imported in imports_of(path, tree):
+        if imported.own or imported.top in ROOTS:
+            for end in (len(imported.name), len(imported.name) - 1):
+                place = PurePosixPath(*imported.name[:end])
+                for file in (place.with_suffix(".py"), place / "__init__.py"):
+                    if end and (ROOT / file).is_file():
+                        yield str(file)
+                        break
+                else:
+                    continue
+                break
+
+
+def in_circles(imports: dict[str, set[str]]) -> list[str]:
+    """Files that import each other: what stays when files that import none of the rest, or that
+    none of the rest imports, are left out again and again.
+    """
+    left = {file: {*others} for file, others in imports.items()}
+    while left:
+        named = set[str]().union(*left.values())
+        ends = [file for file, others in left.items() if not others & left.keys() or file not in named]
+        if not ends:
+            break
+        for file in ends:
+            del left[file]
+    return sorted(left)
+
+
+def test_no_files_import_each_other() -> None:
+    imports = {
+        str(path): {*modules_named(path, ast.parse(file.read_bytes()))} - {str(path)}
+        for file in project_files()
+        if not is_test(path := PurePosixPath(file.relative_to(ROOT)))
+    }
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+    assert in_circles(imports) == []
+
+
 def test_a_family_is_a_short_file() -> None:
     lines = {
         file.name: len(file.read_text(encoding="utf-8").splitlines())

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.attention import kernels
 from pipemesh.parallel_runtime.attention.kernels import partial_attention
-from pipemesh.parallel_runtime.attention.merging import Partial, in_one, merged
+from pipemesh.parallel_runtime.attention.merge_operation import in_one
+from pipemesh.parallel_runtime.attention.merging import Partial, merged
 from pipemesh.parallel_runtime.attention.trial import chosen_merge
 
 CPU = torch.device("cpu")

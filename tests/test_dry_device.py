@@ -12,7 +12,8 @@ import pytest
 import torch
 from pipemesh.lab.dry_run.device import WatchedDevice, dry_device
 from pipemesh.lab.dry_run.ranks import TURN, IdleRank, joined
-from pipemesh.parallel_runtime.attention.merging import Partial, in_one, merged
+from pipemesh.parallel_runtime.attention.merge_operation import in_one
+from pipemesh.parallel_runtime.attention.merging import Partial, merged
 from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
 from pipemesh.parallel_runtime.comm.mesh import open_weights
 from pipemesh.parallel_runtime.layout import Layout, layouts_of

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.dry_run.expected import even_bytes
-from pipemesh.parallel_runtime.attention.merging import Partial, in_one
+from pipemesh.parallel_runtime.attention.merge_operation import in_one
+from pipemesh.parallel_runtime.attention.merging import Partial
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout

@@ -8,8 +8,8 @@ import pytest
 from comfy_execution.progress import get_progress_state, reset_progress_state
 from pipemesh.nodes import extension, screen
 from pipemesh.nodes.notices import Notice
+from pipemesh.nodes.progress_event import Waited
 from pipemesh.nodes.screen import NodeScreen
-from pipemesh.nodes.waiting import Waited
 
 WAITED = Waited(node="3", prompt="a prompt", text="loading", done=1, total=2, seconds=1.0)
 NOTICE = Notice(at=0.0, text="On one GPU", node="3", prompt="a prompt")

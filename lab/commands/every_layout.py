@@ -18,7 +18,7 @@ import torch
 from ...parallel_runtime.families.every import PLAIN, SAMPLES
 from ...parallel_runtime.layout import Layout, layouts_of
 from ...pool.trial.rounding import bound, relative_error
-from .parity import conditioning
+from ...pool.trial.sampled import conditioning
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall

@@ -22,8 +22,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
 
+from ...launcher.checkout import ROOT
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...launcher.command_line import ROOT
 from ...launcher.errors import LaunchError
 
 TABLE = ROOT / "lab" / "mutants.json"

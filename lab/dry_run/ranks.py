@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...parallel_runtime.attention.kernels import TORCHS
-from ...parallel_runtime.attention.merging import in_one
+from ...parallel_runtime.attention.merge_operation import in_one
 from ...parallel_runtime.comm.in_step import Expected
 from ...parallel_runtime.comm.mesh import Mesh, connect, open_weights
 from ...parallel_runtime.families.plan import TokenPlan

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from pipemesh.launcher.command_line import ROOT
+from pipemesh.launcher.checkout import ROOT
 
 STEPS = {  # a word of each command of an install -> what it does
     "venv": "venv",

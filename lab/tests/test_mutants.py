@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from pipemesh.lab.commands import mutants
-from pipemesh.launcher.command_line import ROOT
+from pipemesh.launcher.checkout import ROOT
 from pipemesh.launcher.errors import LaunchError
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..command_line import ROOT
+from ..checkout import ROOT
 from ..errors import LaunchError
 from .host_record import ComfyInstall
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from .kernels import TO_TRY, Ask, Kernel, Kernels, Usable, capability_of, explicit
-from .merging import Merge, Partial, in_one, merged
+from .merge_operation import in_one
+from .merging import Merge, Partial, merged
 from .packages import PACKAGES, Candidate
 
 HALVES = (torch.bfloat16, torch.float16)

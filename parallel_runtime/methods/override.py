@@ -4,7 +4,7 @@ and around calls that ask for more than an override is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..layout import Split
+from .shards import Joint, KeysByFrame, Shards
 
 Attention = Callable[..., torch.Tensor]
+QKV = torch.Tensor | Sequence[torch.Tensor]  # 3 x (B, h, g, D)
 Shared = bool | Literal["keys"]
 
 ATTENTION = ("optimized_attention", "optimized_attention_masked")  # the names that ComfyUI's models import
@@ -49,6 +52,56 @@ class Asked(NamedTuple):
 
 NOTHING = Asked()
 ASKED = "_pipemesh_asked"  # among a call's arguments, so that a graph keeps it
+
+
+class Call(NamedTuple):
+    """One call of the host's attention, as each rank computes it for its own heads. ``mask`` is
+    the host's, of all heads and tokens in the host's order. ``before``: keys and values of tokens
+    before those, 2 x (B, h, P, D), which every rank has whole.
+    """
+
+    attention: Attention
+    options: dict[str, Any]
+    mask: torch.Tensor | None
+    heads: Split
+    own: slice
+    joint: Joint
+    rows: Shards
+    before: tuple[torch.Tensor, torch.Tensor] | None = None
+    by_frame: KeysByFrame | None = None  # own heads, and all tokens of its stream
+
+    @property
+    def host_order(self) -> torch.Tensor | None:
+        """The places of tokens in the host's order, as ``Joint.rank_major`` has them, where the
+        attention needs that order and they lie in another; else None.
+        """
+        needs_order = getattr(self.attention, "needs_order", False)
+        return self.joint.rank_major() if needs_order and len(self.joint.streams) > 1 else None
+
+    @property
+    def own_heads(self) -> int:
+        return self.own.stop - self.own.start
+
+    def compute(self, qkv: QKV, mask: torch.Tensor | None) -> torch.Tensor:
+        """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""
+        q, k, v = qkv
+        if self.by_frame is not None:
+            return self._frame_by_frame(self.by_frame, q, k, v)
+        if self.before is not None:
+            k, v = (torch.cat(parts, 2) for parts in zip(self.before, (k, v), strict=True))
+        return self.attention(
+            q, k, v, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
+        )
+
+    def _frame_by_frame(self, more: KeysByFrame, q, k, v) -> torch.Tensor:
+        out, alone = torch.empty_like(q), self._replace(by_frame=None, before=None)
+        for rows, keys in more.segments(0, q.shape[2]):
+            k_here, v_here = k, v
+            if keys is not None:
+                k_here = torch.cat((k, more.keys[:, :, keys]), 2)
+                v_here = torch.cat((v, more.values[:, :, keys]), 2)
+            out[:, :, rows] = alone.compute((q[:, :, rows], k_here, v_here), None)
+        return out
 
 
 class AttentionOverride:

@@ -8,7 +8,6 @@ ring, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,10 +15,8 @@ from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, partial_attention
 from ..comm.in_step import Flag
 from ..comm.mesh import SequenceComm
+from .override import Call
 from .shards import KeysByFrame
-
-if TYPE_CHECKING:
-    from .sequence_attention import Call
 
 MaskOf = Callable[[int], torch.Tensor]  # a place of the ring -> the mask of the own queries and its keys
 Passing = Callable[[int, torch.Tensor], None]  # a place of the ring, its keys and values (2, B, h, K, D)

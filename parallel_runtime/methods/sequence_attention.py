@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,60 +24,9 @@ from ..errors import ModelError
 from ..families.plan import TokenPlan
 from ..layout import Split
 from .hooks import Attention, split_heads
+from .override import QKV, Call
 from .ring_attention import RingAttention
 from .shards import Joint, KeysByFrame, Rows, Shards
-
-QKV = torch.Tensor | Sequence[torch.Tensor]  # 3 x (B, h, g, D)
-
-
-class Call(NamedTuple):
-    """One call of the host's attention, as each rank computes it for its own heads. ``mask`` is
-    the host's, of all heads and tokens in the host's order. ``before``: keys and values of tokens
-    before those, 2 x (B, h, P, D), which every rank has whole.
-    """
-
-    attention: Attention
-    options: dict[str, Any]
-    mask: torch.Tensor | None
-    heads: Split
-    own: slice
-    joint: Joint
-    rows: Shards
-    before: tuple[torch.Tensor, torch.Tensor] | None = None
-    by_frame: KeysByFrame | None = None  # own heads, and all tokens of its stream
-
-    @property
-    def host_order(self) -> torch.Tensor | None:
-        """The places of tokens in the host's order, as ``Joint.rank_major`` has them, where the
-        attention needs that order and they lie in another; else None.
-        """
-        needs_order = getattr(self.attention, "needs_order", False)
-        return self.joint.rank_major() if needs_order and len(self.joint.streams) > 1 else None
-
-    @property
-    def own_heads(self) -> int:
-        return self.own.stop - self.own.start
-
-    def compute(self, qkv: QKV, mask: torch.Tensor | None) -> torch.Tensor:
-        """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""
-        q, k, v = qkv
-        if self.by_frame is not None:
-            return self._frame_by_frame(self.by_frame, q, k, v)
-        if self.before is not None:
-            k, v = (torch.cat(parts, 2) for parts in zip(self.before, (k, v), strict=True))
-        return self.attention(
-            q, k, v, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
-        )
-
-    def _frame_by_frame(self, more: KeysByFrame, q, k, v) -> torch.Tensor:
-        out, alone = torch.empty_like(q), self._replace(by_frame=None, before=None)
-        for rows, keys in more.segments(0, q.shape[2]):
-            k_here, v_here = k, v
-            if keys is not None:
-                k_here = torch.cat((k, more.keys[:, :, keys]), 2)
-                v_here = torch.cat((v, more.values[:, :, keys]), 2)
-            out[:, :, rows] = alone.compute((q[:, :, rows], k_here, v_here), None)
-        return out
 
 
 def in_order(order: torch.Tensor, *rank_major: torch.Tensor) -> list[torch.Tensor]:

@@ -15,7 +15,8 @@ import torch
 from ..comm.readers import LEAST_BYTES, Readers
 from ..forward import PREFIX
 from ..memory import is_unwritten
-from .placement import Placement, dotted, settled_as, settled_dtype, users_of
+from .parameters import dotted, settled_as, settled_dtype, users_of
+from .placement import Placement
 from .quantised import put_together, stored_bytes, stored_tensors, taken_apart, tensors_of, with_tensors
 from .shared_layers import is_number
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .parameters import settled_as, settled_dtype
 from .placeholder import Placeholder
-from .placement import settled_as, settled_dtype
 from .quantised import put_together, taken_apart, tensors_of, with_tensors
 from .shared_layers import Layer
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..forward import PREFIX
-from .placement import Placement, dotted, settled_as
+from .parameters import dotted, settled_as
+from .placement import Placement
 from .quantised import put_together
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .placement import users_of
+from .parameters import users_of
 from .quantised import is_quantised, stored_bytes
 
 # Of one model's bytes: what its ranks hold together where they gather layer by layer; what their

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .gguf import is_ggml
-from .placement import dotted
+from .parameters import dotted
 from .quantised import is_quantised, named_tensors
 
 
