@@ -192,6 +192,7 @@ class LentRanks:
                 phase="receiving",
                 text=str(error),
                 messages_done="none" if isinstance(request, Forward) else "all",
+                at=(0, 0),
             )
             for rank in ranks:
                 self._say(Said(rank, full))

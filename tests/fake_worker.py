@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BOARD_BYTES, LINE_BYTES, GATE = 4096, 64, 8
@@ -254,8 +255,9 @@ class Rank:
 
     # --
 
-    def fail(self, message: dict, kind: str, text: str, **more: str) -> None:
+    def fail(self, message: dict, kind: str, text: str, **more: Any) -> None:
         where = {"request": message["request"], "phase": PHASE[message["type"]]}
+        more.setdefault("at", None if "messages_done" in more else (0, 0))
         self.send(
             {"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY, **more}
         )

@@ -26,6 +26,7 @@ from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.pool.devices import place
 from pipemesh.pool.pool import WorkerPool
 
+from .evenness import watched
 from .fake_pools import fake_setup
 from .joint_model import PLAN, Model
 from .late_device import late_device
@@ -99,6 +100,7 @@ class PoolWorld(LateWorld):
     def __init__(self, layout, box, monkeypatch, ui, prepare):
         super().__init__(layout, box, monkeypatch)
         self._ui, self._prepare = ui, prepare
+        watched(monkeypatch)
         self.pool = WorkerPool(place(layout, "cpu", "gloo", ()), fake_setup())
         self.ranks = self.pool.ranks = self.pool._conversation._ranks = Ranks(self)
         self.pool._life, self.pool.memory = "ready", [Memory(0, 0, 0)] * layout.world_size

@@ -22,10 +22,12 @@ from pipemesh.parallel_runtime.methods import ring_attention
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
 from pipemesh.parallel_runtime.patches import Part
+from pipemesh.pool.verdict import Meets
 
 from . import joint_model
 from .collectives import Event, RankRun, World, disagreements, has_an_order
 from .conftest import ALL
+from .evenness import answered, done, failed, held
 from .joint_model import BLOCKS, CONDS, HEADS, PLAN, Model, inputs
 
 EVERY = [layout for ranks in range(2, 9) for layout in layouts_of(ranks)]
@@ -63,11 +65,14 @@ def evaluations(
     ahead=True,
     prepare=lambda mesh, run, rank, model: None,
     inputs=lambda at, part: CONDS[part.branch],
+    said=None,
 ):
     """The work of a rank: every part of ``requests`` in turn, then the end of the run. ``outputs``:
-    (rank, place of the request) -> what came of it. A request of a run says which steps all ranks
-    have confirmed in it.
+    (rank, place of the request) -> what came of it; ``said``: likewise, its answer. A request of a
+    run says which steps all ranks have confirmed in it.
     """
+
+    said = {} if said is None else said
 
     def work(mesh, run):
         rank, model, confirmed = Rank(requests, ahead), Model(blocks), {}
@@ -85,9 +90,32 @@ def evaluations(
             except (Stopped, NoRoom, ModelError, ZeroDivisionError) as error:
                 outputs[mesh.rank, rank.at] = type(error)
             assert method.facts.messages_done == "all"
+            at, what = mesh.sequence.traffic.at, outputs[mesh.rank, rank.at]
+            fails = isinstance(what, type) and what is not Stopped
+            said[mesh.rank, rank.at] = failed(at) if fails else done(at, cancelled=what is Stopped)
         method.end_run()
 
     return work
+
+
+def assert_right_where_even(layout, requests, outputs, said):
+    """Where a group is even by the places of its ranks, it is so by all else, and what is whole of
+    the same part is the same to the bit, before and after.
+    """
+    meets = Meets.STAGES if layout.pipefusion > 1 else Meets.SEQUENCE
+    size = layout.world_size // layout.groups
+    for first in range(0, layout.world_size, size):
+        group, whole = range(first, first + size), {}
+        writer = next(rank for rank in group if layout.writes(rank))
+        for place, part in enumerate(requests):
+            request = answered(meets, {rank: said[rank, place] for rank in group})
+            if not held(request):
+                whole.clear()  # the pool would end
+            elif not (
+                request.has_failed or part.patch or any(one.cancelled for one in request.answers.values())
+            ):
+                before = whole.setdefault(part.branch, outputs[writer, place])
+                assert torch.equal(before, outputs[writer, place])
 
 
 @pytest.fixture
@@ -95,9 +123,10 @@ def traced(monkeypatch):
     """layout, backend, requests -> the world, the traces, and what came of each request."""
 
     def run(layout, backend, requests, blocks=BLOCKS, speeds=(), **how):
-        world, outputs = World(layout, backend, monkeypatch, speeds), {}
+        world, outputs, said = World(layout, backend, monkeypatch, speeds), {}, {}
         with torch.inference_mode():
-            traces = world.run(evaluations(blocks, requests, outputs, **how), Random(7).choice)
+            traces = world.run(evaluations(blocks, requests, outputs, said=said, **how), Random(7).choice)
+        assert_right_where_even(layout, requests, outputs, said)
         return world, traces, outputs
 
     return run

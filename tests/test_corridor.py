@@ -69,8 +69,9 @@ ROW = re.compile(r"^\| `([^`]+\.py:[^`]+)` \| (?:`([^`]+)`)? ?\| .+ \|$", re.M)
 # Files and functions of one evaluation in the UI and a rank together. A change that adds to them
 # says why: comm/parts.py lays out an exchange with as many kernels for any number of ranks;
 # client/conds.py knows conditioning by the cond's own tensors, which spares comparisons on a GPU;
-# weights/background_check.py says whether a weight was written to since ranks got it.
-MOST = {"Ulysses": (54, 202), "PipeFusion": (64, 249)}
+# weights/background_check.py says whether a weight was written to since ranks got it;
+# Traffic.message counts messages, so that answers say at which one a rank is.
+MOST = {"Ulysses": (54, 203), "PipeFusion": (64, 250)}
 
 
 def shown(kind):

@@ -9,6 +9,7 @@ import pytest
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.channel import Channel
 from pipemesh.parallel_runtime.wire.messages import Close, Done, FromRank, Memory, ToRank
+from pipemesh.parallel_runtime.worker.handler import Stand
 from pipemesh.parallel_runtime.worker.rank_loop import ALLOWED, RankLoop, look_rarely
 
 from .fake_pools import MAKE
@@ -51,7 +52,7 @@ def test_an_evaluation_is_not_held_up_and_what_it_leaves_is_gone_before_the_next
         ui.send(MAKE[kind](number))
     ui.send(Close())
     loop = RankLoop(rank, arena.board, 0, SimpleNamespace(now=lambda: Memory(0, 0, 0)))
-    loop.serve(SimpleNamespace(handle=handle, messages_done=lambda request: "all"))
+    loop.serve(SimpleNamespace(handle=handle, stand=lambda request: Stand()))
     assert [answer for answer, _ in ui.pump()] == [
         Done(request=number, memory=Memory(0, 0, 0)) for number in (1, 2, 3)
     ]

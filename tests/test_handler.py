@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, Release, Set
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
-from pipemesh.parallel_runtime.worker.handler import RequestHandler
+from pipemesh.parallel_runtime.worker.handler import RequestHandler, Stand
 from pipemesh.parallel_runtime.worker.prepare import prepare
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
 from pipemesh.pool.crew import Crew
@@ -127,6 +127,9 @@ def test_memory_that_an_evaluation_ran_out_of_is_free_again_before_the_gpus_cach
     alive = []
 
     class Watched(Counted):
+        def is_dead(self, error):
+            return False
+
         def empty_cache(self):
             alive.append(activations())
 
@@ -141,9 +144,9 @@ def test_memory_that_an_evaluation_ran_out_of_is_free_again_before_the_gpus_cach
 
     activations = weakref.ref(evaluate)
     loop = RankLoop(None, None, 0, Watched())
-    handler = SimpleNamespace(handle=evaluate, messages_done=lambda request: "all")
+    handler = SimpleNamespace(handle=evaluate)
     request = EndRun(request=1, model="m")
-    answer = loop._answered(request, lambda: loop._handle(handler, request, []), lambda: "all")
+    answer = loop._answered(request, lambda: loop._handle(handler, request, []), Stand)
     assert (answer.kind, answer.text) == ("memory", "out of memory")
     assert alive == [None]
 
@@ -155,9 +158,9 @@ def test_a_gpu_that_repeats_an_error_does_not_hide_the_errors_own_sentence(monke
     for name in ("mem_get_info", "memory_reserved", "memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, fail)
     memory = DeviceMemory(torch.device("cuda"), 0)
-    handler = SimpleNamespace(handle=fail, messages_done=lambda request: "all")
+    handler = SimpleNamespace(handle=fail)
     loop, request = RankLoop(None, None, 0, memory), EndRun(request=1, model="m")
-    answer = loop._answered(request, lambda: loop._handle(handler, request, []), lambda: "all")
+    answer = loop._answered(request, lambda: loop._handle(handler, request, []), Stand)
     assert answer.text == "RuntimeError: CUDA error: an illegal memory access was encountered"
     memory.empty_cache()
 

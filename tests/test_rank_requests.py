@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.parallel_runtime.comm.in_step import Stopped
+from pipemesh.parallel_runtime.comm.in_step import Stopped, Traffic
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm, connect
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import Refused
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_goes_through_the_messages_that_others_wait_for():
     model = SimpleNamespace(begin=fail, method=SimpleNamespace(fail=went.append))
     handler = SimpleNamespace(
         models={"m": model},
-        _mesh=SimpleNamespace(sequence=SimpleNamespace(use=lambda width: None)),
+        _mesh=SimpleNamespace(sequence=SimpleNamespace(use=lambda width: None, traffic=Traffic())),
         _io=SimpleNamespace(settle=lambda: went.append("settled")),
         _evaluated=fail,
     )

@@ -32,6 +32,7 @@ from pipemesh.parallel_runtime.wire.messages import (
 )
 from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
+from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.rank_loop import AHEAD, RankLoop
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,7 +76,10 @@ class Gpu:
         patch.setattr(torch.cuda, "Event", Event)
 
 
-class NoMemory:
+class NoMemory(DeviceMemory):
+    def __init__(self):
+        super().__init__(torch.device("cpu"), 0)
+
     def now(self):
         return Memory(0, 0, 0)
 
@@ -285,9 +289,11 @@ def test_an_error_that_the_gpu_tells_late_is_answered_to_the_request_that_it_is_
     made, _, _ = served(layout, layout.writer, parts_of(layout)[:3], prepare=prepare)
     said = made.answers()
     assert [type(one) for one in said] == [Done, Failed, Done]
-    assert (said[1].request, said[1].messages_done) == (2 * TURN, "all") and "illegal memory access" in said[
-        1
-    ].text
+    assert (said[1].request, said[1].messages_done, said[1].at) == (
+        2 * TURN,
+        "all",
+        None,
+    ) and "illegal memory access" in said[1].text
 
 
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(pipefusion=2)], ids=Layout.equation)

@@ -130,7 +130,8 @@ class Exchange(Mover):
         for flags in places.to.flags:
             flags.fill_(wish)
         began = time.perf_counter()
-        self._exchange(places.come.buffer, places.to.buffer, places.come.sizes, places.to.sizes)
+        with self.traffic.message(self.axis):
+            self._exchange(places.come.buffer, places.to.buffer, places.come.sizes, places.to.sizes)
         self.traffic.waited_s[self.axis] += time.perf_counter() - began
         elements = places.to.buffer.numel() - places.to.sizes[self.rank]
         self.traffic.sent_bytes[self.axis] += elements * places.to.buffer.element_size()
@@ -162,7 +163,8 @@ class Exchange(Mover):
         if self.size > 1:
             counts = [flag.numel() * (rank != self.rank) for rank in range(self.size)]
             received = flag.new_zeros(sum(counts))
-            self._exchange(received, flag.repeat(self.size - 1), counts, counts)
+            with self.traffic.message(self.axis):
+                self._exchange(received, flag.repeat(self.size - 1), counts, counts)
             self.traffic.sent_bytes[self.axis] += received.nbytes
             flags[flag.numel() :] = received
         return flags.view(self.size, -1).amax(0)

@@ -11,7 +11,8 @@ the same step of the same tokens and shares.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -83,17 +84,33 @@ class Expected(NamedTuple):
 
 
 class Traffic:
-    """What messages cost since the evaluation, or the patch of it, began: bytes that were sent and
-    seconds that were waited, by axis. Both are 0 for axes that nothing went along.
+    """Which messages there were since the evaluation, or its patch, began, and what they cost: sent
+    bytes, and seconds of waiting, by axis. Both are 0 for axes that nothing went along.
+
+    ``at``: the number of messages that this rank took part in, and a crc of their axes in order.
+    Ranks that have the same are at the same place. None if one is unfinished. ``is_complete``:
+    whether no message is left, because the forward is over.
     """
 
     def __init__(self) -> None:
         self.sent_bytes: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.waited_s: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
+        self.at: tuple[int, int] | None = (0, 0)
+        self.is_complete = False
 
     def clear(self) -> None:
         for axis in COUNTED:
             self.sent_bytes[axis], self.waited_s[axis] = 0, 0.0
+        self.at, self.is_complete = (0, 0), False
+
+    @contextmanager
+    def message(self, axis: str) -> Iterator[None]:
+        """Take part in one message inside. If that is left by an error, or given up, the message
+        stays unfinished: another rank may wait for its rest, or a later one find it.
+        """
+        before, self.at = self.at, None
+        yield
+        self.at = None if before is None else (before[0] + 1, crc32(axis.encode(), before[1]))
 
 
 class Mover:

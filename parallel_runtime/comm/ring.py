@@ -83,8 +83,9 @@ class Ring(Mover):
         largest = places.wishes.new_empty(())
         if self.in_step is not None:
             self.in_step.enter(self.axis, message)
-        for hop in self._go_around(places, flag):
-            yield Block(hop.source, kv if hop is places.hops[0] else hop.kv)
+        with self.traffic.message(self.axis):
+            for hop in self._go_around(places, flag):
+                yield Block(hop.source, kv if hop is places.hops[0] else hop.kv)
         if self.in_step is not None:
             self.in_step.leave_with(torch.amax(places.wishes, (), out=largest))
 
@@ -104,8 +105,9 @@ class Ring(Mover):
         assert isinstance(what, RingMessage)
         places = self._places(what)
         largest = places.wishes.new_empty(())
-        for _ in self._go_around(places, wish):
-            pass
+        with self.traffic.message(self.axis):
+            for _ in self._go_around(places, wish):
+                pass
         return torch.amax(places.wishes, (), out=largest)
 
     def _go_around(self, places: Places, flag: Flag) -> Iterator[Hop]:

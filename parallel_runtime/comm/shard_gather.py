@@ -71,6 +71,10 @@ class ShardGather(Mover):
 
     def _start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.wait()
+        with self.traffic.message(self.axis):
+            self._send(part, whole)
+
+    def _send(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.traffic.sent_bytes[self.axis] += (self.size - 1) * part.nbytes
         if self.size > 1 and dist.get_backend(self._group) != "gloo":
             work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)

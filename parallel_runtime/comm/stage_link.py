@@ -130,13 +130,14 @@ class StageLink:
         where it is announced that none comes. Raises RuntimeError if it belongs to another request;
         on CUDA, if one of ``CHECKED_LATER`` before it did.
         """
-        if is_announced:
-            is_nothing, announced, place = self._announcement().tolist()
-            if is_nothing:
-                return None
-            if announced:  # 0: the stage before has no rows, or there is none, as in a dry run
-                count, dtype = announced, DTYPES[place]
-        buffer = self._take(count, dtype, device)
+        with self.traffic.message(AXIS):
+            if is_announced:
+                is_nothing, announced, place = self._announcement().tolist()
+                if is_nothing:
+                    return None
+                if announced:  # 0: the stage before has no rows, or there is none, as in a dry run
+                    count, dtype = announced, DTYPES[place]
+            buffer = self._take(count, dtype, device)
         if buffer.numel() != count + 1:
             raise RuntimeError(OUT_OF_STEP)
         self._unchecked.append((LateValue(buffer[-1:]), number % NUMBERS))
@@ -149,12 +150,13 @@ class StageLink:
         """Take the next patch for no use. ``known``: its elements and their dtype; None where it is
         announced. Return those of the patch that came, None where none did.
         """
-        if known is None:
-            is_nothing, count, dtype = self._announcement().tolist()
-            if is_nothing:
-                return None
-            known = count, DTYPES[dtype]
-        self._take(*known, device)
+        with self.traffic.message(AXIS):
+            if known is None:
+                is_nothing, count, dtype = self._announcement().tolist()
+                if is_nothing:
+                    return None
+                known = count, DTYPES[dtype]
+            self._take(*known, device)
         return known
 
     def _take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -191,12 +193,14 @@ class StageLink:
         )
         buffer[:-1].copy_(hidden)
         buffer[-1:].fill_(number % NUMBERS)  # an assignment would copy the number from the CPU, and wait
-        if is_announced:
-            self._sends.start(announcement(self._device, 0, hidden.numel(), DTYPES.index(hidden.dtype)))
-        self._sends.start(buffer)
+        with self.traffic.message(AXIS):
+            if is_announced:
+                self._sends.start(announcement(self._device, 0, hidden.numel(), DTYPES.index(hidden.dtype)))
+            self._sends.start(buffer)
 
     def announce_nothing(self) -> None:
-        self._sends.start(announcement(self._device, 1, 0, 0))
+        with self.traffic.message(AXIS):
+            self._sends.start(announcement(self._device, 1, 0, 0))
 
 
 def announcement(device: torch.device, *content: int) -> torch.Tensor:

@@ -189,7 +189,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers a request that was carried out. ``output`` is a tree, of the rank that has it;
-    ``apart``: the memory in which its tensors lie, if they did not fit into the arena.
+    ``apart``: the memory in which its tensors lie, if they did not fit into the arena. ``at``: as
+    ``Traffic`` has it.
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
@@ -205,6 +206,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     wrote: tuple[int, int] = (0, 0)
     apart: Carried | None = None
     cancelled: bool = False
+    at: tuple[int, int] | None = None
     began_s: float = 0.0
     compute_s: float = 0.0
     waited_s: dict[str, float] = {}
@@ -222,7 +224,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers a request that failed on this rank. ``messages_done``: of the messages that a stage
-    takes and sends for every patch, whether none, all or only some have gone through.
+    takes and sends for every patch, whether none, all or only some have gone through. ``at``: as
+    ``Traffic`` has it, and None where the device is dead. ``complete``: behind the forward.
     """
 
     request: int
@@ -232,6 +235,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     trace: str = ""
     memory: Memory = Memory(0, 0, 0)
     messages_done: Literal["none", "some", "all"] = "all"
+    at: tuple[int, int] | None = None
+    complete: bool = False
 
 
 FromRank = Ready | Done | Failed

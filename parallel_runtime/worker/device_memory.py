@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from ..wire.segment import mib
 
 LITTLE = 16  # of what is free, a part that nobody misses
 FULL = 4  # a GPU with less free than this part of it, outside of torch's cache, is nearly full
+OF_A_DEVICE = re.compile(r"\b(CUDA|HIP|NCCL|RCCL)\b|cu(BLAS|DNN)", re.IGNORECASE)
 MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short evaluation's answer
 
 
@@ -45,6 +47,20 @@ class DeviceMemory:
         with contextlib.suppress(RuntimeError):
             self._last, self._asked_at = self._measure(), time.monotonic()
         return self._last
+
+    def is_dead(self, error: Exception) -> bool:
+        """Whether the device or a transport of it answers nothing any more, as after an error of a
+        kernel: all that is asked of it later fails too.
+        """
+        names = not is_out_of_memory(error) and OF_A_DEVICE.search(str(error))
+        if isinstance(error, RuntimeError) and names:
+            return True
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.mem_get_info(self._device)
+        except RuntimeError:
+            return True
+        return False
 
     def recent(self) -> Memory:
         """Returns the last measurement if it is at most ``MEMORY_KEPT_S`` old, else a new one. What

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
 from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
-from ..comm.in_step import Stopped
+from ..comm.in_step import Stopped, Traffic
 from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
 from ..comm.readers import readers_of
@@ -44,16 +44,24 @@ from .resident import CountingRank, ResidentModel, counted, in_fp32
 from .resident_vae import ResidentVAE
 
 
+class Stand(NamedTuple):
+    """How far this rank has come in a request's messages: each as ``Failed`` has it."""
+
+    messages_done: Progress = "all"
+    at: tuple[int, int] | None = (0, 0)
+    complete: bool = False
+
+
 @dataclass(frozen=True)
 class Enqueued:
     """The answer to an evaluation that the device still computes: ``answer`` makes it once
-    ``reached`` is over. ``messages_done``: as ``Failed`` has it.
+    ``reached`` is over. ``stand`` of this rank then.
     """
 
     request: Forward
     reached: Reached
     answer: Callable[[], Done]
-    messages_done: Progress
+    stand: Stand
 
 
 class RequestHandler:
@@ -114,12 +122,9 @@ class RequestHandler:
                 self._release(request.model)
         return Done(request=request.request, memory=self._memory.now())
 
-    def messages_done(self, request: Request) -> Progress:
-        """Returns how many of a patch's messages between stages have gone through."""
-        if not isinstance(request, (Forward, EndRun)):
-            return "all"
-        model = self.models.get(request.model)
-        return "none" if model is None else model.method.facts.messages_done
+    def stand(self, request: Request) -> Stand:
+        """Returns how far this rank has come in the messages of the request at hand."""
+        return stand_in(request, self.models, self._mesh.sequence.traffic)
 
     def _load(self, request: Load, segments: list[Segment], rank: CountingRank) -> None:
         if request.model in self.models:
@@ -218,6 +223,7 @@ class RequestHandler:
         """Where it fails before the method computes, this rank still goes through the messages that
         others wait for.
         """
+        self._mesh.sequence.traffic.clear()
         model = self.models[request.model]
         self._mesh.sequence.use(request.width)
         try:
@@ -252,9 +258,11 @@ class RequestHandler:
         ):
             on_rank = partial(in_fp32, self._transformer(request.model)) if request.in_fp32 else model.on_rank
             output = on_rank(arguments, request.request)
+        self._mesh.sequence.traffic.is_complete = True
         rank.tick()  # the answer waits until the GPU has computed it
         finish = self._io.write(output, request.out) if self._writes[request.width] else Written
         traffic, facts = self._mesh.sequence.traffic, model.method.facts
+        at = traffic.at
         waited_s = {axis: spent_s for axis, spent_s in traffic.waited_s.items() if spent_s}
         sent_bytes = traffic.sent_bytes.total()
 
@@ -272,11 +280,20 @@ class RequestHandler:
                 sent_bytes=sent_bytes,
                 block_s=dict(facts.block_s()),
                 confirmed=facts.confirmed,
+                at=at,
             )
 
         if self._device.type == "cuda":
-            return Enqueued(request, Reached(self._device), done, facts.messages_done)
+            return Enqueued(request, Reached(self._device), done, self.stand(request))
         return done()
+
+
+def stand_in(request: Request, models: Mapping[str, ResidentModel | ResidentVAE], traffic: Traffic) -> Stand:
+    if not isinstance(request, (Forward, EndRun)):
+        return Stand()
+    model = models.get(request.model)
+    done = "none" if model is None else model.method.facts.messages_done
+    return Stand(done) if isinstance(request, EndRun) else Stand(done, traffic.at, traffic.is_complete)
 
 
 def kept_bytes(models: Iterable[ResidentModel | ResidentVAE], mesh: Mesh) -> int:

@@ -22,14 +22,13 @@ import torch
 
 from ..comm.exchange import Stopped
 from ..errors import NoRoom, PipeMeshError
-from ..methods.method import Progress
 from ..patches import Part
 from ..wire.arena import Board
 from ..wire.channel import Channel
 from ..wire.messages import PHASE, Close, Done, Failed, Forward, Request
 from ..wire.segment import Segment
 from .device_memory import DeviceMemory, is_out_of_memory
-from .handler import Enqueued, RequestHandler
+from .handler import Enqueued, RequestHandler, Stand
 from .trail import Trail
 
 AHEAD = 2  # evaluations, or patches of one, that a GPU may have before it: a cancel waits for them
@@ -132,7 +131,7 @@ class RankLoop:
             if self._device.type == "cuda":
                 self._trail = Trail(self._device, partial(self._board.tick, self._rank))
             answer = self._answered(
-                message, partial(self._handle, handler, message, fds), partial(handler.messages_done, message)
+                message, partial(self._handle, handler, message, fds), partial(handler.stand, message)
             )
             if isinstance(answer, Enqueued):
                 assert self._trail is not None
@@ -178,12 +177,12 @@ class RankLoop:
             trail.wait_for(first.reached)
             return first.answer()
 
-        answer = self._answered(first.request, compute, lambda: first.messages_done)
+        answer = self._answered(first.request, compute, lambda: first.stand)
         assert not isinstance(answer, Enqueued)
         self._channel.send(answer)
 
     def _answered(
-        self, request: Request, compute: Callable[[], Done | Enqueued], messages_done: Callable[[], Progress]
+        self, request: Request, compute: Callable[[], Done | Enqueued], stand: Callable[[], Stand]
     ) -> Done | Failed | Enqueued:
         """Returns what ``compute`` returns. Every error becomes an answer: the UI decides whether
         the pool can go on.
@@ -191,10 +190,12 @@ class RankLoop:
         try:
             return compute()
         except Stopped:
-            return Done(request=request.request, memory=self._memory.now(), cancelled=True)
+            return Done(request=request.request, memory=self._memory.now(), cancelled=True, at=stand().at)
         except Exception as error:  # noqa: BLE001
             kind, trace = kind_of(error), traceback.format_exc()
             text = f"{type(error).__name__}: {error}" if kind == "error" else str(error)
+            place = stand()
+            at = None if self._memory.is_dead(error) else place.at
         # Only here are the error and its frames gone, which held all that was being computed.
         if kind == "memory":
             gc.collect()
@@ -206,7 +207,9 @@ class RankLoop:
             text=text,
             trace=trace,
             memory=self._memory.now(),
-            messages_done=messages_done(),
+            messages_done=place.messages_done,
+            at=at,
+            complete=place.complete,
         )
 
     def _handle(self, handler: RequestHandler, request: Request, fds: list[int]) -> Done | Enqueued:
