@@ -119,11 +119,11 @@ class Exchange(Mover):
         assert isinstance(what, Message)
         self._places(what)
 
-    def go_through(self, what: Hashable, wish: float) -> Flag | None:
+    def go_through(self, what: Hashable, wish: Flag) -> Flag | None:
         assert isinstance(what, Message)
         return self._pass(self._places(what), wish)
 
-    def _pass(self, places: Places, wish: float) -> torch.Tensor | None:
+    def _pass(self, places: Places, wish: Flag) -> torch.Tensor | None:
         """Move what lies in ``places``, with ``wish``; return the group's largest. None where none
         goes along.
         """

@@ -133,7 +133,7 @@ class Mover:
         """Have the memory that the message takes."""
         raise NotImplementedError
 
-    def go_through(self, what: Hashable, wish: float) -> Flag | None:
+    def go_through(self, what: Hashable, wish: Flag) -> Flag | None:
         """Take part in the message with whatever lies in its memory; return the flag that came, if
         one did.
         """
@@ -414,7 +414,10 @@ class InStep:
                 if step.axis == DECISION:
                     self._decide(came)
                 elif step.axis in self._movers:
-                    flag = self._movers[step.axis].go_through(step.what, wish)
+                    # The ranks along this axis may not have heard of what came along another. It is
+                    # changed in place: there may be no memory left
+                    largest = came.clamp_(min=wish) if isinstance(came, torch.Tensor) else max(came, wish)
+                    flag = self._movers[step.axis].go_through(step.what, largest)
                     came = came if flag is None else flag
         except Stopped as stopped:
             return stopped.wish

@@ -100,7 +100,7 @@ class Ring(Mover):
         assert isinstance(what, RingMessage)
         self._places(what)
 
-    def go_through(self, what: Hashable, wish: float) -> torch.Tensor:
+    def go_through(self, what: Hashable, wish: Flag) -> torch.Tensor:
         """Walk the ring with whatever lies there as the own block; return the largest flag."""
         assert isinstance(what, RingMessage)
         places = self._places(what)

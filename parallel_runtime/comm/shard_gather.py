@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 import torch
 import torch.distributed as dist
 
-from .in_step import Mover
+from .in_step import Flag, Mover
 
 # A layer -> this rank's part (n,), and room for all parts (size * n,)
 PlacesOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -51,7 +51,7 @@ class ShardGather(Mover):
     def make_room(self, what: Hashable) -> None:
         self._places(what)
 
-    def go_through(self, what: Hashable, wish: float) -> None:
+    def go_through(self, what: Hashable, wish: Flag) -> None:
         self._start(*self._places(what))
 
     def _places(self, what: Hashable) -> tuple[torch.Tensor, torch.Tensor]:
