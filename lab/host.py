@@ -39,6 +39,8 @@ from .unpack import UnpackError, unpack
 
 ARCHIVE = Path(__file__).with_name("comfyui.txt")  # what pip downloads, with its digest
 TORCH_PINS = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
+NEEDED_BYTES = 10 * 10**9  # of disk, while the first is installed
+SECOND_BYTES = 10**9  # of another one beside it
 SCHEMA = "1"
 STAMP = "complete"
 LEAKING_VARIABLES = (
@@ -200,6 +202,7 @@ def ensure_installed(
         root,
         "About 6 GB and 3 minutes, once; every checkout with the same requirements shares it."
         " PIPEMESH_COMFYUI names a ComfyUI of your own instead.",
+        NEEDED_BYTES,
     )
     if archive is None:
         return first.record()
@@ -210,15 +213,27 @@ def ensure_installed(
             f"{archive} cannot be read ({error.strerror}): name an archive of ComfyUI."
         ) from error
     second = Install(Path(f"{first.base}-{digest[:12]}"), env, run)
-    ensure(second, root, f"About 0.4 GB, once; the rest it shares with {first.base}.", archive, first)
+    ensure(
+        second,
+        root,
+        f"About 0.4 GB, once; the rest it shares with {first.base}.",
+        SECOND_BYTES,
+        archive,
+        first,
+    )
     return second.record()
 
 
 def ensure(
-    install: Install, root: Path, costs: str, archive: Path | None = None, first: Install | None = None
+    install: Install,
+    root: Path,
+    costs: str,
+    needed_bytes: int,
+    archive: Path | None = None,
+    first: Install | None = None,
 ) -> None:
     """Makes the install unless it is there, or waits for the process that is making it. Raises
-    LaunchError.
+    LaunchError, at once if the disk has not ``needed_bytes`` for it.
     """
     if install.is_complete:
         return
@@ -231,6 +246,13 @@ def ensure(
                 say(f"Another install is under way in {install.base}: waiting for it.")
                 fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its last holder dies
             if not install.is_complete:  # whoever held the lock may have finished it
+                free = shutil.disk_usage(install.base.parent).free
+                if free < needed_bytes:
+                    raise LaunchError(
+                        f"The disk of {install.base.parent} is too full: ComfyUI needs"
+                        f" {needed_bytes / 1e9:.0f} GB while it installs, and {free / 1e9:.1f} GB are free."
+                        " Free some, or point PIPEMESH_CACHE to a folder on another disk."
+                    )
                 title = f"the ComfyUI of {archive}" if archive else "ComfyUI"
                 say(f"Installing {title} in {install.base}\n{costs}")
                 install.make(lock.fileno(), pack_requirements(root), archive, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import lzma
 import sys
 import tarfile
@@ -23,6 +24,6 @@ def unpack(archive: Path, folder: Path) -> None:
     try:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         why = str(error).partition("\n")[0].rstrip(":")
         raise UnpackError(f"{archive} cannot be unpacked ({why}): take another archive.") from error

@@ -25,7 +25,7 @@ python3 -m launcher COMMAND [options]
   plan        which layout is the fastest for a job on given GPUs, and why the others lose
   node        lends this machine to a ComfyUI on another; torchrun starts it (MULTI_NODE.md of the repository)
 
-python3 -m lab has the measurements, the parity runs and the rest of the laboratory.
+In a clone, python3 -m lab has the measurements, the parity runs and the rest of the laboratory.
 
 PIPEMESH_COMFYUI names a ComfyUI of your own (its folder; in a clone of the repository also a tar
 archive of it, which is installed beside the first one), PIPEMESH_PYTHON its python, PIPEMESH_CACHE

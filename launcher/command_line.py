@@ -64,7 +64,7 @@ def run_inside(module: str, rest: Sequence[str], record: str) -> int:
 
 
 def import_of_pack(module: str) -> ModuleType:
-    """Imports a module of the pack, such as `launcher.commands.plan`, as one of `pipemesh`."""
+    """Imports a module of the pack, such as `launcher.commands.node`, as one of `pipemesh`."""
     runpy.run_path(str(ROOT / "pool" / "package.py"))["register_package"](ROOT)
     return importlib.import_module(f"pipemesh.{module}")
 

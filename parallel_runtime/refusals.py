@@ -12,7 +12,7 @@ from .families import plan_or_whole, why_no_plan
 from .families.plan import TokenPlan
 from .layout import OF_A_GROUP, OF_THE_POOL, Layout, listed
 
-ON_ONE_GPU = "run this sampler on one GPU (bypass PipeMesh Parallelize, or turn auto mode off)"
+ON_ONE_GPU = "run this sampler on one GPU (bypass PipeMesh Parallelize and turn auto mode off)"
 
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:

@@ -98,7 +98,7 @@ def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_a_command_or_the_labora
         ),
         (
             "pool/rendezvous.py",
-            "from ..commands import doctor",
+            "from ..launcher.commands import doctor",
             "rendezvous.py imports launcher/commands/doctor.py",
         ),
     ],

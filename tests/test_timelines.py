@@ -9,6 +9,7 @@ from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.lab.in_process import InOneProcess
 from pipemesh.parallel_runtime.client import timelines
 from pipemesh.parallel_runtime.client.separable import must_run_conds_in_sequence
+from pipemesh.parallel_runtime.errors import PoolFailed
 
 from .models import run
 from .patched import (  # noqa: F401
@@ -154,6 +155,19 @@ def test_an_exception_in_a_callback_unwinds_every_timeline_and_the_next_run_is_r
     assert engine.abandoned == ([2] if at < 3 else [])
     assert torch.equal(run(ours.model, size=SIZE, steps=4), truth)
     assert set(ours.modes) == {FREE}
+
+
+def test_a_model_that_is_gone_amid_patches_ends_the_run_with_a_sentence(queue, monkeypatch):
+    """What stages keep of the patches before is gone with it."""
+    ours, engine = queue
+    truth = run(ours.model, size=SIZE, steps=4)
+    asked = iter([False] * 5 + [True])
+    monkeypatch.setattr(engine, "restart_if_reloaded", lambda: next(asked), raising=False)
+    with pytest.raises(PoolFailed, match=r"^The model was unloaded, or its workers lost, while its patches"):
+        run(ours.model, size=SIZE, steps=4)
+    assert not suspended_coroutines() and not engine.flying
+    monkeypatch.setattr(engine, "restart_if_reloaded", lambda: False, raising=False)
+    assert torch.equal(run(ours.model, size=SIZE, steps=4), truth)
 
 
 @pytest.mark.cover(2)

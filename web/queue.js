@@ -9,7 +9,7 @@ export function onQueue(watch) {
   const queue = api.queuePrompt;
   api.queuePrompt = function (...args) {
     const answer = queue.apply(this, args);
-    for (const one of watchers) one(answer);
+    for (const one of watchers) one(Promise.resolve(answer));
     return answer;
   };
 }

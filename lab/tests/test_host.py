@@ -7,12 +7,14 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pipemesh.launcher.checkout import ROOT
@@ -115,6 +117,15 @@ def make_checkout(folder, requirement="msgspec>=0.18"):
 
 
 # -- the first
+
+
+def test_a_disk_that_is_too_full_is_told_before_anything_is_downloaded(desk, monkeypatch):
+    monkeypatch.setattr(desk.module.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 10**9))
+    said = desk.refusal()
+    assert re.match(
+        r"The disk of .*cache.* is too full: ComfyUI needs 10 GB .* and 3\.0 GB are free\. ", said
+    )
+    assert desk.ran == []
 
 
 def test_the_first_use_installs_by_pip_alone_and_says_what_it_costs(desk, capsys):

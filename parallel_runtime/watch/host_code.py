@@ -88,7 +88,12 @@ def edited_code(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
     modules = {where: sys.modules[where] for where, _ in _reached(transformer) if where in sys.modules}
     for module in modules.values():
         file = str(module.__file__)
-        if (edited := edited_function(module, file_hash(Path(file)))) is not None:
+        try:
+            edited = edited_function(module, file_hash(Path(file)))
+        except (OSError, SyntaxError, ValueError):  # an update that goes on, or took the file away
+            yield file, module.__name__
+            continue
+        if edited is not None:
             yield file, edited.__qualname__
 
 

@@ -100,12 +100,8 @@ class Verdicts:
             return None
 
     def void_on(self, found: Fingerprint) -> list[Path]:
-        """Returns the files of verdicts on a class that hold for other code than there is now, or
-        cannot be read.
-        """
-        with suppress(OSError):
-            return [one for one in self._folder.glob("*.json") if f'"{found.kind}"' in one.read_text("utf-8")]
-        return []
+        """Returns the files of verdicts on a class, each of which holds for some other code."""
+        return [one for one in self._folder.glob("*.json") if f'"{found.kind}"'.encode() in bytes_of(one)]
 
     def keep(self, found: Fingerprint, verdict: Verdict) -> None:
         """Where it cannot be written, it is known until ComfyUI ends."""
@@ -320,9 +316,11 @@ class HostTrials:
             return done(kept)
         if void := self._kept.void_on(found):
             log.info(
-                "[PipeMesh] Kept verdicts on %s are void, as PipeMesh, torch or ComfyUI have changed: %s",
+                "[PipeMesh] No kept verdict on %s holds here: the %d in %s are of another PipeMesh, torch or"
+                " ComfyUI.",
                 found.name,
-                ", ".join(map(str, void)),
+                len(void),
+                void[0].parent,
             )
         unknown = self._known().unknown_in(found)
         named = ", ".join(one.partition(":")[2] for one in unknown[:NAMED])
@@ -358,6 +356,14 @@ class HostTrials:
         took = f", {seconds:.0f} s" if seconds else ""
         log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
         return verdict
+
+
+def bytes_of(file: Path) -> bytes:
+    """Returns what a file has; nothing if it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def done(verdict: Verdict) -> Future[Verdict]:
