@@ -264,7 +264,7 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
         resident = ResidentModel(patcher, torch.device("cpu"), mesh, rank, load)
         if gathered:
             turns = SimpleNamespace(are_known=True, end_run=lambda: None)
-            own = {"restore": lambda: None, "applies": lambda _patches: True}
+            own = {"restore": lambda: None, "applies": lambda _patches: True, "has": lambda _name: False}
             resident.weights = SimpleNamespace(turns=turns, **own)
         resident.begin(Part(1, 0))
         resident.begin(Part(1, 1))
