@@ -4,7 +4,7 @@ same in the same order, and there is one order of everything that no interleavin
 All ranks run in this process, so orderings that only NCCL would hang on are found without a GPU.
 """
 
-from functools import wraps
+from functools import partial, wraps
 from itertools import count, pairwise
 from random import Random
 
@@ -431,6 +431,40 @@ def test_ranks_that_would_take_unlike_steps_all_fail_before_them_and_go_on(
     assert left == {ModelError} or (layout.pipefusion > 1 and left == {ModelError, Stopped})
     for at in range(len(requests)):
         assert at == when or torch.allclose(outputs[layout.writer, at], truth(1, 4), atol=1e-5)
+
+
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize(
+    "layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2, ulysses=2)], ids=str
+)
+def test_ranks_whose_node_catches_errors_around_attention_fail_before_unlike_steps_too(traced, layout, when):
+    """Else they would compute on, and send messages of other lengths than others wait for."""
+
+    def prepare(mesh, run, rank, model):
+        for block in (block for block in model.blocks if not isinstance(block, Stub)):
+            block.forward = partial(patched_block, block.forward)
+
+    def conditions(at, part):
+        return inputs(TEXTS["fewer tokens"]) if at == when and getcurrent().rank == 0 else CONDS[1]
+
+    requests = [Part(1, 1)] * (when + 1) + [Part(2, 1)]
+    world, traces, outputs = traced(layout, "gloo", requests, blocks=4, prepare=prepare, inputs=conditions)
+    assert_sound(world, traces)
+    assert {outputs[rank, when] for rank in layout.sequence(0)} == {ModelError}
+    assert torch.allclose(outputs[layout.writer, when + 1], truth(1, 4), atol=1e-5)
+
+
+def patched_block(own, txt, img, mask, options):
+    """A block in which a node's override has its own attention wherever ComfyUI's fails."""
+    override = options["optimized_attention_override"]
+
+    def guarded(attention, *args):
+        try:
+            return override(attention, *args)
+        except Exception:  # noqa: BLE001 as nodes have it
+            return attention(*args)
+
+    return own(txt, img, mask, {**options, "optimized_attention_override": guarded})
 
 
 AGAIN = [Part(2, branch) for branch in (0, 1)]

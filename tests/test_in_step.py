@@ -15,7 +15,16 @@ from greenlet import getcurrent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.client.session import Resident, Session
-from pipemesh.parallel_runtime.comm.in_step import KEPT_KINDS, Expected, KnownSteps, Step, Stopped
+from pipemesh.parallel_runtime.comm.in_step import (
+    END,
+    KEPT_KINDS,
+    TOKENS,
+    Expected,
+    InStep,
+    KnownSteps,
+    Step,
+    Stopped,
+)
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.layout import Layout
@@ -492,6 +501,23 @@ def test_a_rank_that_does_not_know_what_all_have_confirmed_says_so_at_once():
         assert method.facts.messages_done == "some"
 
     played(layout, [Turn(act)], then=later)
+
+
+def test_a_rank_that_cannot_even_go_through_what_is_known_asks_nobody_and_is_not_even():
+    """It has other tokens than all have confirmed, and no memory. The others exchange messages."""
+    asked, known = [], KnownSteps()
+
+    def go_through(what, wish):
+        raise torch.OutOfMemoryError
+
+    steps = InStep(lambda *told: asked.append(told), lambda flag: None)
+    steps.join(SimpleNamespace(axis="ring", go_through=go_through))
+    known.learn("kind", 1, [Step(TOKENS, "few"), Step("ring"), Step(END)])
+    steps.begin(known, Expected("kind", 1))
+    with pytest.raises(torch.OutOfMemoryError):
+        steps.expect("many", 9)
+    steps.fail()
+    assert not asked and not steps.is_even
 
 
 @pytest.mark.parametrize(

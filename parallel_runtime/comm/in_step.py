@@ -40,6 +40,16 @@ class Stopped(BaseException):
         self.wish = wish
 
 
+class Unlike(BaseException):
+    """All ranks leave the forward here, and it raises ``error`` in place of this: they were about
+    to take unlike steps. Not an Exception, as Stopped is none.
+    """
+
+    def __init__(self, error: ModelError):
+        super().__init__()
+        self.error = error
+
+
 class Step(NamedTuple):
     """One step that all ranks of a sequence take together: a message along ``axis``, a decision on
     the stop flags that messages brought (``DECISION``), or the number of tokens (``TOKENS``). It
@@ -321,7 +331,7 @@ class InStep:
     def enter(self, axis: str, what: Hashable = None) -> None:
         """Begin a step that the caller takes; ``leave_with`` the flag that came ends it. Call it
         where nothing can fail any more before the message is on its way. Raises Stopped on all
-        ranks where one has failed, ModelError on all if they are about to take unlike steps.
+        ranks where one has failed, Unlike on all if they are about to take unlike steps.
 
         A step that is not the one known to come is learned, and what was known behind it is void.
         """
@@ -334,8 +344,12 @@ class InStep:
             course.known.change(course.kind)
             course.relied = 0
             # Ranks whose tokens are as all have confirmed hear of others in the messages that come
-            if axis == TOKENS and self._go_through(course.steps[course.at :], OTHERWISE):
-                self._compare([])
+            if axis == TOKENS:
+                self._is_over = self._is_broken = True  # if this fails, messages are left out
+                leaves = self._go_through(course.steps[course.at :], OTHERWISE)
+                self._is_over = self._is_broken = False
+                if leaves:
+                    self._compare([])
         del course.steps[course.at :]
         if axis not in SILENT:
             self._compare([*(step.axis for step in course.steps), axis])
@@ -356,9 +370,11 @@ class InStep:
             what = f"the tokens that they compute ({count.least - 1} on one, {count.most - 1} on another)"
         elif shares.are_unlike:
             what = "the shares that each takes"
-        raise ModelError(
-            f"The workers of one image differ in {what}: queue again, and if they differ again, bypass"
-            " Parallelize for this MODEL and report it."
+        raise Unlike(
+            ModelError(
+                f"The workers of one image differ in {what}: queue again, and if they differ again, bypass"
+                " Parallelize for this MODEL and report it."
+            )
         )
 
     def leave_with(self, flag: Flag | None) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..attention.kernels import TORCHS, Kernels
-from ..comm.in_step import Expected, Flag, KnownSteps
+from ..comm.in_step import Expected, Flag, KnownSteps, Unlike
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..families.plan import TokenPlan
@@ -83,6 +83,9 @@ class SequenceParallel:
             self._hooks.patches.entered.require_all(arguments)
             self._comm.in_step.end(number)
             return output
+        except Unlike as unlike:
+            free_frames(unlike)
+            raise unlike.error from unlike
         except Exception as error:
             free_frames(error)
             self.fail(number)

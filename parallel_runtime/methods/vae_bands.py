@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..comm.bands import ROWS, Bands, Window
-from ..comm.in_step import Expected, KnownSteps
+from ..comm.in_step import Expected, KnownSteps, Unlike
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.rows import RowExchange
@@ -121,6 +121,9 @@ class BandsOfRows:
             output = self._rows.gathered(output) if size > 1 else output
             in_step.end(number)
             return output
+        except Unlike as unlike:
+            free_frames(unlike)
+            raise unlike.error from unlike
         except Exception as error:
             free_frames(error)
             self.fail(number)

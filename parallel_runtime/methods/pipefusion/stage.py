@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...attention.kernels import TORCHS, Kernels
-from ...comm.in_step import Expected, Stopped
+from ...comm.in_step import Expected, Stopped, Unlike
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
 from ...errors import Refused
@@ -123,6 +123,10 @@ class PipeFusion:
         except Stopped:
             self._messages.go_through()
             raise
+        except Unlike as unlike:
+            free_frames(unlike)
+            self.fail(number)
+            raise unlike.error from unlike
         except Exception as error:
             free_frames(error)
             self.fail(number)
