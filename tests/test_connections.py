@@ -1,6 +1,5 @@
 """When a pool starts, each two ranks that will exchange messages try their connection."""
 
-import inspect
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -11,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from greenlet import getcurrent
-from pipemesh.parallel_runtime.comm.connections import NUMBERS, try_connections
+from pipemesh.parallel_runtime.comm.connections import NUMBERS, compare, pattern, try_connections
+from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.worker import main
 
 from .collectives import World, disagreements, has_an_order
-from .conftest import ALL, running_clients
+from .conftest import running_clients
 
 # Which ranks exchange messages
 CONNECTED = {
@@ -35,7 +34,7 @@ def tried(world):
 
     def work(mesh, _run):
         try:
-            try_connections(mesh)
+            try_connections(mesh, ())
         except RuntimeError as error:
             said[mesh.rank] = str(error)
 
@@ -96,17 +95,51 @@ def test_a_connection_that_corrupts_is_named_with_both_ranks(layout, source, tar
     said, _ = tried(world)
     assert said == {
         target: f"Of {NUMBERS} numbers that rank {source} sent to rank {target} when the pool started, {wrong}"
-        " arrived otherwise, so their connection corrupts data: check the network between their machines, or"
-        " name another one in GLOO_SOCKET_IFNAME, or leave one of the two devices out of the pool."
+        " arrived otherwise, so their connection corrupts data: test their machine's memory, or leave one of"
+        " the two devices out of the pool."
     }
 
 
-def test_a_rank_tries_its_connections_before_it_is_ready():
-    run = inspect.getsource(main.run)
-    assert run.index(" connect(") < run.index("try_connections(mesh)") < run.index("Ready(")
+@pytest.mark.parametrize(
+    ("backend", "machines", "remedy"),
+    [
+        ("gloo", (), "test their machine's memory"),
+        ("gloo", (1, 1), "test their machine's memory"),
+        (
+            "gloo",
+            (0, 1),
+            "check the network between their machines, or name another interface in GLOO_SOCKET_IFNAME",
+        ),
+        ("nccl", (), "start ComfyUI with NCCL_P2P_DISABLE=1 in its environment"),
+        ("nccl", (1, 1), "start node on their machine with NCCL_P2P_DISABLE=1 in its environment"),
+        (
+            "nccl",
+            (1, 0),
+            "check the network between their machines, or name another interface in NCCL_SOCKET_IFNAME",
+        ),
+    ],
+)
+def test_the_remedy_is_of_the_way_that_messages_took(backend, machines, remedy, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    with pytest.raises(RuntimeError, match=f"corrupts data: {remedy}, or leave one of the two devices out"):
+        compare(pattern(0, 1, torch.device("cpu")) + 1, 0, 1, machines)
 
 
-@pytest.mark.skipif(not ALL, reason="two workers start cold: with PIPEMESH_TEST_ALL=1")
+class NeverCame(torch.Tensor):
+    """What NCCL gives at once; whatever reads it meets its failure."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError("the cable is out")
+
+
+def test_a_failure_that_shows_when_the_pattern_is_read_is_named_with_its_ranks(monkeypatch):
+    world = World(Layout(ring=2), "nccl", monkeypatch)
+    monkeypatch.setattr(Exchange, "swap", lambda self, sent: sent.as_subclass(NeverCame))
+    said, _ = tried(world)
+    assert said == dict.fromkeys(range(2), "The sequence of ranks 0, 1 could not connect: the cable is out")
+
+
 def test_a_pool_whose_connection_corrupts_does_not_start(setup):
     argv = (sys.executable, str(Path(__file__).with_name("corrupting_worker.py")), "{fd}", "{parent}")
     sentence = r"Of 262144 numbers that rank 0 sent to rank 1 when the pool started, 1 arrived otherwise"

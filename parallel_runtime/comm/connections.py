@@ -4,6 +4,7 @@ GPU nor a transport says so. Images would come out wrong, or black.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -12,15 +13,12 @@ import torch.distributed as dist
 from .mesh import Mesh, naming
 
 NUMBERS = 1 << 18  # of 4 bytes each: 1 MiB; short messages go another way
-REMEDY = {
-    "nccl": "start ComfyUI with NCCL_P2P_DISABLE=1 in its environment",
-    "gloo": "check the network between their machines, or name another one in GLOO_SOCKET_IFNAME",
-}
 
 
-def try_connections(mesh: Mesh) -> None:
+def try_connections(mesh: Mesh, machines: Sequence[int]) -> None:
     """Send a known pattern once between each two ranks that will exchange messages, and compare it
-    on arrival. Every rank must call it. Raises RuntimeError that names both ranks.
+    on arrival. Every rank must call it. Raises RuntimeError that names both ranks. ``machines``: as
+    ``Start`` has them.
     """
     sequence, rank, widest = mesh.sequence, mesh.rank, mesh.layout.widths[-1]
     ranks = mesh.layout.joined(widest).sequence(rank)
@@ -31,8 +29,9 @@ def try_connections(mesh: Mesh) -> None:
                 came = sequence.world.swap(
                     torch.stack([pattern(rank, peer, sequence.device) for peer in ranks])
                 )
+                came.sum().item()  # NCCL tells of a failure here
             for peer, numbers in zip(ranks, came, strict=True):
-                compare(numbers, peer, rank)
+                compare(numbers, peer, rank, machines)
     finally:
         sequence.use(1)
     for before, after in pairwise(mesh.layout.of_stages(rank)):
@@ -41,7 +40,7 @@ def try_connections(mesh: Mesh) -> None:
             numbers = numbers if rank == before else torch.zeros_like(numbers)
             with naming("The stages of", (before, after)):
                 mesh.link.open(numbers, to_next=rank == before)
-            compare(numbers, before, after)
+            compare(numbers, before, after, machines)
 
 
 def pattern(source: int, target: int, device: torch.device) -> torch.Tensor:
@@ -52,12 +51,26 @@ def pattern(source: int, target: int, device: torch.device) -> torch.Tensor:
     return every * -1640531527 + (source << 16) + target  # near 2^32 over the golden ratio: it wraps around
 
 
-def compare(came: torch.Tensor, source: int, target: int) -> None:
+def compare(came: torch.Tensor, source: int, target: int, machines: Sequence[int]) -> None:
     """Raises RuntimeError unless what came is what ``source`` sent."""
     wrong = int((came != pattern(source, target, came.device)).sum())
     if wrong:
+        ends = [machines[rank] if machines else 0 for rank in (source, target)]
         raise RuntimeError(
             f"Of {NUMBERS} numbers that rank {source} sent to rank {target} when the pool started, {wrong}"
-            f" arrived otherwise, so their connection corrupts data: {REMEDY[dist.get_backend()]}, or leave"
-            " one of the two devices out of the pool."
+            f" arrived otherwise, so their connection corrupts data: {remedy(dist.get_backend(), *ends)}, or"
+            " leave one of the two devices out of the pool."
         )
+
+
+def remedy(backend: str, one: int, other: int) -> str:
+    """Return what to do where messages between these machines, of which 0 is ComfyUI's, arrive
+    changed.
+    """
+    if one != other:
+        interface = f"{backend.upper()}_SOCKET_IFNAME"
+        return f"check the network between their machines, or name another interface in {interface}"
+    if backend == "nccl":
+        program = "node on their machine" if one else "ComfyUI"
+        return f"start {program} with NCCL_P2P_DISABLE=1 in its environment"
+    return "test their machine's memory"

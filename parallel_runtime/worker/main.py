@@ -104,7 +104,7 @@ def run(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
             speeds=start.speeds,
         )
-        try_connections(mesh)
+        try_connections(mesh, start.machines)
     kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
     io = ArenaIO(arena, device)
     handler = RequestHandler(mesh, device, memory, io, start.machines, kernels, joining)
