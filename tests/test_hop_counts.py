@@ -120,10 +120,9 @@ def test_what_an_evaluation_copies_and_waits_for(driver, way):
             read = io.read(written.tree)
             assert all(torch.equal(read[name], arguments[name]) for name in ("x", "timestep", "context"))
             out = written.frame.blank(1024)
-            writing = io.write(read["x"] * 2, out)
-            writing.finish()
+            answer = io.write(read["x"] * 2, out)()
             of_rank, _ = Counter(driver.counts), driver.counts.clear()
-            output = own_tensors(arena.segment, writing.tree, GPU)
+            output = own_tensors(arena.segment, answer.tree, GPU)
             assert output.device == GPU and torch.equal(output, place * 2)
             of_ui += driver.counts
             written.frame.release()
@@ -164,11 +163,10 @@ def test_on_a_late_gpu_all_is_there_when_ranks_may_read_it_and_nothing_is_awaite
     assert tree["x"].eq(3).all() and tree["timestep"].tolist() == [6]
     assert tree["transformer_options"]["sigmas"].tolist() == [12] * 6 and late.gpu.waits.total() == 1
     io, out = ArenaIO(arena.segment, GPU), written.frame.blank(1024)
-    writing = io.write(io.read(written.tree)["x"] + 1, out)
+    finish = io.write(io.read(written.tree)["x"] + 1, out)
     assert late.gpu.waits.total() == 1, "of the rank"
     Reached(GPU).wait()
-    writing.finish()
-    ours = own_tensors(arena.segment, writing.tree, GPU)
+    ours = own_tensors(arena.segment, finish().tree, GPU)
     arena.segment.tensor(out).zero_()
     assert ours.eq(4).tolist() == [[[[True] * 6] * 6] * 4]
     written.frame.release()

