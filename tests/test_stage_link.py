@@ -5,6 +5,7 @@ with what all stages made of it.
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,23 @@ class Pipeline:
             run = choose(ready)
             waits_for[run] = run.switch()
         return runs
+
+
+def test_a_stage_before_that_has_no_rows_is_not_taken_for_one_that_is_not_there(monkeypatch):
+    """As in a dry run, in which nothing arrives."""
+    sent, work = deque(), SimpleNamespace(wait=lambda: None)
+
+    def arrives(place, *_ends):
+        message = sent.popleft()
+        assert place.shape == message.shape, "it takes another message than was announced"
+        place.copy_(message)
+        return work
+
+    monkeypatch.setattr(stages.dist, "isend", lambda message, *_ends: sent.append(message) or work)
+    monkeypatch.setattr(stages.dist, "irecv", arrives)
+    StageLink(None, 1, via_cpu=True).send(7, torch.empty(0), is_announced=True)
+    rows = StageLink(0, None, via_cpu=True).receive(7, 5, torch.float32, stages.CPU, is_announced=True)
+    assert rows.shape == (0,)
 
 
 PIPELINES = st.integers(2, 4).flatmap(

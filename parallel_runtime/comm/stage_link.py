@@ -135,8 +135,8 @@ class StageLink:
                 is_nothing, announced, place = self._announcement().tolist()
                 if is_nothing:
                     return None
-                if announced:  # 0: the stage before has no rows, or there is none, as in a dry run
-                    count, dtype = announced, DTYPES[place]
+                if announced:  # else nothing came: there is no stage before, as in a dry run
+                    count, dtype = announced - 1, DTYPES[place]
             buffer = self._take(count, dtype, device)
         if buffer.numel() != count + 1:
             raise RuntimeError(OUT_OF_STEP)
@@ -152,10 +152,10 @@ class StageLink:
         """
         with self.traffic.message(AXIS):
             if known is None:
-                is_nothing, count, dtype = self._announcement().tolist()
+                is_nothing, announced, place = self._announcement().tolist()
                 if is_nothing:
                     return None
-                known = count, DTYPES[dtype]
+                known = announced - 1, DTYPES[place]
             self._take(*known, device)
         return known
 
@@ -167,7 +167,9 @@ class StageLink:
         return buffer
 
     def _announcement(self) -> torch.Tensor:
-        """Return (whether nothing follows, elements, place of their dtype in ``DTYPES``)."""
+        """Return (whether nothing follows, elements of the message, the number of its request
+        included, place of their dtype in ``DTYPES``).
+        """
         announced = torch.zeros(3, dtype=torch.int64, device=self._device)
         self._wait([dist.irecv(announced, self._previous, self._from_before)])
         return announced
@@ -195,7 +197,7 @@ class StageLink:
         buffer[-1:].fill_(number % NUMBERS)  # an assignment would copy the number from the CPU, and wait
         with self.traffic.message(AXIS):
             if is_announced:
-                self._sends.start(announcement(self._device, 0, hidden.numel(), DTYPES.index(hidden.dtype)))
+                self._sends.start(announcement(self._device, 0, buffer.numel(), DTYPES.index(hidden.dtype)))
             self._sends.start(buffer)
 
     def announce_nothing(self) -> None:
