@@ -157,7 +157,7 @@ def test_a_weight_is_read_in_pieces_of_bounded_size(monkeypatch):
     monkeypatch.setattr(sums, "PIECE", 1 << 12)
     asked = []
     wide, flat = torch.randn(64, 1 << 8), torch.randn(1 << 14)
-    for weight in (wide, flat, wide.t().contiguous().t()):
+    for weight in (wide, flat, wide.t().contiguous().t(), flat.view(1, -1), wide[None]):
         asked.clear()
         whole = checksum(weight, lambda: asked.append(1) or False)
         assert len(asked) == 16

@@ -35,10 +35,16 @@ def checksum(tensor: torch.Tensor, is_ended: Callable[[], bool] = never) -> byte
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the rows of a tensor in order, on the CPU: as many at a time as have 16 MiB, at least
-    one.
+    """Yields the content of a tensor in order, on the CPU: as many rows at a time as have 16 MiB,
+    and of a larger row likewise.
     """
     rows = tensor if tensor.dim() else tensor.reshape(1)
-    if rows.numel():
-        for piece in rows.split(max(1, PIECE // (rows[0].numel() * rows.element_size()))):
+    if not rows.numel():
+        return
+    row_bytes = rows.numel() // len(rows) * rows.element_size()
+    if row_bytes > PIECE:
+        for row in rows.split(1):
+            yield from pieces(row.squeeze(0))
+    else:
+        for piece in rows.split(PIECE // row_bytes):
             yield piece.cpu().contiguous()
