@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ENTRY_BYTES = 8  # of /proc/self/pagemap, one a page
@@ -98,15 +99,27 @@ def give_back_freed() -> None:
         trim(0)
 
 
-def mapped_privately(inode: int) -> list[range]:
-    """Returns the addresses at which this process has mapped a file for itself. Of shared mappings,
-    which others may write to, ``is_unwritten`` tells nothing.
+class Mapping(NamedTuple):
+    """Pages of a file in this process. ``is_told``: nobody else can write to them, so that
+    ``is_unwritten`` tells of all writes.
+    """
+
+    addresses: range
+    is_told: bool
+
+
+def mapped_files() -> list[Mapping]:
+    """Returns all mappings of files, by address. Shared memory is none: it is writable, and its
+    file has no name any more.
     """
     found = []
     for line in Path("/proc/self/maps").read_bytes().split(b"\n"):  # a path may have any bytes
         parts = line.split(maxsplit=5)
-        if len(parts) > 4 and parts[1].endswith(b"p") and int(parts[4]) == inode:
-            found.append(range(*(int(end, 16) for end in parts[0].split(b"-"))))
+        if len(parts) < 6 or parts[4] == b"0":
+            continue
+        is_told = parts[1].endswith(b"p") or b"w" not in parts[1]
+        if is_told or not parts[5].endswith(b" (deleted)"):
+            found.append(Mapping(range(*(int(end, 16) for end in parts[0].split(b"-"))), is_told))
     return found
 
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import warnings
 from itertools import pairwise
 
 import comfy.model_management as mm
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from pipemesh.parallel_runtime import memory
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_privately, pages_of
+from pipemesh.parallel_runtime.memory import PAGE_BYTES, is_unwritten, mapped_files, pages_of
 from pipemesh.parallel_runtime.weights import comparison, stored_weights
 from pipemesh.parallel_runtime.weights.background_check import BackgroundCheck
 from pipemesh.parallel_runtime.weights.checksum import checksum
@@ -161,18 +162,51 @@ def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_is_f
 
 
 @pytest.mark.parametrize("name", ["file", b"caf\xe9", "two\u2028lines"], ids=ascii)
-def test_pages_that_the_kernel_tells_of_are_those_of_the_file_alone_which_nobody_else_can_write_to(
-    tmp_path, name
-):
-    path, other = os.path.join(os.fsencode(tmp_path), os.fsencode(name)), tmp_path / "another"
-    mapped = []
-    for at, kind in ((path, mmap.MAP_SHARED), (path, mmap.MAP_PRIVATE), (other, mmap.MAP_PRIVATE)):
-        with open(at, "a+b") as file:
-            file.truncate(2 * PAGE_BYTES)
-            mapped.append(torch.frombuffer(mmap.mmap(file.fileno(), 0, kind), dtype=torch.uint8))
-    own = mapped_privately(os.stat(path).st_ino)
-    assert [comparison._is_within(one, own) for one in mapped] == [False, True, False]
-    assert not comparison._is_within(mapped[1].view(2, -1)[:, :9], own), "its last bytes are further on"
+def test_pages_that_the_kernel_tells_of_are_those_of_files_that_nobody_else_can_write_to(tmp_path, name):
+    path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    kinds = [(mmap.MAP_SHARED, mmap.PROT_WRITE), (mmap.MAP_PRIVATE, mmap.PROT_WRITE), (mmap.MAP_SHARED, 0)]
+    with open(path, "a+b") as file:
+        file.truncate(2 * PAGE_BYTES)
+        maps = [mmap.mmap(file.fileno(), 0, kind, mmap.PROT_READ | prot) for kind, prot in kinds]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one cannot be written to
+        weights = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
+    mapped = mapped_files()
+    marks = [WeightMark(one, mapped) for one in weights]
+    assert [mark.pages is not None for mark in marks] == [False, True, True]
+    assert WeightMark(weights[1].view(2, -1)[:, :9], mapped).pages is None, "its last bytes are further on"
+    for written, mark in zip(weights[:2], marks, strict=False):
+        assert mark.is_still(written)
+        written.numpy()[PAGE_BYTES + 5] += 1
+        assert not mark.is_still(written)
+        again = WeightMark(written, mapped_files())
+        assert again.is_still(written)
+        written.numpy()[PAGE_BYTES + 7] += 1
+        assert not again.is_still(written), "what was written to once is compared whole"
+
+
+@pytest.mark.parametrize("kind", [mmap.MAP_SHARED, mmap.MAP_PRIVATE], ids=["as a GGUF file", "private"])
+def test_pages_of_a_file_are_not_read_while_ranks_compute(patcher, tmp_path, monkeypatch, kind):
+    """If the file is cut short, that would end ComfyUI; if it is overwritten, no node did it."""
+    with torch.inference_mode(parameter(patcher).is_inference()):
+        before = parameter(patcher).detach().clone()
+    (tmp_path / "file").write_bytes(before.numpy().tobytes())
+    with open(tmp_path / "file", "rb") as file, torch.inference_mode(before.is_inference()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it cannot be written to
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, kind, mmap.PROT_READ), dtype=before.dtype)
+        parameter(patcher).data = mapped.view(before.shape)
+    weights, read = Weights(), []
+    state_source(patcher, weights)
+    weights.compare(patcher)
+    monkeypatch.setattr(
+        comparison, "checksum", lambda tensor, *_: read.append(tensor.data_ptr()) or checksum(tensor)
+    )
+    with open(tmp_path / "file", "r+b") as file:
+        file.write(bytes(before.nbytes))
+    assert BackgroundCheck(weights, "").require_unchanged(60.0)
+    weights.compare(patcher)
+    assert read and mapped.data_ptr() not in read and not weights.changed
 
 
 def test_other_weights_at_the_address_of_those_that_are_gone_are_compared_anew(mapped):
@@ -261,7 +295,7 @@ def in_inference(weight, place):
 def test_a_write_to_a_weight_in_memory_of_its_own_is_found(write, shape, place, is_inference):
     with torch.inference_mode(is_inference):
         weight = torch.randn(shape)
-    mark = WeightMark(weight, on_file=False)
+    mark = WeightMark(weight)
     assert mark.is_still(weight)
     with torch.inference_mode(is_inference):
         write(weight, place)
@@ -272,7 +306,7 @@ def test_a_write_to_a_weight_in_memory_of_its_own_is_found(write, shape, place, 
 def test_a_weight_of_any_dtype_is_looked_at(dtype):
     for shape in ((3, 5), (5,), (), (0, 4)):
         weight = torch.zeros(shape, dtype=torch.uint8).to(dtype)
-        assert WeightMark(weight, on_file=False).is_still(weight)
+        assert WeightMark(weight).is_still(weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from ..checkpoint import File, check_file, check_mapped
 from ..errors import Refused
 from ..forward import PREFIX
-from ..memory import is_unwritten, mapped_privately, pages_of
+from ..memory import Mapping, is_unwritten, mapped_files, pages_of
 from .checksum import checksum
 from .gguf import described_weight, is_ggml
 from .quantised import stored_bytes, taken_apart
@@ -77,13 +78,14 @@ class Weights:
         if theirs is None:
             return
         self._nbytes = 0
-        mapped = mapped_privately(self._file[3]) if self._file else []
+        mapped = mapped_files()
         for slot in doubtful:
             mm.throw_exception_if_processing_interrupted()
             same = theirs.has(slot)
-            mark = WeightMark(slot.tensor, bool(same) and _is_within(slot.tensor, mapped))
+            mark = WeightMark(slot.tensor, mapped)
             if same is None:
-                same = self._own.setdefault(slot.name, mark.checksum) == mark.checksum
+                content = mark.checksum or checksum(slot.tensor)
+                same = self._own.setdefault(slot.name, content) == content
             if not same or slot.name in self.changed:
                 self.changed = self.changed - {slot.name} if same else self.changed | {slot.name}
                 self.changed_id = uuid.uuid4().hex if self.changed else ""
@@ -134,21 +136,24 @@ class Weights:
 class WeightMark:
     """A weight as it was when its content was last compared.
 
-    A write to a file's pages (``on_file``) is always found. Other memory, such as that of a weight
-    whose dtype is not the file's, has no marks of writes. There two things are compared before a
-    run: the count that torch keeps of writes, and one element of every row and of every column.
-    torch does not count writes through ``tensor.data``, by numpy or to inference tensors. Of those,
-    one may leave every element that is looked at as it was: most writes to a single element do.
-    ``has_changed`` finds it.
+    A write to pages of a file (one of ``mapped``) is always found: by the kernel's marks, or by a
+    sum of all of it before every run if a node has written to them or others may. Other memory,
+    such as that of a weight whose dtype is not the file's, has no marks of writes. There two things
+    are compared before a run: the count that torch keeps of writes, and one element of every row
+    and of every column. torch does not count writes through ``tensor.data``, by numpy or to
+    inference tensors. Of those, one may leave every element that is looked at as it was: most
+    writes to a single element do. ``has_changed`` finds it.
     """
 
-    def __init__(self, tensor: torch.Tensor, on_file: bool):
+    def __init__(self, tensor: torch.Tensor, mapped: Sequence[Mapping] = ()):
         self._place = _place(tensor)
         self._offset = tensor.storage_offset()
         self._memory = weakref.ref(tensor.untyped_storage())
-        self.pages = (tensor.data_ptr(), tensor.nbytes) if on_file else None
-        self._content = None if on_file else _looked_at(tensor)
-        self.checksum = b"" if on_file else checksum(tensor)
+        mapping = _mapping_of(tensor, mapped)
+        is_told = mapping is not None and _is_told(tensor, mapping)
+        self.pages = (tensor.data_ptr(), tensor.nbytes) if is_told else None
+        self._content = _looked_at(tensor) if mapping is None else None
+        self.checksum = b"" if is_told else checksum(tensor)
 
     def is_still(self, tensor: torch.Tensor, unwritten: bool = False) -> bool:
         """True if the weight was neither moved nor, as far as this can tell, written to.
@@ -158,16 +163,19 @@ class WeightMark:
             return False
         if self._content is not None:
             return _looked_at(tensor) == self._content
+        if self.pages is None:
+            return checksum(tensor) == self.checksum
         # Not that of another weight, which came to the address of one that is gone
         is_same = self._memory() is tensor.untyped_storage()
         return is_same and (unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes))
 
     def has_changed(self, is_ended: Callable[[], bool]) -> bool:
         """True if the content in memory of its own is another, by all of it. False for a weight
-        that has moved, as ``is_still`` tells, and if ``is_ended`` says so before all is read.
+        that has moved, as ``is_still`` tells, and if ``is_ended`` says so before all is read. Pages
+        of a file are not read here: one that is cut short meanwhile would end ComfyUI.
         """
         memory = self._memory()
-        if memory is None or not self.checksum:
+        if memory is None or self._content is None:
             return False
         _, dtype, shape, stride, device = self._place
         weight = torch.empty(0, dtype=dtype, device=device).set_(memory, self._offset, shape, stride)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -178,15 +186,18 @@ def _place(tensor: torch.Tensor) -> tuple:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _is_within(tensor: torch.Tensor, mapped: list[range]) -> bool:
-    """True for a weight on pages of its file that ComfyUI mapped, as for ModelPatcherDynamic."""
+def _mapping_of(tensor: torch.Tensor, mapped: Sequence[Mapping]) -> Mapping | None:
+    """Returns the one of ``mapped``, which are in order, that a weight lies on, if any."""
+    place = bisect_right(mapped, tensor.data_ptr(), key=lambda one: one.addresses.start) - 1
+    on_cpu = tensor.device.type == "cpu" and place >= 0
+    return mapped[place] if on_cpu and tensor.data_ptr() in mapped[place].addresses else None
+
+
+def _is_told(tensor: torch.Tensor, mapping: Mapping) -> bool:
+    """True for a weight on pages that nobody has written to and that the kernel tells writes of."""
     start, nbytes = tensor.data_ptr(), tensor.nbytes
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and any(file.start <= start and start + nbytes <= file.stop for file in mapped)
-        and is_unwritten(start, nbytes)
-    )
+    is_within = tensor.is_contiguous() and start + nbytes <= mapping.addresses.stop
+    return is_within and mapping.is_told and is_unwritten(start, nbytes)
 
 
 def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
