@@ -2,6 +2,8 @@
 sentence; the next run is stock's. Nothing of the comparison outlives its run.
 """
 
+import os
+import shutil
 import threading
 
 import comfy.model_management as mm
@@ -75,6 +77,22 @@ def test_it_is_found_in_a_model_that_a_guider_evaluates_beside_the_sampled_one(f
         guided(*ours)
     guided(*ours)
     assert not is_checking()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["deleted", "replaced"])
+def test_what_was_written_is_the_ranks_own_though_the_file_is_gone(tmp_path, half, is_replaced):
+    path = tmp_path / "model.safetensors"
+    shutil.copy(half, path)
+    patcher = load(str(path))
+    weights, other = compared(patcher), NAME.replace("1.", "0.", 1)
+    os.replace(shutil.copy(half, tmp_path / "another"), path) if is_replaced else path.unlink()
+    parameter(patcher).data[PLACE] += 1
+    patcher.model.diffusion_model.get_parameter(other).data[PLACE] += 1
+    with pytest.raises(Refused, match="^A node has written"):
+        BackgroundCheck(weights, "half").require_unchanged(60.0)
+    weights.compare(patcher)
+    assert weights.changed == {NAME, other}, "those, and no others"
+    assert BackgroundCheck(weights, "half").require_unchanged(60.0)
 
 
 def blocked(monkeypatch, until=None):

@@ -20,13 +20,13 @@ class BackgroundCheck:
         self._weights = weights
         self._title = title
         self._is_ended = threading.Event()
-        self._changed: Future[str] = Future()  # the name of a weight; "": none was written to
+        self._changed: Future[list[str]] = Future()  # names of weights that were written to
         self._thread = threading.Thread(target=self._compare, name="pipemesh-weights", daemon=True)
         self._thread.start()
 
     def _compare(self) -> None:
         try:
-            changed = next(self._weights.changed_since(self._is_ended.is_set), "")
+            changed = list(self._weights.changed_since(self._is_ended.is_set))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             self._changed.set_exception(error)
         else:
@@ -34,15 +34,15 @@ class BackgroundCheck:
 
     def require_unchanged(self, wait_s: float = 0.0) -> bool:
         """Returns whether all weights have been compared, at most so many seconds from now. Raises
-        Refused for one that was written to: the next comparison finds it, and sends it.
+        Refused for those that were written to: the next comparison sends them.
         """
         self._thread.join(wait_s)
         if not self._changed.done():
             return False
-        if name := self._changed.result():
-            self._weights.forget()
+        if names := self._changed.result():
+            self._weights.forget(names)
             raise Refused(
-                f"A node has written to the weight {name} of {self._title} in a way that torch does not"
+                f"A node has written to the weight {names[0]} of {self._title} in a way that torch does not"
                 " count (numpy, tensor.data or inference mode), and the ranks have it as it was: run again,"
                 " and they get it."
             )

@@ -100,9 +100,12 @@ class Weights:
             if mark.has_changed(is_ended):
                 yield name
 
-    def forget(self) -> None:
-        """Has all weights compared in full next time."""
-        self._seen.clear()
+    def forget(self, names: list[str]) -> None:
+        """Has these weights compared in full next time, and no others: of a file that is gone by
+        then, those alone count as changed.
+        """
+        for name in names:
+            self._seen.pop(name, None)
 
     def changed_tensors(self, diffusion_model: torch.nn.Module) -> dict[str, Any]:
         """The weights of ``changed`` as object patches for the ranks."""
