@@ -11,8 +11,9 @@ import comfy.sd
 import comfy.utils
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.weights import checksum as sums
 from pipemesh.parallel_runtime.weights import comparison
@@ -88,18 +89,65 @@ def test_what_was_written_is_the_ranks_own_though_the_file_is_gone(tmp_path, hal
     os.replace(shutil.copy(half, tmp_path / "another"), path) if is_replaced else path.unlink()
     parameter(patcher).data[PLACE] += 1
     patcher.model.diffusion_model.get_parameter(other).data[PLACE] += 1
-    with pytest.raises(Refused, match="^A node has written"):
+    with pytest.raises(Refused, match=r"^A node has written"):
         BackgroundCheck(weights, "half").require_unchanged(60.0)
     weights.compare(patcher)
     assert weights.changed == {NAME, other}, "those, and no others"
     assert BackgroundCheck(weights, "half").require_unchanged(60.0)
 
 
+@pytest.mark.parametrize("pools", [1, 2], ids=["a stock model samples", "another pool samples"])
+def test_it_is_found_in_a_model_beside_one_of_no_or_another_pool(
+    files, half, client, clients, monkeypatch, pools
+):
+    main = load(files["model"])
+    if pools == 2:
+        main = parallelize(main, clients(ulysses=1, cfg=2), True)
+    ours = main, parallelize(load(half), client, True)
+    guided(*ours)
+    parameter(ours[1]).data[PLACE] += 50
+    cleanup, are_done = RemotePatcher.cleanup, threading.Event()
+    monkeypatch.setattr(RemotePatcher, "cleanup", lambda self: are_done.set() or cleanup(self))
+    blocked(monkeypatch, are_done)
+    with pytest.raises(Refused, match=SENTENCE):
+        guided(*ours)
+    guided(*ours)
+    assert not is_checking()
+
+
+def test_a_model_that_nobody_says_is_sampled_is_compared_before_its_first_evaluation(
+    served, client, monkeypatch
+):
+    """As by a guider with a loop of its own."""
+    parallel, before = served
+    for announces in ("pre_run", "cleanup"):
+        monkeypatch.setattr(RemotePatcher, announces, getattr(ModelPatcher, announces))
+    assert torch.equal(run(parallel), before)
+    parameter(parallel).data[PLACE] += 50
+    with pytest.raises(Refused, match=SENTENCE):
+        run(parallel)
+    assert not torch.equal(run(parallel), before)
+    assert not is_checking()
+    monkeypatch.undo()
+    parallel.cleanup()
+    assert not client.runs.checks
+
+
+def test_a_model_that_is_loaded_and_not_sampled_is_in_nobodys_way(served, files, client, monkeypatch):
+    parallel, _ = served
+    blocked(monkeypatch)
+    mm.load_models_gpu([parallel])
+    assert not is_checking()
+    monkeypatch.undo()
+    parameter(parallel).data[PLACE] += 50
+    run(parallelize(load(files["model"]), client, True))
+
+
 def blocked(monkeypatch, until=None):
     """Has full comparisons wait for the event ``until``, if there is one, or for their end."""
     until = until or threading.Event()
 
-    def waiting(tensor, is_ended):
+    def waiting(tensor, is_ended=sums.never):
         while not (until.wait(0.01) or is_ended()):
             pass
         return checksum(tensor, is_ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +52,7 @@ class Remote:
         self.weights = weights
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
         self.sampled: Sampled | None = None  # what this run is of
+        self._before: BaseException | None = None  # the error that was under way as the run began
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
         """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
@@ -76,6 +78,7 @@ class Remote:
 
     def begin_run(self) -> None:
         """Begins a run in the pool. Raises Refused for a checkpoint that was overwritten."""
+        self._before = sys.exc_info()[1]
         self.require_same_file()
         with held(self.pool.turn):
             self.pool.runs.begin(self.model)
@@ -105,6 +108,12 @@ class Remote:
         """Begins to compare the UI's weights in full. It ends with the model's run."""
         self.pool.runs.end_check(self.model)
         self.pool.runs.checks[self.model] = BackgroundCheck(self.source.weights, self.source.title)
+
+    def require_weights(self) -> None:
+        """Waits until the UI's weights are compared. Raises Refused for one that a node has written
+        to, and ComfyUI's interrupt.
+        """
+        wait_for(self.pool.runs.checks[self.model].require_unchanged)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -140,23 +149,24 @@ class Remote:
         self, executor: Any, guider: Any, sigmas: Any, extra_args: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """A SAMPLER_SAMPLE wrapper: evaluations of groups and of patches are not collected where
-        the forward asked for them, but by whoever waits for several. The samples are returned when
-        the weights of all models that made them are compared. Raises Refused for one that a node
-        has written to.
+        the forward asked for them, but by whoever waits for several.
         """
         conds, options = self.sampling.conds, extra_args["model_options"]
-        with self.computing():
-            with conds.sampling(executor.class_obj, guider, options):
-                own = {**extra_args, "model_options": conds.with_windows(options)}
-                samples = executor(guider, sigmas, own, *args, **kwargs)
-            for check in self.pool.runs.checks.values():
-                wait_for(check.require_unchanged)
-            return samples
+        with self.computing(), conds.sampling(executor.class_obj, guider, options):
+            own = {**extra_args, "model_options": conds.with_windows(options)}
+            return executor(guider, sigmas, own, *args, **kwargs)
 
     def end_run(self) -> None:
         """Ends the run that the model is in, if any: after a run inside a run, the outer one's
-        rest.
+        rest. Unless an error ends it, it ends when the model's weights are compared, whoever
+        sampled. Raises Refused for one that a node has written to, and ComfyUI's interrupt.
         """
         self.sampled = None
         self.pool.wait.end()
-        self.pool.runs.end(self.model)
+        try:
+            if self.model in self.pool.runs.checks and sys.exc_info()[1] is self._before:
+                with self.computing():
+                    self.require_weights()
+        finally:
+            self._before = None
+            self.pool.runs.end(self.model)

@@ -146,7 +146,6 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
             self.remote.recut()
             with self.remote.computing():
                 bring_up(self)
-            self.remote.check_weights()
             self.patch_model(load_weights=False)
             eldest.watch = self.watch
         return self.loaded_size() - before
@@ -217,9 +216,11 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         super().pre_run(*args, **kwargs)
 
     def cleanup(self, *args: Any, **kwargs: Any) -> None:
-        """ComfyUI calls it after every run, however it ended."""
-        self.remote.end_run()
-        super().cleanup(*args, **kwargs)
+        """ComfyUI calls it after every run, however it ended. Raises Refused."""
+        try:
+            self.remote.end_run()
+        finally:
+            super().cleanup(*args, **kwargs)
 
     def patch_hooks(self, hooks: Any, *_args: Any, **_kwargs: Any) -> None:
         """Scheduled weight patches: the pool applies the set before the next evaluation."""
@@ -258,6 +259,9 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
     """
     remote, runs = patcher.remote, patcher.remote.pool.runs
     with remote.computing():
+        if remote.model not in runs.checks:  # in no run that tells when it is done
+            remote.check_weights()
+            remote.require_weights()
         while True:
             try:
                 session = remote.pool.sessions.latest

@@ -37,7 +37,7 @@ class Runs:
         # Models in a run, ranks of which may keep a state of it that no fresh copy has, a node's
         # cache or count in the blocks: which of the model's loads that is in
         self.stateful: dict[str, int] = {}
-        self.checks: dict[str, BackgroundCheck] = {}  # of models that were loaded for a run
+        self.checks: dict[str, BackgroundCheck] = {}  # of models that ranks compute
         self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
         self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
         self.recent: deque[Run] = deque()  # the newest last
