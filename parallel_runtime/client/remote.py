@@ -52,7 +52,6 @@ class Remote:
         self.weights = weights
         self.free_bytes: int | None = None  # in the rank that has least, when the run began
         self.sampled: Sampled | None = None  # what this run is of
-        self._before: BaseException | None = None  # the error that was under way as the run began
 
     def share_of(self, diffusion_model: torch.nn.Module) -> int:
         """Returns the bytes of weights on the UI's own device once ranks have loaded the model, and
@@ -78,7 +77,6 @@ class Remote:
 
     def begin_run(self) -> None:
         """Begins a run in the pool. Raises Refused for a checkpoint that was overwritten."""
-        self._before = sys.exc_info()[1]
         self.require_same_file()
         with held(self.pool.turn):
             self.pool.runs.begin(self.model)
@@ -163,10 +161,10 @@ class Remote:
         """
         self.sampled = None
         self.pool.wait.end()
+        check = self.pool.runs.checks.get(self.model)
         try:
-            if self.model in self.pool.runs.checks and sys.exc_info()[1] is self._before:
+            if check is not None and sys.exc_info()[1] is check.error_before:
                 with self.computing():
                     self.require_weights()
         finally:
-            self._before = None
             self.pool.runs.end(self.model)

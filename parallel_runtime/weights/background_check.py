@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -13,12 +14,14 @@ class BackgroundCheck:
     """Compares all weights in memory without marks of writes with what they were when ranks got
     them, once, in a thread of its own: 0.25 s a GiB of one core.
 
-    ``title``: the model's, for users.
+    ``title``: the model's, for users. ``error_before``: the error that was under way as the run
+    began.
     """
 
     def __init__(self, weights: Weights, title: str):
         self._weights = weights
         self._title = title
+        self.error_before = sys.exc_info()[1]
         self._is_ended = threading.Event()
         self._changed: Future[list[str]] = Future()  # names of weights that were written to
         self._thread = threading.Thread(target=self._compare, name="pipemesh-weights", daemon=True)
