@@ -158,7 +158,11 @@ class OneRank:
             if self.is_full and self.memory[0].sets:
                 raise OutOfMemory("Rank 0 ran out of memory")
             self.sent += [segment.nbytes for segment in segments]
-        answer = self.handler.handle(request, segments, IdleRank())
+        try:
+            answer = self.handler.handle(request, segments, IdleRank())
+        finally:
+            for segment in segments:  # as the loop of a rank does
+                segment.close()
         self.memory = [answer.memory]
         return [answer]
 

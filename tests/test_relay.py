@@ -176,36 +176,43 @@ def test_what_a_descriptor_holds_arrives_as_a_segment_of_its_own():
         end.close()
 
 
-def test_parcels_that_came_are_given_back_when_the_next_is_cut_off():
+def test_parcels_that_came_are_given_back_when_the_next_is_cut_off(parcels):
     ours, theirs = ends()
     body = msgspec.msgpack.encode(LOAD)
     ours._sock.sendall(HEADER.pack(len(body), 2) + body + PARCEL.pack(3) + b"one" + PARCEL.pack(3) + b"t")
     ours.close()
     with pytest.raises(ChannelClosed):
         theirs.receive()
-    assert descriptors("pipemesh-parcel") == []
+    assert not parcels()
     theirs.close()
 
 
-def memory_of_outputs():
-    gc.collect()  # frames of errors that are over
-    return [*descriptors(OUTPUT), *descriptors("pipemesh-parcel")]
+@pytest.fixture
+def parcels():
+    """Returns the descriptors of parcels that came since, whatever other tests' doubles hold."""
+
+    def held():
+        gc.collect()  # frames of errors that are over
+        return {*descriptors(OUTPUT), *descriptors("pipemesh-parcel")}
+
+    before = held()
+    return lambda: held() - before
 
 
 @pytest.mark.parametrize("devices", ["cpu,cpu,cpu", "cpu,far/cpu,far/cpu"], ids=["here", "far"])
 def test_an_output_apart_is_there_until_nobody_has_it_and_leaves_nothing_where_nobody_takes_it(
-    leader, devices
+    leader, devices, parcels
 ):
     """This process is the leader's too."""
     with running(leader(), spread(devices)) as pool:
         answer = pool.collect(submitted(pool, group=(1,), rules="1:Forward=apart"))[1]
         segment = segment_over(answer.apart.fd)
-        assert memory_of_outputs()
+        assert parcels()
         del answer
         until = time.monotonic() + DEADLINE_S  # a leader lets go of it when it has sent it
-        while memory_of_outputs() and time.monotonic() < until:
+        while parcels() and time.monotonic() < until:
             os.sched_yield()
-        assert not memory_of_outputs()
+        assert not parcels()
         assert bytes(segment.tensor(TensorRef(0, (len(CONTENT),), "uint8"))) == CONTENT
         for rules in (
             "1:Forward=apart-twice",  # the second is owed by none
@@ -218,11 +225,11 @@ def test_an_output_apart_is_there_until_nobody_has_it_and_leaves_nothing_where_n
                     pool.collect(number)
             pool.abandon()
             call(pool, "Release")
-            assert not memory_of_outputs(), rules
+            assert not parcels(), rules
         if "far" not in devices:  # a leader ends in its own time
             with suppress(PoolFailed):
                 pool.collect(submitted(pool, rules="1:Forward=apart 2:Forward=apart-and-strange"))
-            assert not memory_of_outputs()
+            assert not parcels()
 
 
 def test_an_answer_that_claims_memory_and_brings_none_is_unknown_here():
