@@ -184,8 +184,8 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     with pytest.raises(
         PoolFailed,
         match=(
-            r"^Machine far was lost while computing \(rank 1 on far/cpu; (Connection timed out|nothing came for"
-            r" 7 s)\): see that it is up"
+            r"^Machine far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it"
+            r" is up"
         ),
     ):
         run(model, size=(128, 128), steps=20)
