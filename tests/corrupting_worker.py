@@ -2,13 +2,8 @@
 GPUs send each other: ``corrupting_worker.py SOCKET_FD PARENT_PID``.
 """
 
-import runpy
-import sys
-from pathlib import Path
-
 import torch.distributed as dist
-
-POOL = Path(__file__).resolve().parent.parent / "pool"
+from as_worker import register, run_worker
 
 
 def corrupting(isend):
@@ -22,10 +17,6 @@ def corrupting(isend):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(POOL))
-    from package import register_package
-
-    register_package(POOL.parent)
+    register()
     dist.isend = corrupting(dist.isend)
-    sys.argv[0] = str(POOL / "worker_main.py")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_worker()

@@ -4,14 +4,13 @@ SOCKET_FD PARENT_PID``.
 Shows that tests can go red.
 """
 
-import runpy
 import sys
 from pathlib import Path
 
+from as_worker import register, run_worker
 from mutants import patches, sequence, stages
 from mutants.seams import models, put, rooms
 
-POOL = Path(__file__).resolve().parent.parent / "pool"
 MUTANTS = {**vars(sequence), **vars(stages), **vars(patches)}
 
 
@@ -39,11 +38,7 @@ def break_at_every_load(named_in):
 
 if __name__ == "__main__":
     mutation_file = Path(sys.argv.pop(1))
-    sys.path.insert(0, str(POOL))
-    from package import register_package
-
-    register_package(POOL.parent)
+    register()
     rooms.enter()
     break_at_every_load(mutation_file)
-    sys.argv[0] = str(POOL / "worker_main.py")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_worker()

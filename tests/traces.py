@@ -8,7 +8,6 @@ functions called since the answer before.
 import gc
 import json
 import os
-import runpy
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,10 +76,8 @@ def trace_every_request(file):
 
 if __name__ == "__main__":
     trace = sys.argv.pop(1)
-    sys.path.insert(0, str(ROOT / "pool"))
-    from package import register_package
+    from as_worker import register, run_worker
 
-    register_package(ROOT)
-    sys.argv[0] = str(ROOT / "pool" / "worker_main.py")
+    register()
     trace_every_request(f"{trace}.{os.getpid()}")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_worker()
