@@ -99,9 +99,7 @@ def edited_code(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 def _reached(transformer: torch.nn.Module) -> dict[Place, Told]:
     """Returns what a transformer may run of ComfyUI's, by its files."""
-    kinds = {kind for module in transformer.modules() for kind in type(module).__mro__}
-    own = [kind for kind in kinds if root_of(kind) == "comfy"]
-    tops = {f"{kind.__module__}:{kind.__qualname__.partition('.')[0]}" for kind in own}
+    tops = {f"{kind.__module__}:{kind.__qualname__.partition('.')[0]}" for kind in _host_classes(transformer)}
     reached = host_files(host_folder()).reached(*tops)
     return {place: told for place, told in reached.items() if place[0].startswith(FOLLOWED)}
 
@@ -110,8 +108,7 @@ def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
     """Yields (module or class, name, value) of what may be called there, by ComfyUI's files: what
     code that the transformer reaches looks for in its module, and what is in classes.
     """
-    kinds = {kind for module in transformer.modules() for kind in type(module).__mro__}
-    classes = dict.fromkeys(kind for kind in kinds if root_of(kind) == "comfy")
+    classes = dict.fromkeys(_host_classes(transformer))
     for (where, bound), told in _reached(transformer).items():
         here = vars(module) if (module := sys.modules.get(where)) is not None else {}
         for name in told.names & here.keys():
@@ -125,6 +122,12 @@ def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
             # That one runs in the UI, around the remote one
             if is_code(value) and (kind not in around or name != "forward"):
                 yield kind, name, value
+
+
+def _host_classes(transformer: torch.nn.Module) -> set[type]:
+    """Returns the classes of ComfyUI's that a transformer's modules are of."""
+    kinds = {kind for module in transformer.modules() for kind in type(module).__mro__}
+    return {kind for kind in kinds if root_of(kind) == "comfy"}
 
 
 def _with_inner(kind: type) -> Iterator[type]:
