@@ -25,6 +25,9 @@ class NodeScreen:
     def __init__(self) -> None:
         self._left = (0.0, 1.0)  # how the node's bar was before, or was drawn here last
 
+    def is_seen(self) -> bool:
+        return page_now() is not None
+
     def begin(self, node: str) -> None:
         """Notes how far the node's own bar is now."""
         self._left = bar_of(node)
@@ -34,7 +37,7 @@ class NodeScreen:
         return bar_of(node) != self._left
 
     def show(self, waited: Waited) -> None:
-        if page_now() is None:
+        if not self.is_seen():
             return
         done, total = (waited.done, waited.total) if waited.total else (0, 1)
         get_progress_state().update_progress(waited.node, done, total)

@@ -80,6 +80,9 @@ class Waiting:
                 self._told = FIRST_STEP
             return self._over is not None
 
+    def is_seen(self) -> bool:
+        return self._screen.is_seen()
+
     def end(self) -> None:
         """Ends the wait: the sampling is over, or begins anew without the pool."""
         with self._lock:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from copy import deepcopy
+from types import SimpleNamespace
 
 import comfy.utils
 import pytest
@@ -184,8 +185,10 @@ def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(st
     assert torch.equal(vae.decode(latent), truth) and client.session.pool is pool
 
 
-def test_a_long_work_shows_how_far_it_is_once_its_steps_were_counted(stock, client, monkeypatch):
-    told = []
+def test_a_long_work_shows_a_page_how_far_it_is_once_its_steps_were_counted(stock, client, monkeypatch):
+    """A script is shown nothing: it takes frames that stock does not send for other ones."""
+    told, is_page = [], True
+    monkeypatch.setattr(client, "wait", SimpleNamespace(is_seen=lambda: is_page))
     monkeypatch.setattr(
         comfy.utils, "PROGRESS_BAR_HOOK", lambda done, total, *_, **__: told.append((done, total))
     )
@@ -201,6 +204,10 @@ def test_a_long_work_shows_how_far_it_is_once_its_steps_were_counted(stock, clie
     told.clear()
     parallel(stock["image"], client).decode(noise(1, 16, 32, 32))
     assert told[0][0] < told[0][1], "as many as in the part that was compared"
+    told.clear()
+    is_page = False
+    video.decode(latent)
+    assert not told
 
 
 def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_pool_goes_on(

@@ -10,6 +10,7 @@ from pipemesh.nodes import extension, screen
 from pipemesh.nodes.notices import Notice
 from pipemesh.nodes.progress_event import Waited
 from pipemesh.nodes.screen import NodeScreen
+from pipemesh.nodes.waiting import Waiting
 
 WAITED = Waited(node="3", prompt="a prompt", text="loading", done=1, total=2, seconds=1.0)
 NOTICE = Notice(at=0.0, text="On one GPU", node="3", prompt="a prompt")
@@ -58,6 +59,7 @@ def test_the_page_that_has_queued_a_prompt_is_shown_it_alone(server):
     show_all()
     texts = ["loading", "pipemesh.progress", "loaded", "PipeMesh: On one GPU", "pipemesh.notice"]
     assert sent_by.sent == [(text, "a browser") for text in texts]
+    assert Waiting(NodeScreen()).is_seen()
 
 
 @pytest.fixture
@@ -91,6 +93,7 @@ def test_a_prompt_of_a_script_is_shown_on_nobodys_node_nor_on_its_bar(server, ba
     sent_by = server(client, **flags)
     show_all()
     assert sent_by.sent == [] and screen.bar_of("3") == (0.0, 1.0)
+    assert not Waiting(NodeScreen()).is_seen()
 
 
 @pytest.mark.host

@@ -184,7 +184,8 @@ class RemoteVAE:
             if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
                 return pool.evaluations.dispatch(run, works, interrupted)
             # The last rank's, which is asked for nothing more, as the one with the picture is
-            done = StepsDone(session.pool.arena.board, ranks[-1], self._steps.get(kind, 0))
+            total = self._steps.get(kind, 0) if pool.wait.is_seen() else 0
+            done = StepsDone(session.pool.arena.board, ranks[-1], total)
             outputs = pool.evaluations.dispatch(run, works, done.interrupted)
             self._steps[kind] = done.count()
             return outputs
@@ -200,9 +201,10 @@ class RemoteVAE:
 
 class StepsDone:
     """Shows on the node that executes how many steps a rank has begun, once its work has taken a
-    while, of ``total``, as many as there were before; 0: nothing is shown. A step is one of the
-    hooks that exchange rows. A rank on a GPU begins it a few steps before the GPU does, as it goes
-    by the wishes to stop of a few steps ago: nobody has to wait for the GPU to know.
+    while, of ``total``, as many as there were before; 0: nothing is shown, since no page has queued
+    the prompt, or the steps were not counted before. A step is one of the hooks that exchange rows.
+    A rank on a GPU begins it a few steps before the GPU does, as it goes by the wishes to stop of a
+    few steps ago: nobody has to wait for the GPU to know.
     """
 
     def __init__(self, board: Board, rank: int, total: int):

@@ -16,6 +16,12 @@ class Wait(Protocol):
 
     def end(self) -> None: ...
 
+    def is_seen(self) -> bool:
+        """Returns whether a page has queued the prompt. Scripts read every frame that they are
+        sent, so they are shown nothing.
+        """
+        ...
+
 
 class NoWait:
     """A wait that nobody is shown."""
@@ -25,6 +31,9 @@ class NoWait:
     def came(self) -> None: ...
 
     def end(self) -> None: ...
+
+    def is_seen(self) -> bool:
+        return False
 
 
 def waited_for(prepare: Callable) -> Callable:
