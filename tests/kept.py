@@ -51,6 +51,7 @@ LIFETIMES = {
         " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
         " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
         " Runs._open,_sums,checks,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
+        " Sessions.at_close"
         " StageBalance._measured,_seconds*,_wanted Switch._last _tell_of_sage alike cut_latent figures"
         " opaque_attention operation tell_uncompiled words_of_class"
     ),

@@ -63,9 +63,8 @@ def test_what_was_expected_wrongly_is_found_out_and_looked_at_from_then_on(arena
 
 
 def test_what_a_branch_sent_is_not_assumed_in_the_next_run(arena, cache):
-    runs = Runs(
-        SimpleNamespace(live=SimpleNamespace(conditioning=cache, models={}, pool=SimpleNamespace(idle=True)))
-    )
+    live = SimpleNamespace(conditioning=cache, models={}, pool=SimpleNamespace(idle=True))
+    runs = Runs(SimpleNamespace(live=live, at_close=[]))
     runs.begin("m")
     sent = cache.put(BRANCH, "context", text(1))
     runs.begin("m")

@@ -22,6 +22,8 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Sessions
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.weights.background_check import BackgroundCheck
+from pipemesh.parallel_runtime.weights.comparison import Weights
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.worker import device_memory
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
@@ -230,21 +232,36 @@ def test_ranks_follow_memory_that_shrinks_after_every_run(setup, files, monkeypa
         handle.close()
 
 
+def sessions():
+    """Those of a pool that has no ranks."""
+    facts = SimpleNamespace(speeds=(), everyone=(0,), stages=1)
+    pool = SimpleNamespace(arena=Arena(), facts=facts, idle=True)
+    return Sessions(SimpleNamespace(layout=Layout(), ensure=lambda *_: pool, live=lambda: pool))
+
+
 def test_layouts_in_turn_leave_nothing_of_their_pools_on_the_uis_gpu():
     with late_device() as box:
         known = []
         for number in range(20):
-            facts = SimpleNamespace(speeds=(), everyone=(0,), stages=1)
-            pool = SimpleNamespace(arena=Arena(), facts=facts, idle=True)
-            handle = SimpleNamespace(
-                layout=Layout(), ensure=lambda *_, pool=pool: pool, live=lambda pool=pool: pool
-            )
-            known.append(Sessions(handle))
+            known.append(sessions())
             session = known[-1].open(lambda: False)
             session.conditioning.put(Branch(), "context", text(number))
             assert session.conditioning.copied_bytes == box.own.held_bytes == 120
-            pool.arena.close()
+            session.pool.arena.close()
     assert box.own.held_bytes == 0
+
+
+def test_comparisons_of_weights_that_no_run_ends_end_with_the_pool():
+    known = sessions()
+    of_pool = runs.Runs(known)
+    session = known.open(lambda: False)
+    of_pool.begin("sampled")
+    for model in ("sampled", "by a guider's own loop"):
+        of_pool.checks[model] = BackgroundCheck(Weights(), model)
+    session.pool.arena.close()
+    assert [*of_pool.checks] == ["sampled"], "its run's end tells of a weight that was written to"
+    of_pool.end("sampled")
+    assert not of_pool.checks
 
 
 def test_latents_by_which_calls_are_told_apart_are_forgotten_beyond_their_bound(monkeypatch):
@@ -263,7 +280,7 @@ def test_latents_by_which_calls_are_told_apart_are_forgotten_beyond_their_bound(
 
 def test_names_and_figures_are_forgotten_beyond_their_bounds(monkeypatch):
     monkeypatch.setattr(runs, "MOST_EVALUATIONS", 10)
-    known = runs.Runs(SimpleNamespace(live=None))
+    known = runs.Runs(SimpleNamespace(live=None, at_close=[]))
     for evaluations in (1, 2, 3, 6, 11, 4):
         known.begin("m").evaluations += [None] * evaluations
         known.begin("short")

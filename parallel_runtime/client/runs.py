@@ -38,6 +38,7 @@ class Runs:
         # cache or count in the blocks: which of the model's loads that is in
         self.stateful: dict[str, int] = {}
         self.checks: dict[str, BackgroundCheck] = {}  # of models that ranks compute
+        sessions.at_close.append(self._end_checks)
         self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
         self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
         self.recent: deque[Run] = deque()  # the newest last
@@ -129,8 +130,15 @@ class Runs:
 
     def end_check(self, model: str) -> None:
         """Ends the comparison of the model's weights while it is in a run."""
-        if model in self.checks:
-            self.checks.pop(model).end()
+        if (check := self.checks.pop(model, None)) is not None:
+            check.end()
+
+    def _end_checks(self) -> None:
+        """Ends the comparisons that the end of no run ends, as nobody said that the model is
+        sampled: the ranks that they were for are gone.
+        """
+        for model in {*self.checks} - self.models():
+            self.end_check(model)
 
     def end_owed(self) -> None:
         """Has the ranks free what they keep of ended runs, unless they are still busy. Call it

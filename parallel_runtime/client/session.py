@@ -214,6 +214,7 @@ class Sessions:
         self._handle = handle
         self.layout = handle.layout
         self.latest: Session | None = None  # its pool may be gone
+        self.at_close: list[Callable[[], None]] = []  # called once a pool is closed
 
     @property
     def live(self) -> Session | None:
@@ -231,6 +232,7 @@ class Sessions:
         pool = self._handle.ensure(interrupted)
         if self.latest is None or self.latest.pool is not pool:
             self.latest = Session(pool, self.layout)
+            pool.arena.at_close += self.at_close
         return self.latest
 
     def speeds_of_stages(self, ranks: Iterable[int] = ()) -> tuple[float, ...]:
