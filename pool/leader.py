@@ -34,7 +34,7 @@ from ..parallel_runtime.wire.messages import (
     Said,
 )
 from ..parallel_runtime.wire.segment import Segment
-from ..parallel_runtime.wire.tcp import Link
+from ..parallel_runtime.wire.tcp import BEAT_S, Link
 from ..parallel_runtime.wire.tree import decode_plain
 from .crew import Crew
 from .devices import Device, Placement, visible_gpus
@@ -42,7 +42,6 @@ from .package import VERSION
 from .rank_setup import RankSetup
 from .rendezvous import MachineMissing, net_for
 
-BEAT_S = 1.0
 CLOSE_GRACE_S = 4.0
 SAME_VERSION = "install the same version of PipeMesh on every machine."
 

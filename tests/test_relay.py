@@ -471,13 +471,14 @@ def test_a_leader_that_ends_in_mid_run_is_named(leader):
 
 def test_a_leader_that_falls_silent_while_its_ranks_compute_is_lost(leader, monkeypatch):
     monkeypatch.setattr("pipemesh.pool.leader.BEAT_S", DEADLINE_S)
+    monkeypatch.setattr("pipemesh.parallel_runtime.wire.tcp.BEAT_S", 0.1)
     with running(leader("1:Load=hang")) as pool:
         pool.ranks._machines[0].link._lost_ms = 100
         with pytest.raises(
             PoolFailed,
             match=(
                 r"^Machine far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; nothing came for"
-                r" 1\.1 s\)"
+                r" 0\.4 s\)"
             ),
         ):
             call(pool, "Load")

@@ -35,6 +35,7 @@ LEADER: Role = b"host"
 NONCE_BYTES, PROOF_BYTES = 32, 32
 PARCEL = struct.Struct("<Q")
 PIECE_BYTES = 1 << 20
+BEAT_S = 1.0  # between two signs of life of a leader that owes an answer
 MAX_HELLO_BYTES = 1 << 20
 
 
@@ -199,7 +200,9 @@ class Link(Channel):
         """Raises ChannelClosed where a peer that is to speak says nothing for as long as makes it
         lost, although it has all that was sent: its kernel answers for a process that is stopped.
         """
-        limit_s = self._lost_ms / 1000 + 1.0  # by then the kernel has told of a lost connection
+        # Our kernel tells of a lost connection first: it counts from the last that the other kernel
+        # sent, at most a beat after the last message, and looks once a second; the third is spare
+        limit_s = self._lost_ms / 1000 + 3 * BEAT_S
         is_silent = time.monotonic() - self._heard > limit_s and not self._readable.poll(0)
         if is_silent and not any(fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4))):
             raise ChannelClosed(f"nothing came for {limit_s:g} s")
