@@ -34,9 +34,15 @@ class OutOfMemory(ModelError):
     """A model that did not fit the ranks; the pool stays usable."""
 
 
+class PoolSpent(OutOfMemory):
+    """Some ranks ran out of memory where others waited for them: the pool is gone. What it computed
+    may be computed again, in a fresh pool that leaves more memory free.
+    """
+
+
 class PoolFailed(PipeMeshError):
-    """A rank died, hung or ran out of memory; the pool is gone and the next run starts a fresh
-    one.
+    """A rank died or hung, or failed where others waited for it; the pool is gone and the next run
+    starts a fresh one.
     """
 
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..parallel_runtime.errors import PoolFailed, RunCancelled
+from ..parallel_runtime.errors import PipeMeshError, PoolFailed, PoolSpent, RunCancelled
 from ..parallel_runtime.wire.arena import Board
 from ..parallel_runtime.wire.messages import Forward, Request
 from .progress import Progress
 from .ranks import Lost, Ranks
 from .verdict import (
+    STOPPED_WAIT_S,
     Facts,
     Meets,
     SentRequest,
@@ -23,6 +24,7 @@ from .verdict import (
     is_out_of_step,
     judge,
     sentence_of_stall,
+    told_before,
     wait_after_failure,
 )
 
@@ -41,16 +43,17 @@ class StallClock:
         self._progress = progress
         self._clock = clock
         self._seen: dict[int, int] = {}
+        self.since = 0.0
         self._changed = clock()
 
-    def stalled_rank(self, ranks: Sequence[int], stall_s: float, since: float = 0.0) -> int | None:
+    def stalled_rank(self, ranks: Sequence[int], stall_s: float) -> int | None:
         """Returns the rank that is furthest behind if none of ``ranks`` has moved for ``stall_s``
         seconds of the time ``since``, else None. A look at other ranks than last time begins anew.
         """
         seen = {rank: self._progress(rank) for rank in ranks}
         if seen != self._seen:
             self._seen, self._changed = seen, self._clock()
-        if seen and self._clock() - max(since, self._changed) > stall_s:
+        if seen and self._clock() - max(self.since, self._changed) > stall_s:
             return min(seen, key=lambda rank: seen[rank])
         return None
 
@@ -72,7 +75,8 @@ class Conversation:
         self.in_flight: dict[int, SentRequest] = {}
         self._leave_by = math.inf  # when ranks that were told to leave what is in flight should have
         self._stalls = StallClock(board.progress)
-        self._silent_since = 0.0  # hangs are judged from then on: the first in flight, and the first Stop
+        # For ranks that owe answers, by the first request that a failed one is connected with
+        self._waits: dict[int, StallClock] = {}
 
     def submit(
         self, request: Request, group: Sequence[int], fds: Sequence[int], interrupted: Callable[[], bool]
@@ -80,7 +84,9 @@ class Conversation:
         meets = self._in_forward if isinstance(request, Forward) else Meets.NOBODY
         sent = SentRequest(request.request, tuple(group), {*group}, meets, getattr(request, "title", ""))
         if not self.in_flight:
-            self._leave_by, self._silent_since = math.inf, time.monotonic()
+            self._leave_by = math.inf
+            self._stalls.since = time.monotonic()
+            self._waits.clear()
         self.in_flight[sent.number] = sent
         try:
             self._ranks.send(request, group, fds, lambda: stop_if(interrupted))
@@ -94,8 +100,8 @@ class Conversation:
     def _cancel(self) -> None:
         """Calls the ranks back, and gives them ``CANCEL_WAIT_S`` from the first time on."""
         if self._leave_by == math.inf:
-            self._silent_since = time.monotonic()
-            self._leave_by = self._silent_since + CANCEL_WAIT_S
+            self._stalls.since = time.monotonic()
+            self._leave_by = self._stalls.since + CANCEL_WAIT_S
         self.call_back()
 
     def collect(self, number: int, interrupted: Callable[[], bool]) -> dict[int, Any]:
@@ -157,7 +163,10 @@ class Conversation:
             limit = min([until, *(one.due for one in doubtful)])
             if time.monotonic() > limit:
                 break
-            said = self._ranks.listen(POLL_S)
+            try:
+                said = self._ranks.listen(POLL_S)
+            except Lost as lost:
+                raise self._cause_of(lost) from lost.__cause__
             for rank, answer in said:
                 request = self.in_flight.get(getattr(answer, "request", 0))  # Ready answers the start
                 if request is not None:
@@ -182,15 +191,29 @@ class Conversation:
                 until = min(until, self._leave_by)
         return cancelled
 
+    def _cause_of(self, lost: Lost) -> Lost:
+        """Returns the failure that a rank's death follows from, or else the death itself."""
+        requests = list(self.in_flight.values())
+        told = None if lost.rank is None else told_before(lost.rank, requests, self._facts)
+        return lost if told is None else lost_by(*told)
+
     def _in_doubt(self, is_stopped: bool) -> list[SentRequest]:
         """Returns the requests that ranks owe answers to because a rank has failed, or that left
-        ranks out of step; gives each the time until which it is waited for.
+        ranks out of step. They are waited for until none of these ranks has moved for a while, and
+        not for long once the run ``is_stopped``.
         """
         doubtful: list[SentRequest] = []
         for side in connected(list(self.in_flight.values())):
-            if any(one.meets is Meets.STAGES and one.has_failed and one.due == math.inf for one in side):
-                self._cancel()
-            due = time.monotonic() + wait_after_failure(side, is_stopped)
+            known, number = self._waits, side[0].number
+            if number not in known:
+                known[number] = StallClock(self._board.progress, time.monotonic)
+                if any(one.meets is Meets.STAGES and one.has_failed for one in side):
+                    self._cancel()
+            now, wait_s = time.monotonic(), wait_after_failure(side)
+            owing = sorted(set().union(*(one.owing for one in side)))
+            due = now + STOPPED_WAIT_S if is_stopped and wait_s < math.inf else math.inf
+            if known[number].stalled_rank(owing, wait_s) is not None:
+                due = now
             for one in side:
                 one.due = min(one.due, due)
             doubtful += [one for one in side if one.owing or is_out_of_step(one)]
@@ -199,7 +222,7 @@ class Conversation:
     def _fail_if_stalled(self, owing: Sequence[int]) -> None:
         """Raises Lost."""
         stall_s = self.stall_s * (1.0 if self._leave_by == math.inf else LEAVE_STALLS_AFTER)
-        rank = self._stalls.stalled_rank(owing, stall_s, self._silent_since)
+        rank = self._stalls.stalled_rank(owing, stall_s)
         if rank is not None:
             where, phase = self._facts.where(rank), self._board.phase(rank)
             raise Lost(sentence_of_stall(where, phase, stall_s), rank)
@@ -220,12 +243,17 @@ class Conversation:
                 verdicts.append((*verdict, side))
         if not verdicts:
             return
-        error, rank, side = min(verdicts, key=lambda one: not isinstance(one[0], PoolFailed))
-        if isinstance(error, PoolFailed):
-            raise Lost(str(error), rank)
+        error, rank, side = min(verdicts, key=lambda one: not isinstance(one[0], (PoolFailed, PoolSpent)))
+        if isinstance(error, (PoolFailed, PoolSpent)):
+            raise lost_by(error, rank)
         for one in side:
             del self.in_flight[one.number]
         raise error
+
+
+def lost_by(error: PipeMeshError, rank: int) -> Lost:
+    """Makes the loss of a pool of the error that a rank failed with."""
+    return Lost(str(error), rank, PoolSpent if isinstance(error, PoolSpent) else PoolFailed)
 
 
 def stop_if(interrupted: Callable[[], bool]) -> None:

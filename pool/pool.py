@@ -136,7 +136,7 @@ class WorkerPool:
             sentence += self.ranks.last_lines(lost.rank)
         self.ranks.fault = sentence
         self.close(0, "failed")
-        return PoolFailed(sentence)
+        return lost.error(sentence)
 
     # -- requests
 

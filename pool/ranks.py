@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..parallel_runtime.errors import RunCancelled
+from ..parallel_runtime.errors import PoolFailed, PoolSpent, RunCancelled
 from ..parallel_runtime.wire.arena import Arena
 from ..parallel_runtime.wire.channel import ChannelClosed
 from ..parallel_runtime.wire.messages import Cancel, Close, Request
@@ -27,12 +27,17 @@ DEATH_WAIT_S = 2.0  # for a process to be reaped whose connection has closed
 
 
 class Lost(Exception):
-    """Ranks were lost, and the pool with them. ``rank``: the one whose last log lines say more."""
+    """Ranks were lost, and the pool with them. ``rank``: the one whose last log lines say more.
+    ``error``: the class of the error that callers get.
+    """
 
-    def __init__(self, sentence: str, rank: int | None = None):
+    def __init__(
+        self, sentence: str, rank: int | None = None, error: type[PoolFailed | PoolSpent] = PoolFailed
+    ):
         super().__init__(sentence)
         self.sentence = sentence
         self.rank = rank
+        self.error = error
 
 
 class Ranks:

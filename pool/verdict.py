@@ -1,7 +1,7 @@
 """Judge the answers of ranks, or their silence: go on, or tear the pool down with a sentence.
 
-Pure functions: the pool asks them, raises what they return, and ends its processes where the error
-is PoolFailed.
+Pure functions: the pool asks them, raises what they return, and ends its processes if the error is
+PoolFailed or PoolSpent.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PipeMeshError, PoolFailed, Refused
+from ..parallel_runtime.errors import (
+    ModelError,
+    NoRoom,
+    OutOfMemory,
+    PipeMeshError,
+    PoolFailed,
+    PoolSpent,
+    Refused,
+)
 from ..parallel_runtime.wire.messages import Failed, FromRank
 from ..parallel_runtime.wire.segment import mib
 from .supervisor import NEVER_STARTED, SERVER_ENDED
 
-LEAVE_WAIT_S = 10.0  # for the others to leave early, after one rank has failed
-OTHERS_WAIT_S = 3.0  # for the others to fail too, where they may be waiting for a rank that failed
-STOPPED_WAIT_S = 1.0  # likewise, if the run was stopped
+# After one rank has failed, the others are waited for until none of them has moved for so long: to
+# leave early, or to fail too where they may be waiting for the one that failed
+LEAVE_WAIT_S = 10.0
+OTHERS_WAIT_S = 3.0
+STOPPED_WAIT_S = 1.0  # in all, from the moment when the run was stopped
 AGAIN = "run again, a fresh pool will be started"
 DEADLY = {
     signal.SIGKILL: "the system does this when memory runs out",
@@ -82,14 +92,13 @@ class Facts:
         return f"Rank {rank} on {self.names[rank]}"
 
 
-def wait_after_failure(side: Sequence[SentRequest], is_stopped: bool = False) -> float:
-    """Returns the seconds to wait for the other ranks of ``connected`` requests after some have
-    failed: infinite if they answer by themselves, however long that takes. If the run
-    ``is_stopped``, ranks that may never answer get less.
+def wait_after_failure(side: Sequence[SentRequest]) -> float:
+    """Returns for how many seconds none of the other ranks of ``connected`` requests may move after
+    some have failed: infinite if they answer by themselves, however long that takes.
     """
     failing = [one for one in side if one.has_failed]
     if not all(failure.messages_done == "all" for one in failing for failure in one.failures.values()):
-        return min(OTHERS_WAIT_S, STOPPED_WAIT_S) if is_stopped else OTHERS_WAIT_S
+        return OTHERS_WAIT_S
     return LEAVE_WAIT_S if any(one.meets is Meets.STAGES for one in failing) else math.inf
 
 
@@ -119,7 +128,8 @@ def judge(
     flight that are ``connected`` with failed ones.
 
     The pool goes on if all ranks are known to be in step: none owes an answer, and those that
-    failed have gone through the messages that others wait for. Else the error is PoolFailed.
+    failed have gone through the messages that others wait for. Else the error is PoolSpent for a
+    lack of memory, and PoolFailed for all else.
     ``forgiven``: the requests belong to a cancelled run, so only that is told.
     """
     failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
@@ -129,7 +139,7 @@ def judge(
     still_owing = any(one.owing for one in requests)
     if forgiven and not still_owing and not uneven:
         return None
-    rank, failure = min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
+    rank, failure = first_cause(failures)
     return error_of(rank, failure, facts, warm=not still_owing and not uneven), rank
 
 
@@ -153,19 +163,45 @@ def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshEr
         of_prompts = f" and {mib(memory.conditioning)} by conditioning" if memory.conditioning >> 20 else ""
         held = f"{mib(memory.model)} held by models{of_prompts}"
         cause = (failure.text.splitlines() or ["no details"])[0]  # a bare MemoryError has no text
-        sentence = (
+        return (OutOfMemory if warm else PoolSpent)(
             f"{facts.where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of"
             f" {mib(memory.total)} free, {held}; {cause}): use more ranks, a smaller image or batch, or free"
             " memory."
         )
-        if warm:
-            return OutOfMemory(sentence)
     if warm:
         return ModelError(
             f"{sentence.rstrip('.')}. Check what is connected to this node; the workers are ready for the"
             " next run."
         )
     return PoolFailed(f"{sentence.rstrip('.')}. Run again, a fresh pool will be started.")
+
+
+def told_before(
+    death: int, requests: Sequence[SentRequest], facts: Facts
+) -> tuple[PipeMeshError, int] | None:
+    """Returns the error of the failure that the death of rank ``death`` follows from, and the rank
+    that failed; None if no rank had told of one. ``requests``: all in flight.
+
+    Example: rank 0 ran out of memory, and rank 1, which got a message of another evaluation in
+    place of the one that it waited for, ended by a signal. A failure inside a message that stayed
+    unfinished tells the opposite: the peer was dead already.
+    """
+    for side in connected(requests):
+        causes = {
+            rank: failure
+            for one in reversed(side)
+            for rank, failure in one.failures.items()
+            if failure.kind != "error" or failure.at is not None
+        }
+        if causes and any(death in one.group for one in side):
+            rank, failure = first_cause(causes)
+            return error_of(rank, failure, facts, warm=False), rank
+    return None
+
+
+def first_cause(failures: Mapping[int, Failed]) -> tuple[int, Failed]:
+    """Returns the failure that others may follow from, with its rank: a lack of memory first."""
+    return min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
 
 
 def sentence_of_death(where: str, phase: str, status: int | None) -> str:

@@ -3,12 +3,19 @@ answers, on a clock that the test moves.
 """
 
 from itertools import permutations, product
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
-from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PipeMeshError, RunCancelled
+from pipemesh.parallel_runtime.errors import (
+    ModelError,
+    OutOfMemory,
+    PipeMeshError,
+    PoolFailed,
+    PoolSpent,
+    RunCancelled,
+)
 from pipemesh.parallel_runtime.wire.messages import Done, Failed
-from pipemesh.pool import conversation
+from pipemesh.pool import conversation, verdict
 from pipemesh.pool.conversation import Conversation
 from pipemesh.pool.ranks import Lost
 from pipemesh.pool.verdict import Facts
@@ -18,6 +25,7 @@ from .test_verdict import MEMORY
 
 LONG_S, NEVER_S = 100.0, 1e9
 DONE, ERROR, FULL, UNEVEN, UNTOUCHED = "done", "error", "memory", "some", "none"
+UNEVEN_FULL, DIES = "memory, some", "dies"
 
 
 class Clock:
@@ -31,7 +39,7 @@ class Ranks:
     """Stands for ``Ranks``: ``script`` has (second, rank, request, deed); one answer at a time."""
 
     def __init__(self, clock, script):
-        self._clock, self._script = clock, sorted(script)
+        self._clock, self._script = clock, sorted(script, key=lambda one: one[:3])
 
     def listen(self, wait_s):
         if not self._script or self._script[0][0] > self._clock.now + wait_s:
@@ -40,6 +48,8 @@ class Ranks:
             return []
         second, rank, number, deed = self._script.pop(0)
         self._clock.now = max(self._clock.now, second)
+        if deed == DIES:
+            raise Lost(f"Rank {rank} on cpu ended", rank)
         return [(rank, answer(number, deed))]
 
     def send(self, *sent):
@@ -58,17 +68,23 @@ def answer(number, deed):
     where = {"request": number, "phase": "computing", "memory": MEMORY, "text": "that", "trace": ""}
     if deed in (UNEVEN, UNTOUCHED):
         return Failed(kind=ERROR, messages_done=deed, **where)
-    return Failed(kind=deed, **where)
+    if deed == UNEVEN_FULL:
+        return Failed(kind=FULL, messages_done=UNEVEN, **where)
+    return Failed(kind=deed, at=(0, 0), **where)
 
 
 @pytest.fixture
 def talking(monkeypatch):
-    """ranks, script -> a conversation with them, and its clock, which is at 0; no rank stalls."""
+    """ranks, script -> a conversation with them, and its clock, which is at 0; no rank stalls.
+    ``moves``: rank -> the second until which it makes progress.
+    """
 
-    def talking(ranks, script, stages=1):
+    def talking(ranks, script, stages=1, moves=MappingProxyType({})):
         clock = Clock()
         monkeypatch.setattr(conversation, "time", clock)
-        board = SimpleNamespace(phase=lambda rank: "computing", progress=lambda rank: 0)
+        board = SimpleNamespace(
+            phase=lambda rank: "computing", progress=lambda rank: min(clock.now, moves.get(rank, 0.0))
+        )
         progress = SimpleNamespace(look=lambda *_, **__: None, clear=lambda: None, end=lambda: None)
         made = Conversation(Ranks(clock, script), board, Facts(("cpu",) * ranks, stages), NEVER_S, progress)
         return made, clock
@@ -145,6 +161,49 @@ def test_a_rank_out_of_step_ends_the_pool_whatever_another_group_failed_with(tal
         with pytest.raises(Lost, match=r"^Rank 0 on cpu failed while computing"):
             talk.collect(awaited, never)
         assert clock.now < 10.0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_that_moves_is_waited_for_after_another_failed_and_one_that_stands_still_is_not(
+    talking, stages
+):
+    """Long enough to fail as the other did: a GPU may be blocks behind it."""
+    for deed, error in ((UNEVEN, PoolFailed), (UNEVEN_FULL, PoolSpent)):
+        talk, clock = talking(2, [(0.0, 0, 1, deed)], stages, moves={1: 20.0})
+        submitted(talk, (0, 1))
+        with pytest.raises(Lost) as lost:
+            talk.collect(1, never)
+        assert lost.value.error is error and 20.0 < clock.now <= 20.0 + verdict.OTHERS_WAIT_S + 1.0
+    late = [(0.0, 0, 1, UNTOUCHED), (20.0, 1, 1, UNTOUCHED)]
+    talk, clock = talking(2, late, stages, moves={1: 20.0})
+    submitted(talk, (0, 1))
+    with pytest.raises(ModelError):
+        talk.collect(1, never)
+    assert not talk.in_flight
+
+
+@pytest.mark.parametrize(
+    ("deed", "told"),
+    [
+        (UNEVEN_FULL, (0, PoolSpent)),
+        (FULL, (0, PoolSpent)),
+        (ERROR, (0, PoolFailed)),
+        (UNEVEN, (1, PoolFailed)),  # inside a message that stayed unfinished, because the peer was dead
+    ],
+)
+def test_a_failure_that_was_told_beats_the_death_that_it_caused(talking, deed, told):
+    talk, _ = talking(3, [(0.0, 0, 1, deed), (0.5, 1, 1, DIES)])
+    submitted(talk, (0, 1))
+    with pytest.raises(Lost) as lost:
+        talk.collect(1, never)
+    assert (lost.value.rank, lost.value.error) == told
+
+
+def test_a_death_in_another_group_is_told_whatever_failed_before(talking):
+    talk, _ = talking(3, [(0.0, 0, 1, FULL), (0.5, 2, 2, DIES)])
+    submitted(talk, (0, 1), (2,))
+    with pytest.raises(Lost, match=r"^Rank 2 on cpu ended"):
+        talk.collect(1, never)
 
 
 # -- Stop

@@ -144,7 +144,8 @@ def test_hangs_are_judged_by_counters_alone():
     assert watch.stalled_rank([1], 10.0) is None  # rank 0 has answered: another question, a new start
     clock.now += 10.1
     assert watch.stalled_rank([1], 10.0) == 1
-    assert watch.stalled_rank([1], 10.0, since=clock.now - 10.0) is None, "asked for again, or stopped"
+    watch.since = clock.now - 10.0
+    assert watch.stalled_rank([1], 10.0) is None, "asked for again, or stopped"
     assert watch.stalled_rank([], 10.0) is None
 
 

@@ -23,6 +23,7 @@ from pipemesh.parallel_runtime.errors import (
     OutOfMemory,
     PipeMeshError,
     PoolFailed,
+    PoolSpent,
     Refused,
     RunCancelled,
 )
@@ -35,6 +36,7 @@ from .evenness import watched
 from .fake_pools import DEADLINE_S, cpus, fake_setup, gate, handled, is_alive, opens, stages, submitted
 from .holdings import NOTHING, Holdings
 
+OVER = (PoolFailed, PoolSpent)
 REJECTS = {"refuse": Refused, "error": ModelError, "memory": OutOfMemory}
 FATAL = ("die", "garbage", "hang")
 DEEDS = (*["answer"] * 4, *["gated"] * 2, "cancellable", *REJECTS, *FATAL)
@@ -117,7 +119,7 @@ class Sequences(RuleBasedStateMachine):
                 return act(), None
             except (Refused, ModelError, PoolFailed, RunCancelled) as error:
                 assert one_sentence(error), error
-                if isinstance(error, PoolFailed):
+                if isinstance(error, OVER):
                     assert self.is_over
                 return None, error
 
@@ -171,7 +173,7 @@ class Sequences(RuleBasedStateMachine):
             assert was in ("ready", "busy")
             self.on_its_way.append(Sent(number, kind, deeds))
         else:
-            assert isinstance(error, PoolFailed)
+            assert isinstance(error, OVER)
             assert was in ("failed", "closed") or self.any_does(*FATAL) or self.has_lost_a_rank()
             self.ended()
 
@@ -203,7 +205,7 @@ class Sequences(RuleBasedStateMachine):
 
     def rejected(self, sent: Sent, error: Exception) -> None:
         """Then the others are to be abandoned."""
-        if isinstance(error, PoolFailed):
+        if isinstance(error, OVER):
             self.ended()
             return
         self.on_its_way.remove(sent)
@@ -214,12 +216,13 @@ class Sequences(RuleBasedStateMachine):
     def expected_of(self, sent: Sent) -> set[type]:
         """Exact where nothing else is in flight."""
         rejects = {REJECTS[deed] for one in self.waiting for deed in one.deeds.values() if deed in REJECTS}
+        over = {PoolFailed, *([PoolSpent] if OutOfMemory in rejects else [])}
         if self.has_lost_a_rank() or (self.any_does(*FATAL) and self.waiting == [sent]):
-            return {PoolFailed, *(rejects if self.has_lost_a_rank() else ())}
+            return {*over, *(rejects if self.has_lost_a_rank() else ())}
         if self.any_does(*FATAL):
-            return {PoolFailed, type(None), *rejects}
+            return {*over, type(None), *rejects}
         if self.waiting != [sent]:
-            return {type(None), *rejects, *([PoolFailed] if rejects else [])}
+            return {type(None), *rejects, *(over if rejects else ())}
         return rejects or {type(None)}  # ranks reject in step with the others
 
     @rule(index=st.integers(0, MOST_ON_THEIR_WAY - 1))
@@ -256,7 +259,7 @@ class Sequences(RuleBasedStateMachine):
             assert asked or not has_to_wait, "an answer is outstanding"
             self.left.clear()
         else:
-            assert isinstance(error, PoolFailed)
+            assert isinstance(error, OVER)
             assert self.any_does(*FATAL, *REJECTS) or self.has_lost_a_rank()
             self.ended()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import ModelError, NoRoom, OutOfMemory, PoolFailed, PoolSpent, Refused
 from pipemesh.parallel_runtime.wire.messages import Done, Failed, Memory
 from pipemesh.pool.conversation import Conversation
 from pipemesh.pool.supervisor import NEVER_STARTED
@@ -79,12 +79,15 @@ TABLE = [
     # Messages may be left that only some have issued
     (TOGETHER, [(ERROR, "some"), (ERROR, "some")], {}, PoolFailed, 0),
     (TOGETHER, [SILENT, ERROR], {}, PoolFailed, 1),
+    (TOGETHER, [SILENT, MEMORY_FULL], {}, PoolSpent, 1),
+    (TOGETHER, [(ERROR, "some"), (MEMORY_FULL, "some")], {}, PoolSpent, 1),
     (STAGED, [ERROR, DONE], {"stages": 2}, ModelError, 0),
     (STAGED, [REFUSED, DONE], {"stages": 2}, Refused, 0),
     (STAGED, [DONE, (ERROR, "some")], {"stages": 2}, PoolFailed, 1),  # the next patch would find its message
     (STAGED, [DONE, (ERROR, "none")], {"stages": 2}, PoolFailed, 1),
     (STAGED, [(ERROR, "none"), (ERROR, "none")], {"stages": 2}, ModelError, 0),
     (STAGED, [(REFUSED, "none"), SILENT], {"stages": 2}, PoolFailed, 0),
+    (STAGED, [DONE, (MEMORY_FULL, "some")], {"stages": 2}, PoolSpent, 1),
     (STAGED, [ERROR, DONE, DONE, DONE], {"stages": 2}, ModelError, 0),
 ]
 
@@ -149,7 +152,7 @@ def test_a_pool_never_goes_on_with_a_rank_that_owes_an_answer_or_a_message_left_
     failed = any(isinstance(one, Failed) for one in asked.answers.values())
     assert verdict is None or failed
     if failed and (asked.owing or (ERROR, "some") in said):
-        assert isinstance(verdict[0], PoolFailed)
+        assert isinstance(verdict[0], (PoolFailed, PoolSpent))
 
 
 @pytest.mark.parametrize(
@@ -191,10 +194,9 @@ def test_a_rank_answers_a_request_once_what_it_says_later_is_dropped():
 
 
 def test_ranks_have_so_long_to_leave_from_the_first_stop_on():
-    conversation = SimpleNamespace(_leave_by=math.inf, _silent_since=0.0, call_back=lambda: None)
+    stalls = SimpleNamespace(since=0.0)
+    conversation = SimpleNamespace(_leave_by=math.inf, _stalls=stalls, call_back=lambda: None)
     Conversation._cancel(conversation)
-    first = conversation._leave_by, conversation._silent_since
+    first = conversation._leave_by, stalls.since
     Conversation._cancel(conversation)
-    assert (conversation._leave_by, conversation._silent_since) == first and 0 < first[1] < first[
-        0
-    ] < math.inf
+    assert (conversation._leave_by, stalls.since) == first and 0 < first[1] < first[0] < math.inf

@@ -178,7 +178,7 @@ def tell(session: Session, model: str, cleared: Collection[int] | None) -> None:
     except RunCancelled:  # they need longer: the next request waits for them
         pass
     except Exception as error:  # noqa: BLE001 - the run's own error is told, not this one
-        have_cut = isinstance(error, (ModelError, Refused))  # a rank's: all have answered
+        have_cut = session.pool.idle and isinstance(error, (ModelError, Refused))  # a rank's: all answered
         log.warning("[PipeMesh] Freeing the memory of a run: %s", error)
     finally:
         if not stays:

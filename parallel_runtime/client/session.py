@@ -12,7 +12,7 @@ import torch
 
 from ..comm.in_step import KEPT_KINDS
 from ..comm.shares import group_speeds, stage_speeds
-from ..errors import PoolFailed
+from ..errors import PoolFailed, PoolSpent
 from ..layout import Layout
 from ..patches import Part
 from ..planner.keeping import Keeping
@@ -254,5 +254,5 @@ class Sessions:
         if pool is not None and not pool.idle:
             try:
                 pool.settle(interrupted)
-            except PoolFailed as error:
+            except (PoolFailed, PoolSpent) as error:
                 log.warning("[PipeMesh] What was cancelled ended with: %s", error)
