@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipemesh.parallel_runtime.attention import kernels
 from pipemesh.parallel_runtime.attention.kernels import partial_attention
 from pipemesh.parallel_runtime.attention.merge_operation import in_one
-from pipemesh.parallel_runtime.attention.merging import Partial, merged
+from pipemesh.parallel_runtime.attention.merging import Partial, merge_partials
 from pipemesh.parallel_runtime.attention.trial import chosen_merge
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def in_parts(q, k, v, mask, cuts):
     for size in cuts:
         part = slice(offset, offset + size)
         here = partial_attention(q, k[:, :, part], v[:, :, part], None if mask is None else mask[..., part])
-        partial = here if partial is None else merged(partial, here)
+        partial = here if partial is None else merge_partials(partial, here)
         offset += size
     return partial.out
 
@@ -138,8 +138,12 @@ def test_a_query_that_may_look_at_nothing_does_not_count_in_a_merge():
     out, lse, *_ = partial_attention(q, k, v, blind)
     assert lse[0, 0, 0] == -math.inf and out[0, 0, 0].abs().max() == 0
     parts = [partial_attention(q, k, v, mask) for mask in (blind, None)]
-    blind_twice = merged(parts[0], parts[0])
-    for made in (merged(*parts), merged(*reversed(parts)), merged(blind_twice, parts[1])):
+    blind_twice = merge_partials(parts[0], parts[0])
+    for made in (
+        merge_partials(*parts),
+        merge_partials(*reversed(parts)),
+        merge_partials(blind_twice, parts[1]),
+    ):
         assert torch.allclose(made.out[0, 0, 0], truth(q, k, v, None)[0, 0, 0], atol=1e-6)
 
 
@@ -181,7 +185,7 @@ def parts_of(seed, shape, dtype, count=4):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("merge", [merged, in_one])
+@pytest.mark.parametrize("merge", [merge_partials, in_one])
 def test_a_merge_and_one_operation_of_it_have_the_bits_of_the_formula(merge, dtype):
     for seed, shape in enumerate([(2, 3, 7, 16), (1, 5, 1, 40), (2, 3, 0, 8)]):
         parts = parts_of(seed, shape, dtype)
@@ -212,7 +216,9 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("shape", [(2, 3, 7, 16), (1, 5, 33, 40), (2, 3, 0, 8)], ids=str)
 def test_the_kernel_of_a_gpu_merges_as_its_operations_do(interpreted, shape, dtype):
     parts = parts_of(1, shape, dtype)
-    made, due = (merge(reduce(merge, parts[:3]), merge(*parts[2:])) for merge in (interpreted, merged))
+    made, due = (
+        merge(reduce(merge, parts[:3]), merge(*parts[2:])) for merge in (interpreted, merge_partials)
+    )
     assert 0 in shape or made.out.stride() == due.out.stride()
     for one, other in zip(made, due, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
@@ -222,7 +228,7 @@ def test_a_merge_in_one_kernel_is_used_where_it_is_right_and_refused_by_what_is_
     assert chosen_merge(CPU, interpreted) == (interpreted, [])
 
     def wrong(change):
-        return chosen_merge(CPU, lambda *parts: change(merged(*parts)))
+        return chosen_merge(CPU, lambda *parts: change(merge_partials(*parts)))
 
     def fails(part):
         raise ModuleNotFoundError("No module named 'triton'")
@@ -234,4 +240,4 @@ def test_a_merge_in_one_kernel_is_used_where_it_is_right_and_refused_by_what_is_
         (fails, "it cannot run (ModuleNotFoundError: No module named 'triton')."),
     ):
         merge, (sentence,) = wrong(change)
-        assert merge is merged and sentence.startswith(f"The merge in one kernel is not used: {why}")
+        assert merge is merge_partials and sentence.startswith(f"The merge in one kernel is not used: {why}")

@@ -23,7 +23,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import compiled
 from pipemesh.parallel_runtime.methods.blocks import blocks_of
 from pipemesh.parallel_runtime.methods.compiled import opaque_attention
-from pipemesh.parallel_runtime.methods.override import ASKED, Asked, AttentionOverride
+from pipemesh.parallel_runtime.methods.override import ASKED, AttentionChoice, AttentionOverride
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.worker import compiling
 from torch._dynamo.backends.common import aot_autograd
@@ -205,7 +205,7 @@ def test_a_function_that_a_model_brought_goes_with_the_model():
         override.attend = lambda attention, q, k, v, heads, mask, *args, **kwargs: kwargs[ASKED].preferred(
             q, k, v, heads, mask
         )
-        override.asked = Asked(preferred=function)
+        override.asked = AttentionChoice(preferred=function)
         opaque.override = override
         kwargs = {ASKED: override.asked}
         compiled = torch.compile(

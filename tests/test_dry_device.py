@@ -13,7 +13,7 @@ import torch
 from pipemesh.lab.dry_run.device import WatchedDevice, dry_device
 from pipemesh.lab.dry_run.ranks import TURN, IdleRank, joined
 from pipemesh.parallel_runtime.attention.merge_operation import in_one
-from pipemesh.parallel_runtime.attention.merging import Partial, merged
+from pipemesh.parallel_runtime.attention.merging import Partial, merge_partials
 from pipemesh.parallel_runtime.comm.exchange import LOOK_AHEAD, Stopped
 from pipemesh.parallel_runtime.comm.mesh import open_weights
 from pipemesh.parallel_runtime.layout import Layout, layouts_of
@@ -95,7 +95,7 @@ def test_kernels_count_by_the_bytes_that_they_read_and_write_but_for_products_an
 def test_an_operation_of_the_packs_own_counts_by_what_it_stands_for_and_beside_that_as_one(mode):
     with dry_device(mode) as counts, DEVICE:
         parts = [Partial(torch.empty(1, 2, 4, 8), torch.empty(1, 2, 4), 3.0) for _ in range(2)]
-        merged(*parts)
+        merge_partials(*parts)
         alone, moved = counts.launches, counts.moved.copy()
         assert alone > 10 and counts.spared == 0
         in_one(*parts)

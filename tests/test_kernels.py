@@ -26,7 +26,7 @@ from pipemesh.parallel_runtime.attention.kernels import (
     partial_attention,
 )
 from pipemesh.parallel_runtime.attention.packages import FLASH_2, FLASH_3, PACKAGES, YUNCHANG, Candidate
-from pipemesh.parallel_runtime.attention.trial import tried, usual
+from pipemesh.parallel_runtime.attention.trial import tried_kernels, usual
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
@@ -74,7 +74,7 @@ def test_cudnns_kernel_comes_first_from_hopper_on_where_it_was_tried_and_nowhere
         (ask(dim=96), CUDA_FLASH),
         (ask(masked=True), CUDA_EFFICIENT),
     ):
-        assert tried(CPU).choose(asked) is kernel
+        assert tried_kernels(CPU).choose(asked) is kernel
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def on_hopper(monkeypatch):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_each_package_is_called_as_it_wants_it_and_found_right(installed, on_hopper, name):
     installed(**ALL_INSTALLED)
-    found = tried(CPU, packages=[BY_NAME[name]], torchs=[EXPLICIT])
+    found = tried_kernels(CPU, packages=[BY_NAME[name]], torchs=[EXPLICIT])
     assert [usable.name for usable in found.order] == [name, EXPLICIT.name] and found.refused == ()
     q, k, v = (torch.randn(2, 3, count, 64, dtype=torch.bfloat16) for count in (5, 7, 7))
     for scale in (None, 0.3):
@@ -215,7 +215,7 @@ def test_each_package_is_called_as_it_wants_it_and_found_right(installed, on_hop
 
 def test_a_package_is_not_imported_where_an_earlier_one_takes_all(installed, on_hopper):
     installed(**ALL_INSTALLED)
-    found = tried(CPU, torchs=[EXPLICIT])
+    found = tried_kernels(CPU, torchs=[EXPLICIT])
     assert [usable.name for usable in found.order] == [
         "SageAttention (yunchang)",
         "flash-attn 3 (yunchang)",
@@ -229,12 +229,12 @@ def test_a_package_is_not_imported_where_an_earlier_one_takes_all(installed, on_
 def test_no_package_is_imported_for_a_device_that_it_does_not_suit(installed, monkeypatch):
     installed(**ALL_INSTALLED)
     monkeypatch.setattr(packages, "import_module", None)
-    assert tried(CPU).refused == ()
+    assert tried_kernels(CPU).refused == ()
 
 
 def test_what_is_not_installed_is_neither_used_nor_refused(installed):
     installed()
-    assert tried(CPU).refused == () and tried(CPU).order == TO_TRY
+    assert tried_kernels(CPU).refused == () and tried_kernels(CPU).order == TO_TRY
 
 
 def test_a_package_that_cannot_be_imported_is_named_with_the_error(installed, on_hopper, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_error(installed, on
 
     installed(flash_attn=None)
     monkeypatch.setattr(packages, "import_module", broken)
-    found = tried(CPU, torchs=[EXPLICIT])
+    found = tried_kernels(CPU, torchs=[EXPLICIT])
     assert found.order == (EXPLICIT,)
     assert (
         "flash-attn 2 is not used: it cannot be loaded (OSError: libcudart.so.12: cannot open shared object"
@@ -253,7 +253,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_error(installed, on
 
 def test_yunchang_is_not_needed_for_flash_attn_alone(installed, on_hopper):
     installed(kinds={}, **{FLASH_2: ALL_INSTALLED[FLASH_2]})
-    found = tried(CPU, torchs=[EXPLICIT])
+    found = tried_kernels(CPU, torchs=[EXPLICIT])
     assert found.order[0].name == "flash-attn 2"
     (refused,) = found.refused
     assert refused.startswith("flash-attn 2 (yunchang) is not used: it cannot be loaded (KeyError")
@@ -299,7 +299,7 @@ WRONG = {
 def tried_beside_explicit(kernel, stands_for=""):
     """What comes of trying a package's kernel, with no other one but the explicit."""
     theirs = Candidate("theirs", ("torch",), packages.suits_flash, lambda: kernel, stands_for)
-    return tried(CPU, [theirs], [EXPLICIT])
+    return tried_kernels(CPU, [theirs], [EXPLICIT])
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -311,7 +311,7 @@ def test_a_wrong_kernel_is_refused_by_name(on_hopper, what):
 
 
 def test_so_is_one_of_torchs_own():
-    found = tried(CPU, (), [Usable("torch's", WRONG["log2"], CPU_FLASH.suits), EXPLICIT])
+    found = tried_kernels(CPU, (), [Usable("torch's", WRONG["log2"], CPU_FLASH.suits), EXPLICIT])
     assert found.order == (EXPLICIT,)
     assert [sentence.partition(" is ")[0] for sentence in found.refused] == ["torch's"]
 
@@ -352,7 +352,7 @@ def test_one_wrong_dtype_is_enough(on_hopper):
 
 
 def test_torchs_kernel_for_cpus_passes_here_and_is_the_one_that_is_named():
-    found = tried(CPU)
+    found = tried_kernels(CPU)
     assert found.refused == () and usual(found, CPU) == CPU_FLASH.name
 
 

@@ -18,7 +18,7 @@ from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, REPRESENTA
 from pipemesh.parallel_runtime.families.plan import Insert, TokenPlan
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.inserts import named
+from pipemesh.parallel_runtime.methods.inserts import modules_at
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
@@ -171,7 +171,7 @@ def planned(case):
 def runs(model, paths):
     """Whether a model runs one of these modules."""
     ran = []
-    for module in (one for path in paths for one in named(model.module, path)):
+    for module in (one for path in paths for one in modules_at(model.module, path)):
         module.register_forward_hook(lambda *_: ran.append(True))
     model.serial(model.asked[0])
     return bool(ran)

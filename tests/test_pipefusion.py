@@ -26,7 +26,7 @@ from pipemesh.parallel_runtime.families.every import FAMILIES as REGISTRY
 from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import layouts_of
-from pipemesh.parallel_runtime.methods.pipefusion.clock import TIMED, BlockClock, seconds
+from pipemesh.parallel_runtime.methods.pipefusion.clock import TIMED, BlockClock, block_seconds
 from pipemesh.parallel_runtime.methods.pipefusion.kv_buffer import KVBuffers
 from pipemesh.parallel_runtime.patches import Part
 
@@ -376,7 +376,7 @@ def test_blocks_are_timed_in_the_first_evaluations_of_each_patch_and_never_of_al
         clock.start(part)
         clock.note(0, torch.device("cpu"))
         clock.note(0, torch.device("cpu"))
-        return list(seconds(clock.times))
+        return list(block_seconds(clock.times))
 
     patch = Part(1, 0, (0, 4, False))
     assert [timed(Part(1, 0)), *(timed(patch) for _ in range(TIMED + 1))] == [[], *[[0]] * TIMED, []]

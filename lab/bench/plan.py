@@ -148,11 +148,11 @@ class Attention:
 
     def in_parts(self) -> float:
         """Seconds of attending to one half of the keys after the other, as in a ring of two."""
-        from ...parallel_runtime.attention.kernels import merged, partial_attention
+        from ...parallel_runtime.attention.kernels import merge_partials, partial_attention
 
         keys, values = (one.chunk(2, dim=2) for one in (self._k, self._v))
         halves = [(k.contiguous(), v.contiguous()) for k, v in zip(keys, values, strict=True)]
-        return timed(lambda: merged(*(partial_attention(self._q, k, v, None) for k, v in halves)))
+        return timed(lambda: merge_partials(*(partial_attention(self._q, k, v, None) for k, v in halves)))
 
 
 class OwnStage:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...parallel_runtime.layout import Layout, Split
-from ...parallel_runtime.methods.inserts import Span
+from ...parallel_runtime.methods.inserts import FrameSpan
 from ...parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import sharded_bytes, weight_bytes
@@ -108,7 +108,7 @@ def share_of_frames(whole: WholeByRows, layout: Layout, rank: int, cut: Sequence
     for start, end in cut or [(0, total)]:
         split = Split.even(end - start, ranks)
         first = start + split.starts[rank % ranks]
-        spans.append(Span.over(first, first + split.sizes[rank % ranks], each, total))
+        spans.append(FrameSpan.over(first, first + split.sizes[rank % ranks], each, total))
     return sum(span.before + span.inside + span.behind for span in spans) / total
 
 

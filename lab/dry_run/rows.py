@@ -15,7 +15,7 @@ from ...parallel_runtime.families.plan import Insert, TokenPlan
 from ...parallel_runtime.families.sample import TokenParts
 from ...parallel_runtime.forward import binder
 from ...parallel_runtime.methods.hooks import Attention
-from ...parallel_runtime.methods.inserts import frame_tokens, inserts_of, named
+from ...parallel_runtime.methods.inserts import frame_tokens, inserts_of, modules_at
 from ...parallel_runtime.methods.shards import Rows
 from ...parallel_runtime.planner.dry_run import Recorder, run_recorded
 from ...parallel_runtime.planner.quick_fake import QuickFakeMode
@@ -165,7 +165,7 @@ class RowRecorder(Recorder):
                 if insert.frames is None
                 else (FRAMED if is_within else FRAMED_BEHIND)
             )
-            for module in named(transformer, insert.path):
+            for module in modules_at(transformer, insert.path):
                 enter, leave = self._enter_insert(module, insert), self._leave_insert(kind)
                 handles += [
                     module.register_forward_pre_hook(enter, with_kwargs=True),

@@ -318,10 +318,10 @@ def try_kernels(torch: Torch) -> tuple[RingKernel, ...]:
         return ()
     from torch import device
 
-    from ...parallel_runtime.attention.trial import tried, usual
+    from ...parallel_runtime.attention.trial import tried_kernels, usual
 
     names = [f"cuda:{index}" for index in range(len(torch.gpus))] or ["cpu"]
-    found = [(name, tried(device(name))) for name in names]
+    found = [(name, tried_kernels(device(name))) for name in names]
     return tuple(RingKernel(name, usual(kernels, device(name)), kernels.refused) for name, kernels in found)
 
 

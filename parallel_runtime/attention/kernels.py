@@ -22,7 +22,7 @@ import torch
 
 from ..errors import ModelError
 from .hosts import NO_PARTS
-from .merging import Merge, Partial, merged
+from .merging import Merge, Partial, merge_partials
 
 ALIGN = 16  # the efficient kernel wants rows of its bias to begin at multiples of 16 elements
 
@@ -83,7 +83,7 @@ class Kernels(NamedTuple):
 
     order: tuple[Usable, ...]
     refused: tuple[str, ...] = ()
-    merge: Merge = merged
+    merge: Merge = merge_partials
 
     def choose(self, ask: Ask) -> Usable:
         """Raises ModelError where none computes as the host does."""

@@ -1,5 +1,5 @@
 """Merge two parts of an attention by one of torch's operations, ``pipemesh::merge``: one kernel on
-a GPU (``fused_merge``), and the some twenty operations of ``merged`` anywhere else.
+a GPU (``fused_merge``), and the some twenty operations of ``merge_partials`` anywhere else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from .merging import Partial, merged
+from .merging import Partial, merge_partials
 
 OPERATION = "merge"
 SCHEMA = ", ".join(f"Tensor {one}, Tensor {one}_lse, float {one}_keys, Tensor? {one}_weight" for one in "ab")
@@ -30,7 +30,7 @@ def operation() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Operation:
     """Torch's ``pipemesh::merge``, for as long as this lives: two ``Partial``, field by field, ->
     (out, level, weight). Where no device has a kernel of its own, and where a dry run counts, it is
-    the operations of ``merged``.
+    the operations of ``merge_partials``.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Operation:
         return self._torchs(*fields)
 
     def _one_by_one(self, *fields) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        made = merged(*halves(fields))
+        made = merge_partials(*halves(fields))
         assert made.weight is not None
         return made.out, made.lse, made.weight
 

@@ -37,7 +37,7 @@ class Partial(NamedTuple):
 Merge = Callable[[Partial, Partial], Partial]
 
 
-def merged(first: Partial, second: Partial) -> Partial:
+def merge_partials(first: Partial, second: Partial) -> Partial:
     """Return the attention over both sets of keys, in fp32.
 
     A row that one large number closes everywhere (-1e9, the smallest of the dtype) comes out as in

@@ -16,7 +16,7 @@ import torch
 
 from .kernels import TO_TRY, Ask, Kernel, Kernels, Usable, capability_of, explicit
 from .merge_operation import in_one
-from .merging import Merge, Partial, merged
+from .merging import Merge, Partial, merge_partials
 from .packages import PACKAGES, Candidate
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ def fault_of(kernel: Kernel, device: torch.device, ask: Ask, bounds: Bounds) -> 
             if text:
                 return Fault(f"{where} {text}", differs=True)
     except Exception as error:  # noqa: BLE001 whatever a package meets
-        return Fault(f"{where} it cannot run ({described(error)})", differs=False)
+        return Fault(f"{where} it cannot run ({error_text(error)})", differs=False)
     return None
 
 
@@ -88,7 +88,7 @@ def difference(kernel: Kernel, device: torch.device, ask: Ask, scale: float | No
     )
 
 
-def described(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -103,7 +103,7 @@ def asks(device: torch.device, dims: Iterable[int], host: str = "") -> list[Ask]
     ]
 
 
-def tried(
+def tried_kernels(
     device: torch.device, packages: Sequence[Candidate] = PACKAGES, torchs: Sequence[Usable] = TO_TRY
 ) -> Kernels:
     """Try every kernel that suits the device and is installed; return those that are right, and a
@@ -120,7 +120,7 @@ def tried(
         ]
         if not due or not candidate.is_installed:
             continue
-        found = taken(candidate, device, due)
+        found = judged(candidate, device, due)
         if isinstance(found, Usable):
             usable.append(found)
         else:
@@ -132,7 +132,7 @@ def tried(
             refused.append(f"{own.name} is not used: {fault.text}.")
         else:
             usable.append(own)
-    merge = merged
+    merge = merge_partials
     if device.type == "cuda":
         merge, why = chosen_merge(device)
         refused += why
@@ -140,21 +140,21 @@ def tried(
 
 
 def chosen_merge(device: torch.device, wanted: Merge = in_one) -> tuple[Merge, list[str]]:
-    """Try to merge in one kernel, parts of each precision. Return it, or ``merged`` and a sentence
-    that says why.
+    """Try to merge in one kernel, parts of each precision. Return it, or ``merge_partials`` and a
+    sentence that says why.
     """
     try:
         offs = [merge_difference(device, wanted, dtype) for dtype in (*HALVES, torch.float32)]
         off = next((off for off in offs if not off <= MERGED), None)  # NaN too
         fault = "" if off is None else f"it is off by {off:.2g} (rounding: {MERGED:g})"
     except Exception as error:  # noqa: BLE001 whatever Triton meets
-        fault = f"it cannot run ({described(error)})"
-    return (merged, [f"The merge in one kernel is not used: {fault}."]) if fault else (wanted, [])
+        fault = f"it cannot run ({error_text(error)})"
+    return (merge_partials, [f"The merge in one kernel is not used: {fault}."]) if fault else (wanted, [])
 
 
 def merge_difference(device: torch.device, wanted: Merge, dtype: torch.dtype) -> float:
-    """Return how much a merge differs from ``merged``, of values around one; of larger ones, as a
-    part of them. Each part has queries that look at nothing.
+    """Return how much a merge differs from ``merge_partials``, of values around one; of larger
+    ones, as a part of them. Each part has queries that look at nothing.
     """
     batch, heads, queries, keys = SIZES
     random = torch.Generator().manual_seed(keys)
@@ -164,7 +164,7 @@ def merge_difference(device: torch.device, wanted: Merge, dtype: torch.dtype) ->
         lse = 9 * torch.randn(batch, heads, queries, generator=random)
         lse[..., blind] = -math.inf
         parts.append(Partial(out.to(device), lse.to(device), float(keys)))
-    found, due = (reduce(merge, parts) for merge in (wanted, merged))
+    found, due = (reduce(merge, parts) for merge in (wanted, merge_partials))
     pairs = zip((found.out, found.level, found.weight), (due.out, due.level, due.weight), strict=True)
     finite = [[torch.as_tensor(one).clamp(min=-1e9) for one in pair] for pair in pairs]
     return float(
@@ -174,14 +174,14 @@ def merge_difference(device: torch.device, wanted: Merge, dtype: torch.dtype) ->
     )
 
 
-def taken(candidate: Candidate, device: torch.device, due: Sequence[Ask]) -> Usable | str:
+def judged(candidate: Candidate, device: torch.device, due: Sequence[Ask]) -> Usable | str:
     """Return the candidate for those of ``due`` that it computes, or a clause that says why it is
     not used: one wrong result is enough.
     """
     try:
         kernel = candidate.load()
     except Exception as error:  # noqa: BLE001 whatever a package meets when it is imported
-        return f"it cannot be loaded ({described(error)})"
+        return f"it cannot be loaded ({error_text(error)})"
     faults = {ask: fault_of(kernel, device, ask, ROUNDED if candidate.stands_for else EXACT) for ask in due}
     right = frozenset((ask.dtype, ask.dim) for ask, fault in faults.items() if fault is None)
     fault = next((fault for fault in faults.values() if fault and (fault.differs or not right)), None)

@@ -2,7 +2,7 @@
 of them, for the later evaluations of a run. Its settings cross, and each rank keeps the rows that
 it computes.
 
-Read: the classes that plans name as ``Kept``, and their nodes, @ ComfyUI 0.33.0.
+Read: the classes that plans name as ``BranchCache``, and their nodes, @ ComfyUI 0.33.0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import Refused
-from ..families.plan import Kept
+from ..families.plan import BranchCache
 from ..memory import system_memory
 from ..wire.segment import mib
 
@@ -23,7 +23,7 @@ WINDOW = "context_window"  # in one, the model fills the cache before it comes t
 ELEMENT_BYTES = {"int8": 1.0, "int4": 0.5}
 
 
-def kept_settings(kept: Kept, options: Mapping[str, Any]) -> dict[str, Any]:
+def kept_settings(kept: BranchCache, options: Mapping[str, Any]) -> dict[str, Any]:
     """In the UI: what ranks get in place of the cache; empty where there is none. Two caches of one
     run are told apart by ``id``.
     """
@@ -63,7 +63,7 @@ class KeptTokens:
     those that compute apart.
     """
 
-    def __init__(self, kept: Kept, device: torch.device, sharers: Sharers):
+    def __init__(self, kept: BranchCache, device: torch.device, sharers: Sharers):
         self._kept = kept
         self._device = device
         self._sharers = sharers
@@ -108,7 +108,7 @@ def free_bytes(device: torch.device) -> int:
     return system_memory()[0] if device.type == "cpu" else int(get_free_memory(device))
 
 
-def cache_class(kept: Kept) -> Any:
+def cache_class(kept: BranchCache) -> Any:
     """Returns ComfyUI's class of it, whose ranks make room together: where one alone forgot tokens,
     the others would wait for its messages.
     """

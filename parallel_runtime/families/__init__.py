@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from .plan import Kept, TokenPlan
+from .plan import BranchCache, TokenPlan
 from .without_plan import FRAMES_ALONE as FRAMES_ALONE
 from .without_plan import NOT_AT_HAND as NOT_AT_HAND
 from .without_plan import NOT_YET as NOT_YET
@@ -83,7 +83,7 @@ def plan_for(model_class: type) -> TokenPlan | None:
     return next(plan for plan in family_in(FILES[name]).plans if name in plan.models)
 
 
-def kept_by(kind: str) -> Kept | None:
+def kept_by(kind: str) -> BranchCache | None:
     """What a node has the models of a class, ``module:Class``, keep."""
     plans = family_in(FILES[kind]).plans if kind in FILES else ()
     return next((plan.kept for plan in plans if kind in plan.models), None)

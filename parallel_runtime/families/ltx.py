@@ -36,7 +36,7 @@ def of_tokens(timestep: Any, cut: Callable) -> Any:
 KJNODES = (BlockPatch(code="comfyui-kjnodes:LTXVffnChunkPatch.__get__.<locals>.wrapped_forward"),)
 
 
-def rows_of(*arguments: str) -> tuple[Along, ...]:
+def along_video(*arguments: str) -> tuple[Along, ...]:
     return tuple(
         Along(arg=arg, dim=1, streams=VIDEO, within=of_tokens if "timestep" in arg else None)
         for arg in arguments
@@ -53,7 +53,7 @@ LTXV_PLAN = TokenPlan(
         Blocks(
             path="transformer_blocks",
             tokens={"x": VIDEO},
-            along=(*rows_of("pe", "timestep"), GUIDE),
+            along=(*along_video("pe", "timestep"), GUIDE),
             local=("attn2",),
             patches=KJNODES,
         ),
@@ -72,7 +72,7 @@ AV_PLAN = TokenPlan(
             tokens={"x.0": VIDEO},
             returns=("x.0", "x.1"),
             along=(
-                *rows_of(
+                *along_video(
                     "v_pe",
                     "v_cross_pe",
                     "v_timestep",

@@ -155,7 +155,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class BranchCache:
     """Tokens of a branch that the model keeps for the later evaluations of a run. The ``node`` puts
     the ``cache``, a ``module:Class`` of ComfyUI's, into ``transformer_options`` as ``option``.
 
@@ -171,7 +171,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branch:
+class BranchTokens:
     """Tokens of another stream that go through the same blocks. The model calls each block on them,
     by its method ``entry``, right before it calls the block on its own tokens, and hands what that
     returns behind these tokens, their keys and values (B, L, H, D), to this second call.
@@ -191,7 +191,7 @@ class Branch:
     counted_by: str
     tokens: str = "x"
     along: tuple[Along, ...] = ()
-    kept: Kept | None = None
+    kept: BranchCache | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class Blocks:
     sliced_between: tuple[str, ...] = ()
     prefix: Prefix | None = None
     entry: str = "forward"
-    branch: Branch | None = None
+    branch: BranchTokens | None = None
     patches: tuple[BlockPatch, ...] = ()
     points: Mapping[str, Mapping[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
 
@@ -352,7 +352,7 @@ class TokenPlan:
         return self.blocks[0].prefix if self.blocks else None
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> BranchCache | None:
         return next((group.branch.kept for group in self.blocks if group.branch), None)
 
     def require_stages(self, model_class: type) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .plan import Kept, TokenPlan
+from .plan import BranchCache, TokenPlan
 
 Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds a transformer with
 Shapes = Mapping[str, tuple[int, ...]]
@@ -92,7 +92,7 @@ def keep_first_frame(latent: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def keeping(model: Any, kept: Kept, **options: Any) -> Any:
+def keeping(model: Any, kept: BranchCache, **options: Any) -> Any:
     """Returns a MODEL as the node of ``kept`` does, whose cache has these ``options``."""
     from comfy.patcher_extension import CallbacksMP
 
@@ -205,7 +205,7 @@ class Form:
     file: FileForm | None = None
     released: tuple[Released, ...] = ()
     offset_scales: bool = False
-    keeps: Kept | None = None
+    keeps: BranchCache | None = None
 
     def base_model(self, config: Config, dtype: torch.dtype, device: torch.device | None = None) -> Any:
         """Build a BaseModel of ``config`` that computes in ``dtype``. Its weights hold nothing

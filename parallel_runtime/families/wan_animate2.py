@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from . import wan
-from .plan import Along, Boundary, Branch, Kept
+from .plan import Along, Boundary, BranchCache, BranchTokens
 from .sample import VIDEO, Family, Form, Sample
 
 MODULE = "comfy.ldm.wan.model_animate2"
-KEPT = Kept(
+KEPT = BranchCache(
     node="WanAnimate2Cache",
     option="animate2_cache",
     cache=f"{MODULE}:PoseBranchCache",
     entry="kv_from_input",
     tokens="x_pose",
 )
-POSE = Branch(
+POSE = BranchTokens(
     entry="forward_pose",
     stream="pose",
     keys=("k_pose", "v_pose"),

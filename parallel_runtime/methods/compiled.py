@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import Refused
 from ..families.plan import TokenPlan
 from .blocks import blocks_of
-from .override import ASKED, NOTHING, Asked, Attention, AttentionOverride, Shared, by_name
+from .override import ASKED, NOTHING, Attention, AttentionChoice, AttentionOverride, Shared, by_name
 
 # Replayed as a CUDA graph, an attention would send what it sent when it was recorded, and look for
 # no cancel. Graphs that hold an operation of this tag are not recorded, or around it.
@@ -47,7 +47,7 @@ class CompiledBlocks:
         self._blocks: list[nn.Module] = []
         for container, index, group in blocks_of(model, plan):
             block = container[index]
-            if not hasattr(block, "stands_for") and is_named(f"{group.path}.{index}", wanted["paths"]):
+            if not hasattr(block, "stands_for") and is_compiled(f"{group.path}.{index}", wanted["paths"]):
                 block.forward = torch.compile(block.forward, **with_own_guards(**wanted["kwargs"]))
                 self._blocks.append(block)
 
@@ -80,7 +80,7 @@ def records_graphs(
     )
 
 
-def is_named(path: str, paths: Collection[str]) -> bool:
+def is_compiled(path: str, paths: Collection[str]) -> bool:
     return any(not one or path == one or path.startswith(f"{one}.") for one in paths)
 
 
@@ -103,7 +103,7 @@ def guards_to_keep(guards: Sequence[Any]) -> list[bool]:
 
 class Note(NamedTuple):
     """What a call has besides tensors. ``functions``: the one it calls, and what it asks of others,
-    as ``Asked`` has it.
+    as ``AttentionChoice`` has it.
     """
 
     functions: tuple[weakref.ref[Any] | None, ...]
@@ -177,7 +177,7 @@ class OpaqueAttention:
         before = override.shared
         override.share(shared)
         try:
-            kwargs = {**kwargs, ASKED: Asked(*asked), "transformer_options": override.options}
+            kwargs = {**kwargs, ASKED: AttentionChoice(*asked), "transformer_options": override.options}
             return override.attend(attention, q, k, v, heads, mask, *args, **kwargs).contiguous()
         finally:
             override.share(before)

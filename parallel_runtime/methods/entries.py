@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class Entry:
+class MethodHook:
     """A method of one module with a hook before it and one behind it, as torch's of a forward are,
     until ``remove``.
     """

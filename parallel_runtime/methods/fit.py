@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import Refused
 from ..families.plan import Blocks, Leave, TokenPlan
 from .blocks import blocks_of, entry_of, forward_of
-from .inserts import inserts_of, named
+from .inserts import inserts_of, modules_at
 
 
 def require_fit(model: nn.Module, plan: TokenPlan) -> None:
@@ -43,7 +43,7 @@ def require_fit(model: nn.Module, plan: TokenPlan) -> None:
     for path in plan.leave.paths:
         _require_arguments(model, plan, path, forward_of(modules[path]), _named(plan.leave))
     for insert in inserts_of(plan):
-        module = next(named(model, insert.path), None)
+        module = next(modules_at(model, insert.path), None)
         if module is None:
             raise Refused(_misfit(model, plan, insert.path))
         frames = (

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ..comm.late import to_device
-from ..families.plan import Along, Blocks, Boundary, Branch, Leave, Ranges, TokenPlan
+from ..families.plan import Along, Blocks, Boundary, BranchTokens, Leave, Ranges, TokenPlan
 from ..forward import binder
 from .blocks import as_BLC, as_given, blocks_of, entry_of, forward_of, put, taken
-from .entries import Entry
-from .inserts import Inserted, inserts_of, named
+from .entries import MethodHook
+from .inserts import Inserted, inserts_of, modules_at
 from .node_patches import OVERRIDE, NodePatches
 from .override import (
     ASKED,
@@ -67,7 +67,7 @@ class TokenHooks:
         for place, (container, index, group) in enumerate(blocks):
             self._attach_block(container[index], group, index, first=place == 0)
         for insert in inserts_of(self._plan):
-            for module in named(self._model, insert.path):
+            for module in modules_at(self._model, insert.path):
                 inserted = Inserted(insert, binder(forward_of(module)), lambda: self._rows)
                 self._before(module, inserted.enter)
                 self._behind(module, inserted.leave)
@@ -96,11 +96,11 @@ class TokenHooks:
             self._before(block, entering)
             self._behind(block, leaving)
         else:
-            self._handles.append(Entry(block, group.entry, entering, leaving))
+            self._handles.append(MethodHook(block, group.entry, entering, leaving))
         if group.branch is not None:
             for called in filter(None, (group.branch, group.branch.kept)):
                 in_branch = self._entering_branch(block, group.branch, called.entry, called.tokens)
-                self._handles.append(Entry(block, called.entry, in_branch, leaving))
+                self._handles.append(MethodHook(block, called.entry, in_branch, leaving))
         if group.sliced_between:
             self._behind(block, lambda _block, _args, out: spread(self._rows, group, out))
         if hasattr(block, "stands_for"):
@@ -221,7 +221,7 @@ class TokenHooks:
 
         return hook
 
-    def _entering_branch(self, block: nn.Module, branch: Branch, entry: str, argument: str) -> Callable:
+    def _entering_branch(self, block: nn.Module, branch: BranchTokens, entry: str, argument: str) -> Callable:
         bind, streams = binder(getattr(type(block), entry)), (branch.stream,)
 
         def hook(_block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -304,7 +304,7 @@ def counted_by(told: dict[str, int], stream: str, _module: nn.Module, _args: Any
     told.setdefault(stream, out.shape[2:].numel())
 
 
-def keys_by_frame(branch: Branch, arguments: dict[str, Any]) -> KeysByFrame | None:
+def keys_by_frame(branch: BranchTokens, arguments: dict[str, Any]) -> KeysByFrame | None:
     """Take a branch's keys and values from the arguments of a block, which attends to its own alone
     then: ``SequenceAttention`` adds them.
     """

@@ -26,7 +26,7 @@ class Inserted:
         self._insert = insert
         self._bind = bind
         self._rows = rows
-        self._span: Span | None = None  # of the tokens that the module was given
+        self._span: FrameSpan | None = None  # of the tokens that the module was given
 
     def enter(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         rows, self._span = self._rows(), None
@@ -38,7 +38,7 @@ class Inserted:
         if self._insert.frames is not None:
             start, size = rows.local[self._insert.frames.stream]
             each_and_all = frame_tokens(self._insert.frames, rows.all_tokens, arguments)
-            self._span = Span.over(start, start + size, *each_and_all)
+            self._span = FrameSpan.over(start, start + size, *each_and_all)
             self._span.widen(self._insert.frames, arguments)
         return (), arguments
 
@@ -46,7 +46,7 @@ class Inserted:
         return None if self._span is None else self._span.narrow(out_BLC)
 
 
-class Span(NamedTuple):
+class FrameSpan(NamedTuple):
     """The frames ``first`` to ``end`` that local tokens are of. Of ``inside`` local tokens they
     have ``before`` and ``behind`` others. Where no local token is of a frame it is one frame of
     others: host modules cannot view an empty one.
@@ -59,7 +59,7 @@ class Span(NamedTuple):
     behind: int
 
     @classmethod
-    def over(cls, start: int, end: int, tokens: int, whole: int) -> Span:
+    def over(cls, start: int, end: int, tokens: int, whole: int) -> FrameSpan:
         """Return the span of local tokens [start, end). Frames have ``tokens`` each, ``whole`` in
         all.
         """
@@ -114,7 +114,7 @@ def inserts_of(plan: TokenPlan) -> Iterator[Insert]:
         yield from group.inserts
 
 
-def named(model: nn.Module, path: str) -> Iterator[nn.Module]:
+def modules_at(model: nn.Module, path: str) -> Iterator[nn.Module]:
     """Yield the modules of a path, in which ``*`` stands for any name."""
     wanted = path.split(".")
     for name, module in model.named_modules():

@@ -19,7 +19,7 @@ Progress = Literal["none", "some", "all"]
 
 
 @dataclass(frozen=True)
-class Facts:
+class EvaluationFacts:
     """Figures of the evaluation at hand. ``messages_done``: how many of its messages to other ranks
     have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
     each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
@@ -93,7 +93,7 @@ class Method(Protocol):
         ...
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EvaluationFacts:
         """Return the figures of the evaluation that ``begin`` opened."""
         ...
 

@@ -39,7 +39,7 @@ def by_name(args: tuple) -> dict[str, Any]:
     return dict(zip(BY_POSITION, args, strict=False))
 
 
-class Asked(NamedTuple):
+class AttentionChoice(NamedTuple):
     """What a call asks of ComfyUI's attention that an override is not told. ``function``: the one
     that it calls; ``preferred``: the one that its layer prefers; ``container``: the class in which
     it hands over q, k and v.
@@ -50,11 +50,11 @@ class Asked(NamedTuple):
     container: Callable[[torch.Tensor], Any] | None = None
 
 
-NOTHING = Asked()
+NOTHING = AttentionChoice()
 ASKED = "_pipemesh_asked"  # among a call's arguments, so that a graph keeps it
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of the host's attention, as each rank computes it for its own heads. ``mask`` is
     the host's, of all heads and tokens in the host's order. ``before``: keys and values of tokens
     before those, 2 x (B, h, P, D), which every rank has whole.
@@ -138,7 +138,7 @@ class AttentionOverride:
         self.attend, self.options = None, {}
 
 
-def in_its_place(attention: Attention, override: Any, asked: Asked) -> Attention:
+def in_its_place(attention: Attention, override: Any, asked: AttentionChoice) -> Attention:
     """Return what ComfyUI would call in place of ``attention``: what a node's ``override`` chose,
     the override itself, or what the layer prefers; in containers where the call has them and that
     takes them.
@@ -215,7 +215,7 @@ def telling(override: AttentionOverride, attention: Callable[..., Any]) -> Calla
     def call(*args: Any, **kwargs: Any) -> Any:
         preferred = getattr(kwargs.get(PREFERRED), "function", None)
         container = type(args[0]) if args and not isinstance(args[0], torch.Tensor) else None
-        override.asked = Asked(attention, preferred, container)
+        override.asked = AttentionChoice(attention, preferred, container)
         try:
             return attention(*args, **kwargs)
         finally:
@@ -233,7 +233,7 @@ class Preferring:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            override.asked = Asked(preferred=wish.function)
+            override.asked = AttentionChoice(preferred=wish.function)
             try:
                 return own(*args, **kwargs)
             finally:
@@ -248,11 +248,11 @@ class Preferring:
 
 def asks_for_more(module: nn.Module) -> bool:
     """True if the forward of a module's class calls attention so."""
-    names, keywords = named_in(module)
+    names, keywords = names_used_by(module)
     return bool(names.intersection(ATTENTION)) and (PREFERRED in keywords or CONTAINER in names)
 
 
-def named_in(module: nn.Module) -> tuple[set[str], set[str]]:
+def names_used_by(module: nn.Module) -> tuple[set[str], set[str]]:
     """Return the names that the forward of a module's class uses, and the keywords in its calls."""
     code = getattr(type(module).forward, "__code__", None)
     if not isinstance(code, CodeType):
@@ -270,7 +270,7 @@ def told_of(model: nn.Module, override: AttentionOverride) -> list[Overridden | 
         if asks_for_more(module):
             found.append(Overridden(module, partial(telling, override)))
         elif wish is not None and wish.function is not None:
-            if PREFERRED not in named_in(module)[1]:
+            if PREFERRED not in names_used_by(module)[1]:
                 raise ModelError(
                     f"{path} of {type(model).__name__} attends by its own function, and not as ranks know it:"
                     " leave PipeMesh Parallelize out for this model."

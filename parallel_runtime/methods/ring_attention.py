@@ -15,7 +15,7 @@ from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, partial_attention
 from ..comm.in_step import Flag
 from ..comm.mesh import SequenceComm
-from .override import Call
+from .override import AttentionCall
 from .shards import KeysByFrame
 
 MaskOf = Callable[[int], torch.Tensor]  # a place of the ring -> the mask of the own queries and its keys
@@ -34,7 +34,7 @@ class RingAttention:
 
     def attend(
         self,
-        call: Call,
+        call: AttentionCall,
         q_BhgD: torch.Tensor,
         kv_2BhKD: torch.Tensor,
         keys: Sequence[int],

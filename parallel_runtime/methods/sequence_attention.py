@@ -24,7 +24,7 @@ from ..errors import ModelError
 from ..families.plan import TokenPlan
 from ..layout import Split
 from .hooks import Attention, split_heads
-from .override import QKV, Call
+from .override import QKV, AttentionCall
 from .ring_attention import RingAttention
 from .shards import Joint, KeysByFrame, Rows, Shards
 
@@ -58,7 +58,7 @@ class SequenceAttention(ABC):
         self._ring = RingAttention(comm, on_progress, kernels)
 
     @abstractmethod
-    def over_all_keys(self, call: Call, qkv: QKV, flag: Flag) -> torch.Tensor:
+    def over_all_keys(self, call: AttentionCall, qkv: QKV, flag: Flag) -> torch.Tensor:
         """3 x (B, h, g, D) -> (B, h, g, D): attend with the own heads to all keys of the sequence.
         Must decide on ``flag``, the ulysses group's wish to stop.
         """
@@ -92,7 +92,7 @@ class SequenceAttention(ABC):
             k_BHlD, v_BHlD = (t[:, :, more:] for t in (k_BHlD, v_BHlD))
         qkv_3BhgD, flag = self._heads_for_tokens((q_BHlD, k_BHlD, v_BHlD), split, joint)
         by_frame = None if rows.by_frame is None else self._whole_keys(rows, rows.by_frame, split)
-        call = Call(attention, kwargs, mask, split, own, joint, rows, before, by_frame)
+        call = AttentionCall(attention, kwargs, mask, split, own, joint, rows, before, by_frame)
         out_BhgD = self.over_all_keys(call, qkv_3BhgD, flag)
         out_BlHD = self._tokens_for_heads(out_BhgD, split, joint)
         return out_BlHD.transpose(1, 2) if skip_output_reshape else out_BlHD.flatten(2)

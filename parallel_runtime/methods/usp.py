@@ -28,8 +28,8 @@ from ..patches import Part
 from .blocks import blocks_of
 from .fit import require_fit
 from .hooks import TokenHooks
-from .method import ALONE, Facts, free_frames
-from .sequence_attention import QKV, Call, SequenceAttention, in_order
+from .method import ALONE, EvaluationFacts, free_frames
+from .sequence_attention import QKV, AttentionCall, SequenceAttention, in_order
 from .shards import Shards, part_of_mask, permute_mask
 
 EVERYTHING = slice(None)
@@ -100,9 +100,9 @@ class SequenceParallel:
         return self._comm.free_buffers(room)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EvaluationFacts:
         in_step = self._comm.in_step
-        return Facts("all" if in_step.is_even else "some", in_step.confirmed)
+        return EvaluationFacts("all" if in_step.is_even else "some", in_step.confirmed)
 
 
 class SequenceSharding(SequenceAttention):
@@ -122,7 +122,7 @@ class SequenceSharding(SequenceAttention):
     def acts_behind(self, path: str, block: int) -> bool:
         return True
 
-    def over_all_keys(self, call: Call, qkv: QKV, flag: Flag) -> torch.Tensor:
+    def over_all_keys(self, call: AttentionCall, qkv: QKV, flag: Flag) -> torch.Tensor:
         host_mask, mask, order = call.mask, None, call.host_order
         if host_mask is not None and (order is None or self._comm.ring.size > 1):
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
@@ -142,7 +142,9 @@ class SequenceSharding(SequenceAttention):
         out = call.compute(in_order(order, *qkv), mask)
         return out.index_select(2, to_device(order, out.device))
 
-    def _around_the_ring(self, call: Call, qkv: QKV, mask: torch.Tensor | None, flag: Flag) -> torch.Tensor:
+    def _around_the_ring(
+        self, call: AttentionCall, qkv: QKV, mask: torch.Tensor | None, flag: Flag
+    ) -> torch.Tensor:
         """Attend to every group's keys in turn. ``mask`` is in rank-major order."""
         ring, group, counts = self._comm.ring, self._comm.ulysses.size, call.joint.counts
         keys = [sum(counts[index * group : (index + 1) * group]) for index in range(ring.size)]

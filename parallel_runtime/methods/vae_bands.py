@@ -26,7 +26,7 @@ from ..comm.rows import RowExchange
 from ..errors import Refused
 from ..patches import Part
 from ..vae_modules import CHUNK_SIZE, IN_CHUNKS
-from .method import ALONE, Facts, free_frames
+from .method import ALONE, EvaluationFacts, free_frames
 from .vae_windows import NEEDED, Windows
 
 Own = Callable[..., torch.Tensor]
@@ -137,9 +137,9 @@ class BandsOfRows:
         return self._comm.free_buffers(room)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EvaluationFacts:
         in_step = self._comm.in_step
-        return Facts("all" if in_step.is_even else "some", in_step.confirmed)
+        return EvaluationFacts("all" if in_step.is_even else "some", in_step.confirmed)
 
     # -- in the VAE's modules
 

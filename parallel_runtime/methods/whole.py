@@ -16,7 +16,7 @@ from ..errors import LayoutError, Refused
 from ..families.plan import TokenPlan
 from ..layout import OF_A_GROUP, Layout, listed
 from ..patches import Part
-from .method import ALONE, Facts
+from .method import ALONE, EvaluationFacts
 
 
 class WholeForward:
@@ -73,7 +73,7 @@ class WholeForward:
             arguments = {**arguments, "control": moved}
         if self._is_tried:
             return forward(**arguments)
-        random, kept = random_state(device), kept_by(self._model)
+        random, kept = random_state(device), state_of(self._model)
         output = forward(**arguments)
         if not all(map(torch.equal, random_state(device), random)):
             raise on_one_gpu(self._model, "draws random numbers, which are others on each GPU")
@@ -88,8 +88,8 @@ class WholeForward:
         return self._comm.free_buffers(room)
 
     @property
-    def facts(self) -> Facts:
-        return Facts()
+    def facts(self) -> EvaluationFacts:
+        return EvaluationFacts()
 
 
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -109,17 +109,17 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *on_device]
 
 
-def kept_by(model: nn.Module) -> Kept:
+def state_of(model: nn.Module) -> Kept:
     """Return the submodules that every module has, and the attributes and buffers that modules of
     ComfyUI's models have. Those of layers are left out: what keeps weights changes them.
     """
     return {
-        path: {name: (value, *held_in(value)) for name, value in attributes_of(module).items()}
+        path: {name: (value, *held_in(value)) for name, value in state_attributes_of(module).items()}
         for path, module in model.named_modules()
     }
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
+def state_attributes_of(module: nn.Module) -> dict[str, Any]:
     is_of_model = type(module).__module__.startswith("comfy.ldm.")
     own = {**vars(module), **module._buffers} if is_of_model else {}
     return {**{name: value for name, value in own.items() if name not in OF_TORCH}, **module._modules}
@@ -138,7 +138,7 @@ def held_in(value: Any) -> tuple[Any, ...]:
 
 def changed_since(model: nn.Module, before: Kept) -> str:
     """Return the path of an attribute that is not what it was; empty where all are."""
-    for path, now in kept_by(model).items():  # a module stands before those that it has
+    for path, now in state_of(model).items():  # a module stands before those that it has
         for name in {**before[path], **now}:
             own, other = now.get(name, ()), before[path].get(name, ())
             if len(own) != len(other) or any(map(is_other, own, other)):

@@ -56,7 +56,7 @@ def run(channel: Channel) -> None:
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore
 
     from ..attention.kernels import TORCHS
-    from ..attention.trial import tried, usual
+    from ..attention.trial import tried_kernels, usual
     from ..comm.connections import try_connections
     from ..comm.mesh import connect
     from ..layout import Layout
@@ -105,7 +105,9 @@ def run(channel: Channel) -> None:
             speeds=start.speeds,
         )
         try_connections(mesh, start.machines)
-    kernels = tried(device) if layout.merges_parts else TORCHS  # elsewhere ComfyUI's own attention computes
+    kernels = (
+        tried_kernels(device) if layout.merges_parts else TORCHS
+    )  # elsewhere ComfyUI's own attention computes
     io = ArenaIO(arena, device)
     handler = RequestHandler(mesh, device, memory, io, start.machines, kernels, joining)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -14,7 +14,7 @@ from ...patches import Part
 TIMED = 5  # evaluations of each patch
 
 
-def seconds(times: Mapping[int, Sequence[Any]]) -> dict[int, float]:
+def block_seconds(times: Mapping[int, Sequence[Any]]) -> dict[int, float]:
     """Return what each block took. On CUDA, call it when the device has come so far."""
     ended = {block: both for block, both in times.items() if len(both) == 2}
     return {

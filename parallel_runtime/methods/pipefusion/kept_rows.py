@@ -36,20 +36,20 @@ class KeptRows:
     """
 
     def __init__(self, place: int, kept: Sequence[Sequence[Range]], fresh: Sequence[Sequence[Range]]):
-        computed = joined(one for ranges in fresh for one in ranges)
-        own, stale = joined(kept[place]), [[*left_of(joined(ranges), computed)] for ranges in kept]
-        self.tokens = count(own)
+        computed = union_of(one for ranges in fresh for one in ranges)
+        own, stale = union_of(kept[place]), [[*left_of(union_of(ranges), computed)] for ranges in kept]
+        self.tokens = tokens_in(own)
         self.stale = list(common(own, stale[place]))
-        self.fresh = [count(ranges) for ranges in fresh]
+        self.fresh = [tokens_in(ranges) for ranges in fresh]
         self.sent = [[*left, *ranges] for left, ranges in zip(stale, fresh, strict=True)]
         self.taken = [list(common(ranges, own)) for ranges in fresh]
 
 
-def count(ranges: Iterable[Range]) -> int:
+def tokens_in(ranges: Iterable[Range]) -> int:
     return sum(size for _, size in ranges)
 
 
-def joined(ranges: Iterable[Range]) -> list[Range]:
+def union_of(ranges: Iterable[Range]) -> list[Range]:
     """Return the same tokens in their order, in as few ranges as can be."""
     found: list[Range] = []
     for begin, size in sorted(one for one in ranges if one[1]):

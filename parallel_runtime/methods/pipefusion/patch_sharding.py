@@ -24,9 +24,9 @@ from ...families.plan import TokenPlan
 from ...patches import Patch
 from ...stages import Stage
 from ..method import Rank
-from ..sequence_attention import QKV, Call, SequenceAttention, in_order
+from ..sequence_attention import QKV, AttentionCall, SequenceAttention, in_order
 from ..shards import Joint, Rows, Shards, other_length, places_of
-from .kept_rows import KeptRows, Range, count
+from .kept_rows import KeptRows, Range, tokens_in
 from .kv_buffer import KVBuffers
 
 
@@ -90,7 +90,7 @@ class PatchSharding(SequenceAttention):
         whole.narrow(1, *rows.active[stream]).copy_(out_BlC if gathered is None else gathered)
         return whole
 
-    def over_all_keys(self, call: Call, qkv: QKV, flag: Flag) -> torch.Tensor:
+    def over_all_keys(self, call: AttentionCall, qkv: QKV, flag: Flag) -> torch.Tensor:
         """Attend to all keys as they were last seen."""
         if self._comm.ring.size == 1:
             self._decide(flag)
@@ -114,7 +114,7 @@ class PatchSharding(SequenceAttention):
 
     def _around_the_ring(
         self,
-        call: Call,
+        call: AttentionCall,
         rows: KeptRows,
         layer: int,
         q_BhgD: torch.Tensor,
@@ -122,7 +122,7 @@ class PatchSharding(SequenceAttention):
         flag: Flag,
     ) -> torch.Tensor:
         """Attend to what every place sends, and take out of it what this one keeps."""
-        own, sizes = self._comm.ring.index, [count(ranges) for ranges in rows.sent]
+        own, sizes = self._comm.ring.index, [tokens_in(ranges) for ranges in rows.sent]
         buffer = self._kv.update(layer, fresh_2BhgD, rows.taken[own], rows.tokens)
         stale = [buffer.narrow(3, here, size) for here, _, size in rows.stale]
         sent_2BhKD = torch.cat([*stale, fresh_2BhgD], 3) if stale else fresh_2BhgD
@@ -161,7 +161,7 @@ class PatchSharding(SequenceAttention):
 
         return rows.memoise(joint, ("kept",), make)
 
-    def _mask_of_own_queries(self, call: Call) -> torch.Tensor | None:
+    def _mask_of_own_queries(self, call: AttentionCall) -> torch.Tensor | None:
         mask, first = call.mask, self._comm.ring.index * self._comm.ulysses.size
         if mask is None:
             return None
@@ -179,7 +179,7 @@ class PatchSharding(SequenceAttention):
         self._rank.reserve(2 * like.shape[0] * like.shape[1] * kept * like.shape[3] * like.element_size())
 
 
-def mask_of_own_queries(mask: torch.Tensor, call: Call, ranks: range) -> torch.Tensor:
+def mask_of_own_queries(mask: torch.Tensor, call: AttentionCall, ranks: range) -> torch.Tensor:
     """Return the rows of a host mask ((L, L), (B, L, L), (B, 1 or H, 1 or L, L)) whose queries
     these ranks compute, for the own heads.
     """
@@ -190,7 +190,7 @@ def mask_of_own_queries(mask: torch.Tensor, call: Call, ranks: range) -> torch.T
     return mask
 
 
-def mask_of_keys(mask: torch.Tensor, ranges: Sequence[Range], call: Call) -> torch.Tensor:
+def mask_of_keys(mask: torch.Tensor, ranges: Sequence[Range], call: AttentionCall) -> torch.Tensor:
     """Return the columns of such a mask that are of these tokens. Raises ModelError if it is of
     another length.
     """

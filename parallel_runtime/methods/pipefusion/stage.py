@@ -24,11 +24,11 @@ from ...stages import Stage, require_blocks
 from ..blocks import blocks_of
 from ..fit import require_fit
 from ..hooks import TokenHooks
-from ..method import ALONE, Facts, Rank, free_frames
-from .clock import BlockClock, seconds
+from ..method import ALONE, EvaluationFacts, Rank, free_frames
+from .clock import BlockClock, block_seconds
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
-from .stage_hooks import StageHooks, leave_out
+from .stage_hooks import StageHooks, replace_by_stubs
 from .stage_messages import StageDone, StageMessages
 
 
@@ -50,7 +50,7 @@ class PipeFusion:
         clocked: bool = True,
         kernels: Kernels = TORCHS,
     ):
-        leave_out(model, plan, stage)
+        replace_by_stubs(model, plan, stage)
         blocks = [
             (index, container[place], place, group)
             for index, (container, place, group) in enumerate(blocks_of(model, plan))
@@ -157,12 +157,12 @@ class PipeFusion:
         self._messages.end_run()
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EvaluationFacts:
         in_step = self._comm.in_step
-        return Facts(
+        return EvaluationFacts(
             self._messages.done.progress if in_step.is_even else "some",
             in_step.confirmed,
-            partial(seconds, self._clock.times),
+            partial(block_seconds, self._clock.times),
             kept_bytes=self._kv.nbytes,
         )
 

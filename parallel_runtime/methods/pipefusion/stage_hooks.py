@@ -39,7 +39,7 @@ class Stub(nn.Module):
         return tuple(tokens) if len(tokens) > 1 else tokens[0]
 
 
-def leave_out(model: nn.Module, plan: TokenPlan, stage: Stage) -> None:
+def replace_by_stubs(model: nn.Module, plan: TokenPlan, stage: Stage) -> None:
     """Replace the blocks that are not the stage's by stubs; their weights are freed."""
     for index, (container, place, group) in enumerate(blocks_of(model, plan)):
         if not stage.holds(index) and not isinstance(container[place], Stub):
