@@ -37,11 +37,11 @@ from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_o
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.machine import Known, MachineBox, RankDevice, machine_box, over_machines
-from ..parallel_runtime.planner.measured import Speeds, keep_devices, read, read_devices, this_machine
+from ..parallel_runtime.planner.measured import Speeds, keep_devices, read_devices, read_speeds, this_machine
 from ..parallel_runtime.planner.prediction import Prediction
 from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
 from ..parallel_runtime.planner.warm_up import WarmUp, warm_up_of
-from ..parallel_runtime.planner.warm_up import read as read_warm_ups
+from ..parallel_runtime.planner.warm_up import read_warm_ups as read_warm_ups
 from ..parallel_runtime.planner.ways import Kept
 from ..pool.devices import Device, Placement, on_devices
 from ..pool.pool import WorkerPool
@@ -349,7 +349,7 @@ class Planning:
         own = len(placement.ranks_on("")) or 1
         if placement.machines not in ((), tuple(rank // own for rank in range(len(placement.devices)))):
             raise NotCounted("not as many devices of each machine are listed, ComfyUI's first")
-        speeds = read(self._speeds, this_machine())
+        speeds = read_speeds(self._speeds, this_machine())
         measured, alone = (speeds_for(speeds, family, how) for how in ("both", "on all cores"))
         staged = placement.backend == "gloo"
         here = machine_box(rank_devices(placement, room), staged=staged, measured=measured, alone=alone)

@@ -40,10 +40,10 @@ def main() -> None:
 
     sock = socket.socket(fileno=int(sys.argv[1]))
     if sys.argv[3:] == ["counter"]:
-        from pipemesh.parallel_runtime.planner.counting import run
+        from pipemesh.parallel_runtime.planner.counting import answer_all
         from pipemesh.parallel_runtime.wire.messages import ToCounter
 
-        run(Channel(sock, ToCounter))
+        answer_all(Channel(sock, ToCounter))
     elif sys.argv[3:] == ["trial"]:
         from pipemesh.parallel_runtime.wire.messages import ToTrial
         from pipemesh.pool.trial.trying import run

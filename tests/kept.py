@@ -56,8 +56,8 @@ LIFETIMES = {
         " opaque_attention operation tell_uncompiled words_of_class"
     ),
     "a count, in a process of its own": (
-        "DeviceCounts.moved Memory._known,_storages QuickFakeMode._returned"
-        " Recorder.attended,before,tokens,told kind_of"
+        "DeviceCounts.moved CountedMemory._known,_storages QuickFakeMode._returned"
+        " Recorder.attended,before,tokens,told operation_kind"
     ),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipemesh.parallel_runtime.planner.box import Box, Device, Level
+from pipemesh.parallel_runtime.planner.box import Box, DeviceSpeeds, Level
 from pipemesh.parallel_runtime.planner.whole import Activations, Attended, Shareable, Whole
 
 SAVED = Path(__file__).parent / "saved" / "counts.json"
@@ -63,7 +63,7 @@ def box(
     fields; ``more`` of the box's.
     """
     speeds = {"matmul_flops_per_s": flops, "attention_flops_per_s": flops, "memory_bytes_per_s": 1e15}
-    one = Device(name="d", memory_bytes=memory, **{**speeds, **device})
+    one = DeviceSpeeds(name="d", memory_bytes=memory, **{**speeds, **device})
     ports = Level(ranks=1, bytes_per_s=port, latency_s=latency)
     return Box(
         name="box",

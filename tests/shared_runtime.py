@@ -14,7 +14,7 @@ from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.counts import Counts, nobody
+from pipemesh.parallel_runtime.planner.counts import Counts, count_nothing
 from pipemesh.pool.devices import place
 from pipemesh.pool.trial.host_trials import HostTrials, Verdicts
 
@@ -48,7 +48,7 @@ class SharedRuntime:
         self.choices = []
         self.wait = Begun()
         self.trials = no_trials()
-        self.planning = Planning(StepTimes(first_step=self.wait.came), Counts(nobody))
+        self.planning = Planning(StepTimes(first_step=self.wait.came), Counts(count_nothing))
 
     def plan(self, model, choice, asked, to_come=None):
         self.wait.begin()

@@ -9,7 +9,7 @@ from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.described import tensors_of as tensors_in
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.counts import Counts, NotCounted, nobody
+from pipemesh.parallel_runtime.planner.counts import Counts, NotCounted, count_nothing
 
 from .queues import Workflow, in_line, seeds_of, to_come, unload_all_models
 from .test_ahead import Ahead, assert_alike, stocks
@@ -71,7 +71,7 @@ def test_what_waits_is_forgotten_when_a_run_of_another_layout_is_planned_behind_
     assert ours.ahead._kept
     with ours.line._at("another", Workflow().graph(13), "1"):
         ours.line.now = replace(ours.line.now, others=())
-        made = Planning(StepTimes(), Counts(nobody), ahead=ours.ahead)
+        made = Planning(StepTimes(), Counts(count_nothing), ahead=ours.ahead)
         assert made.choose(ours.stock.model, OPEN, refused, ()).why == "not counted"
     assert not ours.ahead._kept and ours.images == (0, 1)
 

@@ -38,15 +38,15 @@ from pipemesh.parallel_runtime.planner.counts import (
     Counts,
     NotCounted,
     as_stored,
-    nobody,
-    rounded,
+    count_nothing,
+    with_rounded_text,
 )
 from pipemesh.parallel_runtime.planner.dry_device import DeviceCounts, computing_dry
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
-from pipemesh.parallel_runtime.planner.twin import described
+from pipemesh.parallel_runtime.planner.twin import model_description
 from pipemesh.parallel_runtime.wire.channel import Channel
 from pipemesh.pool.counter import Counter, CountingProcess
 from pipemesh.pool.devices import Device, Placement
@@ -99,9 +99,9 @@ def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch, mod
             generate_freq_grid_np(*size)
         raise RuntimeError("made")
 
-    monkeypatch.setattr(counting, "count", remembers)
+    monkeypatch.setattr(counting, "count_evaluation", remembers)
     with pytest.raises(NotCounted, match="made"):
-        whole_of(described(model, PROMPT, SHAPE))
+        whole_of(model_description(model, PROMPT, SHAPE))
     assert type(generate_freq_grid_np(*size)) is torch.Tensor
 
 
@@ -121,7 +121,7 @@ def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(count
 
 
 def test_another_process_counts_as_this_one_would(counter, model):
-    asked = described(model, PROMPT, SHAPE)
+    asked = model_description(model, PROMPT, SHAPE)
     there, here = counter.begin(asked).result(DEADLINE_S), whole_of(asked)
     for name in ("flops", "activations.peak_bytes", "tokens", "attended"):
         assert attrgetter(name)(there) == attrgetter(name)(here)
@@ -129,7 +129,7 @@ def test_another_process_counts_as_this_one_would(counter, model):
 
 @pytest.mark.parametrize("kind", ["SD15", "SDXL"])
 def test_a_unet_is_one_block_that_no_rank_shares(kind):
-    whole = whole_of(described(unet(kind).model, PROMPT, (1, 4, 8, 8)))
+    whole = whole_of(model_description(unet(kind).model, PROMPT, (1, 4, 8, 8)))
     assert (len(whole.block_flops), whole.attended_by_block) == (1, [[]])
     assert whole.block_flops[0] > 0
     layouts = [row.layout for row in plan(Job(whole=whole, branches=2), box(2), sizes=(2,)).rows]
@@ -145,9 +145,13 @@ def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
 
 def test_texts_of_nearly_the_same_length_are_counted_as_one():
     for tokens in (13, 64):
-        assert rounded({"cross_attn": torch.zeros(1, tokens, 64)})["cross_attn"].shape == (1, 64, 64)
+        assert with_rounded_text({"cross_attn": torch.zeros(1, tokens, 64)})["cross_attn"].shape == (
+            1,
+            64,
+            64,
+        )
     masked = {**PROMPT, "attention_mask": torch.ones(1, 13)}
-    assert rounded(masked) is masked, "its mask has as many"
+    assert with_rounded_text(masked) is masked, "its mask has as many"
 
 
 @pytest.mark.parametrize("family", SAMPLES)
@@ -155,14 +159,14 @@ def test_what_a_prompt_of_any_family_brings_can_be_described(family, model):
     shape = SAMPLES[family].latents["even"]
     # Or of several together
     extras = SAMPLES[family].extras(torch.zeros(shape if isinstance(shape[0], int) else shape[0]))
-    described(model, {**PROMPT, **extras}, SHAPE)
+    model_description(model, {**PROMPT, **extras}, SHAPE)
 
 
 def test_what_is_no_plain_data_is_not_counted_and_named(model):
     with pytest.raises(NotCounted, match=r"cannot be described: cond/theirs is a builtins\.object"):
-        Counts(nobody).of(model, [{**PROMPT, "theirs": object()}], SHAPE)
+        Counts(count_nothing).of(model, [{**PROMPT, "theirs": object()}], SHAPE)
     with pytest.raises(NotCounted, match="Unplanned has no token plan"):
-        Counts(nobody).of(without_plan(stock_model(5)).model, [PROMPT], SHAPE)
+        Counts(count_nothing).of(without_plan(stock_model(5)).model, [PROMPT], SHAPE)
 
 
 # -- how often
@@ -180,7 +184,7 @@ def test_an_evaluation_is_counted_once_for_each_size_class_and_configuration(mod
     for shape in (SHAPE, SHAPE, (1, 16, 8, 10)):
         assert known.of(model, [PROMPT], shape).flops == FLUX.flops
     assert len(begun) == 2 == len({*begun})
-    assert described(other, PROMPT, SHAPE) != described(stock_model(5).model, PROMPT, SHAPE)
+    assert model_description(other, PROMPT, SHAPE) != model_description(stock_model(5).model, PROMPT, SHAPE)
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -444,9 +448,9 @@ def test_memory_that_runs_out_in_the_process_is_an_answer(monkeypatch, model):
     def full(*_, **_more):
         raise MemoryError
 
-    monkeypatch.setattr(counting, "count", full)
+    monkeypatch.setattr(counting, "count_evaluation", full)
     with pytest.raises(NotCounted, match="does not run: MemoryError"):
-        whole_of(described(model, PROMPT, SHAPE))
+        whole_of(model_description(model, PROMPT, SHAPE))
 
 
 def test_one_process_counts_all_and_ends_when_nobody_asks(faked):

@@ -29,7 +29,7 @@ from pipemesh.parallel_runtime.families.every import SAMPLES
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
-from pipemesh.parallel_runtime.planner.counts import Counts, nobody
+from pipemesh.parallel_runtime.planner.counts import Counts, count_nothing
 from pipemesh.parallel_runtime.planner.keeping import Keeping
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.pool.devices import Device, place
@@ -235,7 +235,7 @@ def test_parts_of_weights_and_what_is_not_counted_are_reasons():
         held = {"model": SimpleNamespace(weights=Keeping(kept))}
         pool = SimpleNamespace(facts=SimpleNamespace(speeds=()))
         sessions = SimpleNamespace(live=SimpleNamespace(models=held, pool=pool), layout=PAIR)
-        return Beside(sessions, None, Counts(nobody)).why_not_alone("model", sampled, 1)
+        return Beside(sessions, None, Counts(count_nothing)).why_not_alone("model", sampled, 1)
 
     assert why("sharded") == "each worker has a part of its weights"
     assert why() == "what it takes is not known (nothing counts here)"

@@ -4,7 +4,7 @@ import pytest
 from pipemesh.lab.bench.plan import Timed
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.measured import VERSION, Speeds, read, this_machine, write
+from pipemesh.parallel_runtime.planner.measured import VERSION, Speeds, read_speeds, this_machine, write
 from pipemesh.parallel_runtime.planner.prediction import predict
 
 from .planned import attention_alone, counts
@@ -26,15 +26,15 @@ def test_a_box_of_measured_speeds_takes_the_measured_times():
 
 def test_the_file_is_for_one_machine_and_one_version(tmp_path):
     file = tmp_path / "cache" / "speeds.json"
-    assert read(file, "a") == {}
+    assert read_speeds(file, "a") == {}
     write(file, "a", {"model": SPEEDS})
-    assert read(file, "a") == {"model": SPEEDS}
-    assert read(file, "b") == {}
+    assert read_speeds(file, "a") == {"model": SPEEDS}
+    assert read_speeds(file, "b") == {}
     file.write_text(file.read_text().replace(f'"version": {VERSION}', f'"version": {VERSION - 1}'))
-    assert read(file, "a") == {}
+    assert read_speeds(file, "a") == {}
     for broken in ("", "[]", f'{{"version": {VERSION}, "machine": "a", "speeds": {{"model": {{}}}}}}'):
         file.write_text(broken)
-        assert read(file, "a") == {}
+        assert read_speeds(file, "a") == {}
 
 
 def test_speeds_of_another_torch_or_of_other_cores_are_not_this_machines(monkeypatch):

@@ -25,7 +25,7 @@ from pipemesh.parallel_runtime.layout import Layout, Split
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.balance import StageBalance
-from pipemesh.parallel_runtime.planner.counts import Counts, nobody
+from pipemesh.parallel_runtime.planner.counts import Counts, count_nothing
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, WeightsWish
 from pipemesh.parallel_runtime.planner.machine import RankDevice, machine_box
@@ -226,13 +226,13 @@ def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp
         SimpleNamespace(device_name="Strange GPU", flops_per_s=1e14),
     ]
     file = tmp_path / "speeds.json"
-    chooser = Planning(StepTimes(), Counts(nobody), file)
+    chooser = Planning(StepTimes(), Counts(count_nothing), file)
     chooser.keep_speeds(SimpleNamespace(ready=ready))
     assert chooser.with_speeds(pair) == pair, "another speed would be another pool"
-    later = Planning(StepTimes(), Counts(nobody), file)
+    later = Planning(StepTimes(), Counts(count_nothing), file)
     assert place(Layout(ulysses=2), "auto", "auto", later.with_speeds(pair)).speeds == (100, 50)
     later.keep_speeds(SimpleNamespace(ready=[SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=3e14)]))
-    assert Planning(StepTimes(), Counts(nobody), file).with_speeds(pair) == later.with_speeds(pair), (
+    assert Planning(StepTimes(), Counts(count_nothing), file).with_speeds(pair) == later.with_speeds(pair), (
         "they stay, and so does the image"
     )
     timed = [

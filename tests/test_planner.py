@@ -12,7 +12,7 @@ from pipemesh.parallel_runtime.attention.merging import Partial
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.box import Cache, Level, Message
+from pipemesh.parallel_runtime.planner.box import Cache, Level, SentBytes
 from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan, sizes_of, with_running
 from pipemesh.parallel_runtime.planner.cost import (
     MERGE_BYTES,
@@ -47,13 +47,13 @@ def of(layout: Layout, a_box, job: Job = JOB):
 def test_all_messages_between_two_groups_share_the_way_between_them():
     levels = (Level(ranks=2, bytes_per_s=5, latency_s=3),)
     two = box(4, port=10, latency=1, levels=levels)
-    assert two.seconds([Message(0, 1, 20)]) == pytest.approx(1 + 2)
+    assert two.seconds([SentBytes(0, 1, 20)]) == pytest.approx(1 + 2)
     # Each way has its own bandwidth
-    assert two.seconds([Message(0, 1, 20), Message(1, 0, 20)]) == pytest.approx(1 + 2)
-    assert two.seconds([Message(0, 2, 20)]) == pytest.approx(3 + 4)
-    assert two.seconds([Message(0, 2, 20), Message(1, 3, 20)]) == pytest.approx(3 + 8)
-    assert two.seconds([Message(0, 2, 20), Message(2, 0, 20)]) == pytest.approx(3 + 4)
-    assert two.seconds([Message(1, 1, 20)]) == two.seconds([]) == 0
+    assert two.seconds([SentBytes(0, 1, 20), SentBytes(1, 0, 20)]) == pytest.approx(1 + 2)
+    assert two.seconds([SentBytes(0, 2, 20)]) == pytest.approx(3 + 4)
+    assert two.seconds([SentBytes(0, 2, 20), SentBytes(1, 3, 20)]) == pytest.approx(3 + 8)
+    assert two.seconds([SentBytes(0, 2, 20), SentBytes(2, 0, 20)]) == pytest.approx(3 + 4)
+    assert two.seconds([SentBytes(1, 1, 20)]) == two.seconds([]) == 0
 
 
 @settings(deadline=None)

@@ -45,14 +45,14 @@ from pipemesh.parallel_runtime.planner.machine import (
     PLAIN_GPU,
     MachineBox,
     RankDevice,
-    kind_of,
     machine_box,
     over_machines,
+    published_name,
 )
 from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
 from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
 from pipemesh.parallel_runtime.planner.published import published_box
-from pipemesh.parallel_runtime.planner.warm_up import FOLDER, digest_of
+from pipemesh.parallel_runtime.planner.warm_up import FOLDER, file_digest
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.pool.devices import Device, Placement, place
@@ -220,7 +220,7 @@ def test_a_warm_up_lasts_as_long_as_the_models_blocks_were_measured_to_need_it(s
     assert by_rule.warm_up.evaluations == 2 and "the first 2 are whole (warm-up): one in 20" in plan_text(
         plan_figures(by_rule)
     )
-    stored = tmp_path / FOLDER / f"model-{digest_of(tmp_path / 'model.safetensors')}-euler-20.json"
+    stored = tmp_path / FOLDER / f"model-{file_digest(tmp_path / 'model.safetensors')}-euler-20.json"
     stored.parent.mkdir()
     stored.write_text(json.dumps({"warm_up": 4, "evaluations": 20}))
     measured = chosen()
@@ -347,7 +347,7 @@ def test_a_restart_may_be_asked_about_while_a_sampling_is_planned():
     ],
 )
 def test_a_gpu_has_the_published_figures_of_its_name(title, kind):
-    assert kind_of(title) == kind
+    assert published_name(title) == kind
 
 
 def test_how_the_speeds_of_a_box_are_known_is_said():

@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE
-from pipemesh.parallel_runtime.planner.keeping import ModelBytes, bytes_of
+from pipemesh.parallel_runtime.planner.keeping import ModelBytes, module_bytes
 from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.weights.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of
 from pipemesh.parallel_runtime.weights.placeholder import Placeholder
@@ -298,7 +298,7 @@ ONE_LARGE_LAYER = "ideogram4-9.3b"  # which needs its weights while it computes
 def test_the_ranks_of_a_sequence_hold_little_more_than_one_released_model(name):
     """Tables of positions and of tokens are in the machine's memory, which all of them map."""
     model = empty_model(*RELEASED[name], torch.bfloat16, torch.device("meta")).diffusion_model
-    size, whole = ModelBytes.of(model), bytes_of(model)
+    size, whole = ModelBytes.of(model), module_bytes(model)
     assert size.sharded(1, 1) + size.aside == size.whole(1) == whole
     above = [ranks for ranks in (2, 3, 4, 8) if ranks * size.sharded(1, ranks, True) > 1.15 * whole]
     assert above == ([8] if name == ONE_LARGE_LAYER else [])
@@ -355,7 +355,7 @@ def test_large_tensors_that_no_layer_has_stay_in_main_memory_and_change_no_bit(m
     weights.turns.attach()
     assert torch.equal(model(numbers), before)
     assert weights.nbytes < sum(tensor.nbytes for tensor in kept.values())
-    whole = bytes_of(model)
+    whole = module_bytes(model)
     assert all(one.nbytes >= LEAST_BYTES and one.nbytes * OF_MODEL > whole for one in kept.values())
 
 

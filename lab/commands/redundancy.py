@@ -23,7 +23,7 @@ from ...launcher.cache import cache_folder
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.methods.blocks import blocks_of
-from ...parallel_runtime.planner.warm_up import FOLDER, digest_of
+from ...parallel_runtime.planner.warm_up import FOLDER, file_digest
 from ..demo_nodes.captions import conditioning
 from ..pictures.files import ASSETS, MODEL
 from ..pictures.scenes import scenes_by_chance
@@ -248,7 +248,7 @@ def store(found: Redundancy, file: Path, options: argparse.Namespace) -> Path:
     """
     folder = cache_folder(os.environ) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    stored = folder / f"{file.stem}-{digest_of(file)}-{options.sampler}-{options.steps}.json"
+    stored = folder / f"{file.stem}-{file_digest(file)}-{options.sampler}-{options.steps}.json"
     heat_map(found).save(stored.with_suffix(".png"))
     about = {
         "model": file.name,

@@ -26,8 +26,8 @@ from ...parallel_runtime.planner.dry_device import (
     Driver,
     aten,
     computing_dry,
+    fake_tensors_of,
     is_on_device,
-    tensors_of,
 )
 
 PACK = Path(__file__).resolve().parent.parent.parent
@@ -82,7 +82,7 @@ class WatchedDevice(DeviceCounts):
             self.by_rows[rows_of(func._overloadpacket, args)] += self.flops - before
         elif func.namespace == "c10d":
             self.note_message(func, args)
-        for tensor in tensors_of(made) if is_pinned else ():
+        for tensor in fake_tensors_of(made) if is_pinned else ():
             storage = tensor.untyped_storage()
             key = storage._cdata
             self._pinned[key] = weakref.ref(storage, lambda _, key=key: self._pinned.pop(key))

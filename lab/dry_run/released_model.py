@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...parallel_runtime.families import plan_for
 from ...parallel_runtime.families.sample import Extent, Released, Sample
 from ...parallel_runtime.planner.dry_device import DEVICE, DeviceCounts, computing_dry, is_on_device
-from ...parallel_runtime.planner.dry_run import count
-from ...parallel_runtime.planner.host_call import called_with, conds_of, forget_tensors
+from ...parallel_runtime.planner.dry_run import count_evaluation
+from ...parallel_runtime.planner.host_call import called_with, forget_tensors, transformer_conds
 from ...parallel_runtime.planner.quick_fake import QuickFakeMode
 from ...parallel_runtime.planner.whole import Whole
 
@@ -42,7 +42,9 @@ class DryModel:
 
     def whole(self) -> Whole:
         """Run the model on one device as ComfyUI does."""
-        return count(self.model, self.plan, self.arguments, self.mode, chosen=1 / self.released.cut.experts)
+        return count_evaluation(
+            self.model, self.plan, self.arguments, self.mode, chosen=1 / self.released.cut.experts
+        )
 
 
 def on_device(model: Any) -> Any:
@@ -92,5 +94,5 @@ def arguments_of(
             "pooled_output": torch.zeros(1, released.size.pooled_dim),
             **extras(torch.zeros(shapes[0])),
         }
-        conds = conds_of(model, prompt, shapes, at)
+        conds = transformer_conds(model, prompt, shapes, at)
     return called_with(model, conds, shapes, device)

@@ -24,7 +24,7 @@ from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceParallel
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.cost import costs_of, launches_of
-from ...parallel_runtime.planner.dry_run import count
+from ...parallel_runtime.planner.dry_run import count_evaluation
 from ...parallel_runtime.planner.host_call import kernels_that_count
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.machine import RankDevice, machine_box
@@ -195,7 +195,7 @@ def whole_of(released: Released) -> Whole:
     """Count the model, as the planner does."""
     with kernels_that_count() as attention:
         dry = DryModel(RELEASED[MODEL][0], released)
-        return count(dry.model, dry.plan, dry.arguments, dry.mode, attention)
+        return count_evaluation(dry.model, dry.plan, dry.arguments, dry.mode, attention)
 
 
 def line_of(layout: Layout, taken: Taken, whole: Whole | None) -> Line:

@@ -40,7 +40,7 @@ from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.families import FILES
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.measured import read, this_machine
+from pipemesh.parallel_runtime.planner.measured import read_speeds, this_machine
 from pipemesh.tests.conftest import ALL
 from pipemesh.tests.models import evaluate
 from pipemesh.tests.planned import attention_alone
@@ -265,7 +265,7 @@ def test_the_plan_bench_keeps_speeds_of_one_rank_of_two_and_of_one_on_all_cores(
         "largest_error",
         "regret",
     } <= figures
-    kept = read(tmp_path / "speeds.json", this_machine())
+    kept = read_speeds(tmp_path / "speeds.json", this_machine())
     assert {name.partition(" ")[2] for name in kept} == {*plan.KEPT} and len(kept) == len(
         plan.KEPT
     ) * plan.FAMILIES

@@ -9,7 +9,7 @@ from pipemesh.lab.commands import redundancy
 from pipemesh.lab.commands.redundancy import Redundancy
 from pipemesh.lab.pictures.files import ASSETS, MODEL
 from pipemesh.launcher.errors import LaunchError
-from pipemesh.parallel_runtime.planner.warm_up import MeasuredWarmUp, digest_of, read, warm_up_of
+from pipemesh.parallel_runtime.planner.warm_up import MeasuredWarmUp, file_digest, read_warm_ups, warm_up_of
 from safetensors.torch import save_file
 
 
@@ -49,16 +49,16 @@ def test_what_was_stored_of_a_model_is_found_by_its_content_wherever_its_file_li
         Redundancy({"one": [0.4, 0.1]}), file, redundancy.parse([str(file), "--steps", "3"])
     )
     file.rename(moved)
-    assert read(stored.parent, str(moved)) == [MeasuredWarmUp(2, 3)]
+    assert read_warm_ups(stored.parent, str(moved)) == [MeasuredWarmUp(2, 3)]
     assert (
-        read(stored.parent, str(other))
-        == read(stored.parent, "")
-        == read(tmp_path / "nowhere", str(moved))
+        read_warm_ups(stored.parent, str(other))
+        == read_warm_ups(stored.parent, "")
+        == read_warm_ups(tmp_path / "nowhere", str(moved))
         == []
     )
     stored.write_text("{}")
-    assert read(stored.parent, str(moved)) == []
-    assert digest_of(other) != digest_of(moved)
+    assert read_warm_ups(stored.parent, str(moved)) == []
+    assert file_digest(other) != file_digest(moved)
 
 
 def test_each_block_of_the_trained_model_has_a_change_for_every_evaluation_but_the_first():

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import OutOfMemory, RunCancelled
 from ..layout import Layout
 from ..planner.counts import Counts, NotCounted
-from ..planner.keeping import LEFT_FREE, gib
+from ..planner.keeping import LEFT_FREE, as_gib
 from ..planner.prediction import beside_bytes
 from .residency import Residency
 from .session import Sessions
@@ -75,7 +75,9 @@ class Beside:
             return f"what it takes is not known ({error})"
         free = session.pool.memory[0].free
         return (
-            f"one worker would need {gib(needed)} for it, and {gib(free)} are free" if needed > free else ""
+            f"one worker would need {as_gib(needed)} for it, and {as_gib(free)} are free"
+            if needed > free
+            else ""
         )
 
     def leave_more(self, model: str) -> bool:
@@ -96,8 +98,8 @@ class Beside:
             self.had_room(model)  # the next prompt may be another
             raise OutOfMemory(
                 f"The weights were loaded anew {reloads} times, and an evaluation has still too little memory"
-                f" with {gib(int(leaves))} left free on each device: make the image or the batch smaller, add"
-                " devices, or free memory."
+                f" with {as_gib(int(leaves))} left free on each device: make the image or the batch smaller,"
+                " add devices, or free memory."
             )
         step = max(LEFT_FREE, leaves // 4)
         if leaves + step <= self._more.get(model, 0):  # that was asked for, and brought no more

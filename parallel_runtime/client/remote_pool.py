@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection
 
 from ..planner.balance import StageBalance
-from ..planner.counts import Counts, nobody
+from ..planner.counts import Counts, count_nothing
 from ..weights.weight_patches import Digests
 from .alone import Admission
 from .beside import Beside
@@ -43,7 +43,7 @@ class RemotePool:
         balance = StageBalance()
         self.residency = Residency(self.sessions, self.runs, balance)
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
-        self.beside = Beside(self.sessions, self.residency, counts or Counts(nobody))
+        self.beside = Beside(self.sessions, self.residency, counts or Counts(count_nothing))
         self.digests = Digests()  # of LoRAs under hooks
 
     @property

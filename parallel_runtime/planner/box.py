@@ -27,7 +27,7 @@ class Cache(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceSpeeds:
     """Speeds as achieved on a model's blocks, not peaks. ``launch_s``: what a CPU takes to start a
     kernel while the device computes. ``beside_s``: of a block beside what it computes,
     where nothing is started ahead. ``merge_bytes_per_s`` of what the parts of a ring's attention
@@ -73,7 +73,7 @@ class Level:
     latency_s: float
 
 
-class Message(NamedTuple):
+class SentBytes(NamedTuple):
     source: int
     target: int
     nbytes: float
@@ -90,7 +90,7 @@ class Box:
     """
 
     name: str
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceSpeeds, ...]
     levels: tuple[Level, ...]
     host_bytes_per_s: float
     hop_s: float
@@ -118,7 +118,7 @@ class Box:
             few, less_s = more, more_s
         return less_s
 
-    def seconds(self, messages: Iterable[Message], least_s: float = 0.0) -> float:
+    def seconds(self, messages: Iterable[SentBytes], least_s: float = 0.0) -> float:
         """Return how long it takes until all of ``messages``, sent at once, have arrived: the
         fullest way decides. ``least_s``: their latency where that is more than the ways'.
         """

@@ -9,7 +9,7 @@ from ..layout import Layout, layouts_of
 from ..texts import Text
 from .box import Box
 from .job import Job
-from .keeping import gib
+from .keeping import as_gib
 from .prediction import Prediction, bytes_needed, predict
 
 EACH = 8  # devices, up to which every number of them is tried
@@ -170,7 +170,7 @@ def reason(
 ) -> Text | None:
     """Return why a layout is not the chosen one; None where it is."""
     if one is None:
-        return Text("lost_memory", tuple(map(gib, bytes_needed(job, layout, box))))
+        return Text("lost_memory", tuple(map(as_gib, bytes_needed(job, layout, box))))
     if one is chosen:
         return None
     if layout.is_approximate and not allows_approximate:

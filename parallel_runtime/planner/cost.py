@@ -24,7 +24,7 @@ from ..comm.shares import group_speeds, relative, shares_of, stage_speeds
 from ..layout import Layout
 from ..stages import share_out
 from . import messages
-from .box import TILE, Box, Device, Message
+from .box import TILE, Box, DeviceSpeeds, SentBytes
 from .job import Job
 from .messages import SharedAttention
 from .ways import Kept
@@ -122,7 +122,7 @@ class Costs:
         moving = self._moving_s(device, number, part)
         return around + max(matmul, read) + attention + moving + number * device.beside_s
 
-    def _attention_s(self, device: Device, rank: int, one: SharedAttention, share: float) -> float:
+    def _attention_s(self, device: DeviceSpeeds, rank: int, one: SharedAttention, share: float) -> float:
         """Return the seconds of a rank's part of one attention, of ``share`` of all tokens to all
         of them.
         """
@@ -131,7 +131,7 @@ class Costs:
         seconds = part * attended.flops * heads / attended.heads / device.attention_flops_per_s
         return seconds / device.busy(part * attended.tokens * heads / TILE)
 
-    def _moving_s(self, device: Device, blocks: int, part: float) -> float:
+    def _moving_s(self, device: DeviceSpeeds, blocks: int, part: float) -> float:
         """Return the seconds of kernels beside products and attentions, for ``part`` of all rows.
         Each block is taken to have as many.
         """
@@ -244,8 +244,8 @@ def latent_s(costs: Costs) -> tuple[float, float]:
     """
     layout, box, nbytes = costs.layout, costs.box, costs.job.whole.activations.out_bytes
     far = [rank for rank in range(layout.world_size) if box.spans((0, rank))]
-    there = {(rank // layout.group_size, rank // box.machine): Message(0, rank, nbytes) for rank in far}
-    back = [Message(rank, 0, nbytes) for rank in far if layout.writes(rank)]
+    there = {(rank // layout.group_size, rank // box.machine): SentBytes(0, rank, nbytes) for rank in far}
+    back = [SentBytes(rank, 0, nbytes) for rank in far if layout.writes(rank)]
     return box.seconds(there.values()), box.seconds(back)
 
 
@@ -254,10 +254,10 @@ def costs_of(job: Job, layout: Layout, box: Box, kept: Kept = "whole") -> Costs:
     own = box.first(layout.world_size)
     speeds = relative([device.matmul_flops_per_s for device in own.devices])
     apart = kept == "sharded" or own.spans(range(layout.world_size))
-    return Costs(job=job, layout=joined(job, layout, speeds, apart), box=own, speeds=speeds)
+    return Costs(job=job, layout=joined_layout(job, layout, speeds, apart), box=own, speeds=speeds)
 
 
-def joined(job: Job, layout: Layout, speeds: Sequence[int], apart: bool = False) -> Layout:
+def joined_layout(job: Job, layout: Layout, speeds: Sequence[int], apart: bool = False) -> Layout:
     """Return a layout's ranks with as many groups to a sequence as a run of the job joins. Groups
     that share weights out or are on several machines stay ``apart``, and those of a forward that
     cannot be cut.

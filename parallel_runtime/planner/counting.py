@@ -13,14 +13,14 @@ from ..wire.messages import Count, Counted, CountLike, Uncounted
 from ..wire.tree import decode_plain
 from .counts import NotCounted
 from .dry_device import DEVICE, DeviceCounts, computing_dry
-from .dry_run import count
-from .host_call import called_with, conds_of, forget_tensors, kernels_that_count
+from .dry_run import count_evaluation
+from .host_call import called_with, forget_tensors, kernels_that_count, transformer_conds
 from .quick_fake import QuickFakeMode
 from .twin import rebuilt
 from .whole import Whole
 
 
-def run(channel: Channel) -> None:
+def answer_all(channel: Channel) -> None:
     """Answer what ComfyUI's process asks until it closes the channel."""
     torch.set_num_threads(1)  # nothing is computed here
     try:
@@ -32,12 +32,12 @@ def run(channel: Channel) -> None:
         while True:
             asked, _ = channel.receive()
             assert isinstance(asked, Count)
-            channel.send(answer(asked))
+            channel.send(answer_count(asked))
     except ChannelClosed:
         return
 
 
-def answer(asked: Count) -> Counted | Uncounted:
+def answer_count(asked: Count) -> Counted | Uncounted:
     try:
         return Counted(whole=msgspec.msgpack.encode(whole_of(asked.described)))
     except NotCounted as error:
@@ -53,11 +53,11 @@ def whole_of(described: bytes) -> Whole:
         with kernels_that_count() as attention:
             with computing_dry(mode, DeviceCounts()):
                 twin = rebuilt(described, torch.bfloat16, DEVICE)
-                conds = conds_of(twin.model, twin.cond, [twin.shape], DEVICE)
+                conds = transformer_conds(twin.model, twin.cond, [twin.shape], DEVICE)
                 arguments = called_with(twin.model, conds, [twin.shape], DEVICE)
             plan = plan_or_whole(type(twin.model.diffusion_model))
             assert plan is not None, "the UI asks for models that have one"
-            return count(twin.model, plan, arguments, mode, attention=attention)
+            return count_evaluation(twin.model, plan, arguments, mode, attention=attention)
     # Whatever a model does with tensors that have no content, its run goes on without counts
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -19,7 +19,7 @@ from ..errors import RunCancelled
 from ..families import plan_or_whole
 from ..weights.quantised import stored_bytes
 from ..wire.tree import NotPlain
-from .twin import described
+from .twin import model_description
 from .whole import Shareable, Whole
 
 TEXT = 64  # tokens by which texts are counted
@@ -45,7 +45,7 @@ class CounterLost(NotCounted):
     """The process that counts was lost, or took too long: another time it may not be."""
 
 
-# Begins to count what ``twin.described`` describes; the future may raise NotCounted
+# Begins to count what ``twin.model_description`` describes; the future may raise NotCounted
 Begin = Callable[[bytes], "Future[Whole]"]
 
 
@@ -94,7 +94,7 @@ class Counts:
         if any(group.branch for group in plan.blocks):
             raise NotCounted(f"the blocks of {type(model.diffusion_model).__name__} are called twice")
         try:
-            asked = described(model, rounded(longest(conds)), (1, *shape[1:]))
+            asked = model_description(model, with_rounded_text(longest(conds)), (1, *shape[1:]))
         except NotPlain as error:
             raise NotCounted(f"its twin without weights cannot be described: {error}") from None
         patience_s = min(WHILE_UP_S, self._patience_s) if is_up else self._patience_s
@@ -127,7 +127,7 @@ def is_lost(future: Future[Whole]) -> bool:
     return future.done() and isinstance(future.exception(), CounterLost)
 
 
-def nobody(asked: bytes) -> Future[Whole]:
+def count_nothing(asked: bytes) -> Future[Whole]:
     """Count nothing: of pools that nobody has given a process that counts."""
     future: Future[Whole] = Future()
     future.set_exception(NotCounted("nothing counts here"))
@@ -156,7 +156,7 @@ def longest(conds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     )
 
 
-def rounded(cond: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_rounded_text(cond: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a cond with a few tokens more of text, so that most prompts are counted as one."""
     text = cond.get("cross_attn")
     if not isinstance(text, torch.Tensor) or text.dim() != 3 or "attention_mask" in cond:

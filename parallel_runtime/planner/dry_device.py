@@ -33,7 +33,7 @@ FUSED = {aten.rms_norm.default}  # operations of torch's that are one kernel the
 UNREAD = {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}  # they write their first argument alone
 
 
-class Memory:
+class CountedMemory:
     """The memory of tensors that were made on the device: ``live`` bytes now, ``peak`` at most."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class DeviceCounts(TorchDispatchMode):
         self.chosen = 1.0
         self.flops = self.launches = self.spared = 0
         self.moved: Counter[int] = Counter()
-        self.memory = Memory()
+        self.memory = CountedMemory()
 
     @classmethod
     # Nothing is compiled here, and asking takes longer than most operations
@@ -133,7 +133,7 @@ class DeviceCounts(TorchDispatchMode):
             nbytes = moved_bytes(func, args, made)
             self.moved[nbytes] += 1
         self.launches += nbytes > 0
-        for leaf in tensors_of(made):
+        for leaf in fake_tensors_of(made):
             self.memory.hold(leaf)
         return made
 
@@ -161,7 +161,7 @@ class DeviceCounts(TorchDispatchMode):
         return found
 
 
-def tensors_of(made: Any) -> list[FakeTensor]:
+def fake_tensors_of(made: Any) -> list[FakeTensor]:
     """Return the tensors without content among what an operation returned."""
     leaves = (made,) if isinstance(made, torch.Tensor) else tree_leaves(made)
     return [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]

@@ -25,7 +25,7 @@ from .quick_fake import QuickFakeMode
 from .whole import Activations, Attended, Shareable, Whole
 
 
-def count(
+def count_evaluation(
     model: Any,
     plan: TokenPlan,
     arguments: dict[str, Any],

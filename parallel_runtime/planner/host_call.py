@@ -50,7 +50,7 @@ def forget_tensors() -> None:
                     value.cache_clear()
 
 
-def conds_of(
+def transformer_conds(
     model: Any, prompt: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
 ) -> dict[str, Any]:
     """Return what ComfyUI makes of a prompt for the transformer."""
@@ -74,7 +74,9 @@ def packed(shapes: Sequence[tuple[int, ...]], device: torch.device) -> torch.Ten
 def called_with(
     model: Any, conds: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
 ) -> dict[str, Any]:
-    """Return the arguments with which ComfyUI calls the transformer for ``conds_of`` a prompt."""
+    """Return the arguments with which ComfyUI calls the transformer for the ``transformer_conds``
+    of a prompt.
+    """
     latent = packed(shapes, device)
     conds = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), dict(conds))
     found: dict[str, Any] = {}

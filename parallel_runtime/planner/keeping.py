@@ -51,12 +51,12 @@ class ModelBytes:
         assert plan is not None
         in_blocks = tuple(f"{group.path}." for group in plan.blocks)
         containers = [diffusion_model.get_submodule(group.path) for group in plan.blocks]
-        blocks = sum(map(bytes_of, containers))
+        blocks = sum(map(module_bytes, containers))
         layers = shared_layers(diffusion_model)
         shared_blocks = sum(layer.nbytes for layer in layers if layer.path.startswith(in_blocks))
         sharing = Sharing.of([layer.nbytes for layer in layers], 0)
         together = [sum(layer.nbytes for layer in some) for some in gathered_together(layers)]
-        around = bytes_of(diffusion_model) - blocks
+        around = module_bytes(diffusion_model) - blocks
         return cls(
             around=around,
             blocks=blocks,
@@ -212,14 +212,14 @@ class WeightsWish:
                     most = max(way.nbytes for way in ways)
                     return Keeping(
                         ways[0].kept,
-                        f"each rank needs {gib(needed)}, and {gib(room)} {where}",
+                        f"each rank needs {as_gib(needed)}, and {as_gib(room)} {where}",
                         most,
                         room - needed + left,
                         ways[0].by_layer,
                     )
         return Keeping(
             "offloaded",
-            f"each rank needs {gib(needed)} of weights, and {gib(room)} are free",
+            f"each rank needs {as_gib(needed)} of weights, and {as_gib(room)} are free",
             int(max(0, min(alone))),
             left,
         )
@@ -228,9 +228,9 @@ class WeightsWish:
 WHOLE = WeightsWish("whole", ModelBytes())
 
 
-def bytes_of(module: torch.nn.Module) -> int:
+def module_bytes(module: torch.nn.Module) -> int:
     return stored_bytes([*module.parameters(), *module.buffers()])
 
 
-def gib(nbytes: float) -> str:
+def as_gib(nbytes: float) -> str:
     return f"{max(0, nbytes) / 2**30:.1f} GiB"

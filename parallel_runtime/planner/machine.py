@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .box import Box, Device, Level
+from .box import Box, DeviceSpeeds, Level
 from .cost import MERGE_BYTES, UNFUSED_MERGE_BYTES
 from .measured import Speeds
 from .published import GIGA, MICRO, TERA, box_of, device, figures, links, network_of, slowest_link
@@ -60,7 +60,7 @@ def machine_box(
     """
     if seen[0].cores:
         return cpu_box(seen, measured, alone)
-    kinds = [kind_of(one.title) for one in seen]
+    kinds = [published_name(one.title) for one in seen]
     unknown = sorted({one.title for one, kind in zip(seen, kinds, strict=True) if not kind})
     kinds = [PLAIN_GPU] * len(seen) if unknown else kinds  # else speeds of some would be taken for known
     counted = Counter(kinds)
@@ -98,7 +98,7 @@ def over_machines(here: MachineBox, devices: int) -> MachineBox:
     return replace(here, box=whole, said=said)
 
 
-def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tuple[Device, ...]:
+def as_measured(devices: tuple[DeviceSpeeds, ...], flops_per_s: Sequence[float]) -> tuple[DeviceSpeeds, ...]:
     """Return the devices with speeds in the proportion that was measured, the fastest as it was; as
     they are where one was not measured.
     """
@@ -113,7 +113,7 @@ def as_measured(devices: tuple[Device, ...], flops_per_s: Sequence[float]) -> tu
     return tuple(made)
 
 
-def kind_of(title: str) -> str:
+def published_name(title: str) -> str:
     """Return a GPU's name in the published figures; empty where it is not among them."""
     for kind in figures()["devices"]:
         words = r"\W*".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", kind))
@@ -124,7 +124,7 @@ def kind_of(title: str) -> str:
 
 def speed_of(title: str) -> float:
     """Return the FLOPs per second of a GPU by published figures; 0 where there are none."""
-    kind = kind_of(title)
+    kind = published_name(title)
     return device(kind).matmul_flops_per_s if kind else 0.0
 
 
@@ -140,7 +140,7 @@ def cpu_box(seen: Sequence[RankDevice], measured: Speeds | None, alone: Speeds |
     figure = figures()["cpu"]
     moved = figure["memory_gb_per_s"] * GIGA
     devices = tuple(
-        Device(
+        DeviceSpeeds(
             name="CPU",
             matmul_flops_per_s=(speed := figure["gflops_per_core"] * one.cores * GIGA),
             attention_flops_per_s=speed,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .box import Box, Device, Level
+from .box import Box, DeviceSpeeds, Level
 from .whole import ITEM_BYTES
 
 VERSION = 4  # of the file: another one is measured anew
@@ -41,7 +41,7 @@ class Speeds:
 
     def box(self, ranks: int, item_bytes: int) -> Box:
         """Return so many ranks that send elements of ``item_bytes``; counts are of bf16."""
-        device = Device(
+        device = DeviceSpeeds(
             name="here",
             matmul_flops_per_s=self.matmul,
             attention_flops_per_s=self.attention,
@@ -94,7 +94,7 @@ def keep_devices(file: Path, found: Mapping[str, float]) -> None:
         replace_with(file, {**stored(file), torch.__version__: {**found, **known}})
 
 
-def read(file: Path, machine: str) -> dict[str, Speeds]:
+def read_speeds(file: Path, machine: str) -> dict[str, Speeds]:
     """Return the speeds that were measured on this machine, by model and ranks; empty where none
     were, or by another version.
     """

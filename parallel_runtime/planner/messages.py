@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..comm.shares import shares_of
 from ..layout import Layout, Split
-from .box import Message
+from .box import SentBytes
 from .whole import ITEM_BYTES, Attended
 
 
@@ -72,24 +72,24 @@ class SharedAttention:
         """The elements of the fullest rank's output."""
         return max(max(part.groups) * max(part.heads) for part in self.parts) * self.attended.head_dim
 
-    def heads_for_tokens(self) -> Iterator[Message]:
+    def heads_for_tokens(self) -> Iterator[SentBytes]:
         """q, k and v of the own tokens for each other rank's heads: 3 l h D."""
         for rank, other in self._pairs():
-            yield Message(rank, other, 3 * self._nbytes(self.tokens[rank] * self.heads[other]))
+            yield SentBytes(rank, other, 3 * self._nbytes(self.tokens[rank] * self.heads[other]))
 
-    def tokens_for_heads(self) -> Iterator[Message]:
+    def tokens_for_heads(self) -> Iterator[SentBytes]:
         """The own heads' output for each other rank's tokens: l h D."""
         for rank, other in self._pairs():
-            yield Message(rank, other, self._nbytes(self.tokens[other] * self.heads[rank]))
+            yield SentBytes(rank, other, self._nbytes(self.tokens[other] * self.heads[rank]))
 
-    def ring_step(self) -> Iterator[Message]:
+    def ring_step(self) -> Iterator[SentBytes]:
         """Keys and values of one group for the next rank of the ring: 2 g h D."""
         layout = self.layout
         for rank in range(layout.world_size):
             ring = layout.group("ring", rank)
             following = ring[(layout.coordinates(rank)["ring"] + 1) % layout.ring]
             largest = max(self.parts[rank // layout.sequence_size].groups)
-            yield Message(rank, following, 2 * self._nbytes(largest * self.heads[rank]))
+            yield SentBytes(rank, following, 2 * self._nbytes(largest * self.heads[rank]))
 
     @cached_property
     def exchanged_bytes(self) -> Counter[int]:
@@ -117,18 +117,18 @@ class SharedAttention:
         return rows * self.attended.head_dim * ITEM_BYTES
 
 
-def stage_step(layout: Layout, nbytes: float) -> Iterator[Message]:
+def stage_step(layout: Layout, nbytes: float) -> Iterator[SentBytes]:
     """Hidden rows for the next stage: each rank of a stage sends its part."""
     for rank in range(layout.world_size):
         stage, stages = layout.stage(rank), layout.of_stages(rank)
         if stage + 1 < layout.stages:
-            yield Message(rank, stages[stage + 1], nbytes / layout.sequence_size)
+            yield SentBytes(rank, stages[stage + 1], nbytes / layout.sequence_size)
 
 
-def weights_step(layout: Layout, nbytes: float) -> Iterator[Message]:
+def weights_step(layout: Layout, nbytes: float) -> Iterator[SentBytes]:
     """A block of ``nbytes`` from equal parts: each rank of a sequence sends its own to the
     others.
     """
     for rank in range(layout.world_size):
         for other in layout.sequence(rank):
-            yield Message(rank, other, nbytes / layout.sequence_size)
+            yield SentBytes(rank, other, nbytes / layout.sequence_size)

@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..weights.shared_layers import Sharing
 from . import messages
 from .box import Box
-from .cost import NOWHERE, Blocks, Costs, costs_of, joined, latent_s, starting_s
+from .cost import NOWHERE, Blocks, Costs, costs_of, joined_layout, latent_s, starting_s
 from .job import Job
 from .ways import Kept
 from .whole import Whole
@@ -236,7 +236,10 @@ def beside_bytes(whole: Whole, layout: Layout, branches: int, batch: int, speeds
     """
     job, own = Job(whole=whole, branches=branches, batch=batch), tuple(speeds)
     # Groups of sharded weights stay apart
-    ways = [Costs(job=job, layout=one, box=NOWHERE, speeds=own) for one in (layout, joined(job, layout, own))]
+    ways = [
+        Costs(job=job, layout=one, box=NOWHERE, speeds=own)
+        for one in (layout, joined_layout(job, layout, own))
+    ]
     return FRAGMENTS + max(
         costs.activation_bytes(blocks, forwards)
         for costs in ways

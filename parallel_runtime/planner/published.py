@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LayoutError
-from .box import Box, Cache, Device, Level
+from .box import Box, Cache, DeviceSpeeds, Level
 
 FILE = Path(__file__).with_name("published.json")
 DEVICES = r"\d+x\w+(?:\+\d+x\w+)*"
@@ -58,7 +58,9 @@ def published_box(name: str) -> Box:
     return replace(made, levels=(*made.levels, network_of(count, int(network))), machine=count)
 
 
-def box_of(name: str, devices: tuple[Device, ...], figure: Mapping[str, Any], levels: list[Level]) -> Box:
+def box_of(
+    name: str, devices: tuple[DeviceSpeeds, ...], figure: Mapping[str, Any], levels: list[Level]
+) -> Box:
     """Return a machine of these devices. ``figure``: of their links."""
     known = figures()
     return Box(
@@ -84,12 +86,12 @@ def slowest_link(kinds: Sequence[str]) -> dict[str, Any]:
     return shared
 
 
-def device(kind: str) -> Device:
+def device(kind: str) -> DeviceSpeeds:
     known = figures()
     figure = known["devices"][kind]
     speed = TERA * known["matmul"].get(kind, figure["bf16_tflops"] * known["achieved"]["fraction"])
     memory = figure["memory_gb_per_s"] * GIGA * known["memory"]["fraction"]
-    return Device(
+    return DeviceSpeeds(
         name=kind,
         matmul_flops_per_s=speed,
         attention_flops_per_s=(

@@ -19,11 +19,11 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.lay
 Kind = Literal["new", "view", "same"]
 
 
-class Unlike(Exception):
+class Unpredictable(Exception):
     """An argument that tells more than its type and size."""
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What of a tensor without content can differ from another."""
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Form(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: FakeTensor) -> Form:
+    def of(cls, tensor: FakeTensor) -> TensorForm:
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
@@ -64,30 +64,30 @@ class QuickFakeMode(FakeTensorMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kind, given = kind_of(func), kwargs or {}
+        kind, given = operation_kind(func), kwargs or {}
         if kind is None:
             return self.dispatch(func, types, args, given)
         try:
-            key = (func, described(args), described(tuple(given.items())))
-        except Unlike:
+            key = (func, result_depends_on(args), result_depends_on(tuple(given.items())))
+        except Unpredictable:
             return self.dispatch(func, types, args, given)
         if key not in self._returned:
             made = self.dispatch(func, types, args, given)
             try:
-                self._returned[key] = form_of(kind, made, args)
-            except Unlike:
-                self._returned[key] = Unlike
+                self._returned[key] = result_form(kind, made, args)
+            except Unpredictable:
+                self._returned[key] = Unpredictable
             return made
         known = self._returned[key]
-        if known is Unlike:
+        if known is Unpredictable:
             return self.dispatch(func, types, args, given)
         return args[0] if kind == "same" else self._made(known, args[0] if kind == "view" else None)
 
     def _made(self, known: Any, base: FakeTensor | None) -> Any:
         """What was returned, anew: tensors of their own, or views of ``base``."""
-        if isinstance(known, (tuple, list)) and not isinstance(known, Form):
+        if isinstance(known, (tuple, list)) and not isinstance(known, TensorForm):
             return type(known)(self._made(one, base) for one in known)
-        if not isinstance(known, Form):
+        if not isinstance(known, TensorForm):
             return known
         with in_kernel_invocation_manager(self):
             if base is None:
@@ -99,7 +99,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 @cache
-def kind_of(func: Any) -> Kind | None:
+def operation_kind(func: Any) -> Kind | None:
     """Whether an operation makes tensors, returns views of its first argument, or that argument.
     None where it acts on anything else.
     """
@@ -114,29 +114,29 @@ def kind_of(func: Any) -> Kind | None:
     )
 
 
-def described(value: Any) -> Any:
+def result_depends_on(value: Any) -> Any:
     """All that the result of an operation can depend on. Raises Unlike where that is not known."""
     if isinstance(value, FakeTensor):
         if value.constant is not None:
-            raise Unlike
-        return Form.of(value)
+            raise Unpredictable
+        return TensorForm.of(value)
     if isinstance(value, (tuple, list)):
-        return tuple(map(described, value))
+        return tuple(map(result_depends_on, value))
     if isinstance(value, PLAIN):
         return type(value), value
-    raise Unlike
+    raise Unpredictable
 
 
-def form_of(kind: Kind, made: Any, args: Sequence[Any]) -> Any:
+def result_form(kind: Kind, made: Any, args: Sequence[Any]) -> Any:
     """What to remember of an operation's result. Raises Unlike where it is not as its kind says."""
     if isinstance(made, (list, tuple)):
-        found = [form_of(kind, one, args) for one in made]
+        found = [result_form(kind, one, args) for one in made]
         return found if isinstance(made, list) else tuple(found)
     if isinstance(made, PLAIN):
         return made
     if not isinstance(made, FakeTensor) or made.constant is not None:
-        raise Unlike
-    form, storage, first = Form.of(made), made.untyped_storage(), args[0] if args else None
+        raise Unpredictable
+    form, storage, first = TensorForm.of(made), made.untyped_storage(), args[0] if args else None
     if kind == "same":
         is_as_said = made is first
     elif kind == "view":
@@ -146,5 +146,5 @@ def form_of(kind: Kind, made: Any, args: Sequence[Any]) -> Any:
         extent = 1 + sum(ends) if made.numel() else 0
         is_as_said = form.offset == 0 and storage.nbytes() == extent * form.dtype.itemsize
     if not is_as_said:
-        raise Unlike
+        raise Unpredictable
     return form

@@ -22,7 +22,7 @@ OBJECTS = ("comfy.clip_vision.Output", "types.SimpleNamespace")
 
 
 class Twin(NamedTuple):
-    """What ``described`` describes. ``cond``: what it brings to the model."""
+    """What ``model_description`` describes. ``cond``: what it brings to the model."""
 
     model: Any
     cond: dict[str, Any]
@@ -33,7 +33,7 @@ class OtherClass(Exception):
     """A configuration makes a transformer of another class than the MODEL's."""
 
 
-def described(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> bytes:
+def model_description(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> bytes:
     """In the UI: describe a BaseModel, what a cond brings to it, and a latent of ``shape``. Equal
     for what costs the same. Raises NotPlain.
     """
@@ -56,8 +56,8 @@ def described(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> by
 
 
 def rebuilt(data: bytes, dtype: torch.dtype, device: torch.device) -> Twin:
-    """In the process that counts: the inverse of ``described``, with weights in ``dtype``. Call it
-    where tensors have no content. Raises OtherClass.
+    """In the process that counts: the inverse of ``model_description``, with weights in ``dtype``.
+    Call it where tensors have no content. Raises OtherClass.
     """
     import comfy.supported_models
 
@@ -68,7 +68,7 @@ def rebuilt(data: bytes, dtype: torch.dtype, device: torch.device) -> Twin:
     model = config.get_model({}, "", device=device)
     if class_of(model) != tree["class"]:
         raise OtherClass(f"it is a {tree['class']}, and its configuration makes a {class_of(model)}")
-    return Twin(model, {name: restored(value) for name, value in tree["cond"].items()}, tuple(tree["shape"]))
+    return Twin(model, {name: unplain(value) for name, value in tree["cond"].items()}, tuple(tree["shape"]))
 
 
 def class_of(model: Any) -> str:
@@ -86,13 +86,13 @@ def plain(value: Any) -> Any:
     return {name: plain(one) for name, one in value.items()} if type(value) is dict else value
 
 
-def restored(value: Any) -> Any:
+def unplain(value: Any) -> Any:
     """Return the inverse of ``plain``."""
     if isinstance(value, (list, tuple)):
-        return type(value)(map(restored, value))
+        return type(value)(map(unplain, value))
     if not isinstance(value, dict):
         return value
-    attributes = {name: restored(one) for name, one in value.items()}
+    attributes = {name: unplain(one) for name, one in value.items()}
     name = next(iter(value), "")
     if len(value) > 1 or name not in OBJECTS:
         return attributes

@@ -51,19 +51,19 @@ def warm_up_of(found: Sequence[MeasuredWarmUp], evaluations: int) -> WarmUp:
     )
 
 
-def read(folder: Path, file: str) -> list[MeasuredWarmUp]:
+def read_warm_ups(folder: Path, file: str) -> list[MeasuredWarmUp]:
     """Return what was measured of the model in ``file``, under all samplers and numbers of steps.
     Empty where nothing was, and without a file.
     """
     try:
-        stored = sorted(folder.glob(f"*-{digest_of(Path(file))}-*.json"))
+        stored = sorted(folder.glob(f"*-{file_digest(Path(file))}-*.json"))
         found = [json.loads(one.read_text(encoding="utf-8")) for one in stored]
         return [MeasuredWarmUp(int(one["warm_up"]), int(one["evaluations"])) for one in found]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def digest_of(file: Path) -> str:
+def file_digest(file: Path) -> str:
     """Tell models apart by the size of their file and by parts of it: it is not read whole."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
