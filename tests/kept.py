@@ -47,12 +47,13 @@ LIFETIMES = {
         " StopFlag._later Trail._places"
     ),
     "ComfyUI or a worker": (
-        "Auto._others Beside._more,reloads Counts._begun Evaluations._failed,_looked_at"
+        "Auto._others Beside._enough,_more,reloads Counts._begun Evaluations._failed,_looked_at"
         " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
         " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
         " Runs._open,_sums,checks,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
         " Sessions.at_close"
-        " StageBalance._measured,_seconds*,_wanted Switch._last _tell_of_sage alike cut_latent figures"
+        " StageBalance._measured,_seconds*,_wanted Switch._last TooLarge._failed _tell_of_sage alike cut_latent"
+        " figures"
         " opaque_attention operation tell_uncompiled words_of_class"
     ),
     "a count, in a process of its own": (

@@ -244,7 +244,7 @@ def needing(monkeypatch, pool, nbytes):
     """What an evaluation needs, by the pixels of its latent."""
     monkeypatch.setattr(beside, "beside_bytes", lambda whole, *_: nbytes(whole))
     monkeypatch.setattr(
-        pool.beside, "_counts", SimpleNamespace(of=lambda model, cond, shape, _: shape[-1] * shape[-2])
+        pool.beside, "_counts", SimpleNamespace(of=lambda model, cond, shape, *_: shape[-1] * shape[-2])
     )
     pool.beside._more.clear()
     release_all(pool)

@@ -211,9 +211,11 @@ def test_a_long_work_shows_a_page_how_far_it_is_once_its_steps_were_counted(stoc
 
 
 def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_pool_goes_on(
-    stock, client, caplog
+    stock, client, caplog, requests
 ):
-    """Ranks may not map what the arena has grown by."""
+    """Ranks may not map what the arena has grown by. The next such picture is taken in tiles, and
+    no rank fails.
+    """
     vae, latent = parallel(stock["image"], client), noise(1, 16, 8, 6)
     truth = vae.decode(latent)
     pool, tiles = client.session.pool, []
@@ -222,6 +224,9 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_same_po
         vae.decode(noise(1, 16, 512, 512))
     assert tiles == [(1, 16, 512, 512)]
     assert any(re.search(r"Rank \d on cpu ran out of memory while computing", one) for one in caplog.messages)
+    requests.clear()
+    vae.decode(noise(1, 16, 512, 512))
+    assert len(tiles) == 2 and not requests["Forward"]
     low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks could not map it
     assert torch.equal(vae.decode(latent), truth) and client.session.pool is pool
     pool.arena.give(low, 8 << 20)

@@ -9,32 +9,69 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..errors import OutOfMemory, RunCancelled
 from ..layout import Layout
 from ..planner.counts import Counts, NotCounted
-from ..planner.keeping import LEFT_FREE, as_gib
+from ..planner.keeping import LEFT_FREE, are_cpus, as_gib
 from ..planner.prediction import beside_bytes
 from .residency import Residency
-from .session import Sessions
+from .runs import tell
+from .session import Resident, Sessions
+from .too_large import TooLarge
 
 log = logging.getLogger("pipemesh")
 MOST_RELOADS = 3  # of a model for one evaluation: each may take a minute
+SLACK = 0.9  # a count may be a little too high
+MOST = 1.25  # times its count: what failed with more free failed for another reason
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sampled:
-    """What is about to be sampled: a latent of ``shape`` (B, C, ...) by ComfyUI's ``conds``."""
+    """What is about to be sampled: a latent of ``shape`` (B, C, ...) by ComfyUI's ``conds``.
+
+    ``elements``: in each channel of the largest latent that room was asked for; 0 before the first
+    evaluation. ``needed``: bytes by the count of the evaluation at hand, 0 once that was computed.
+    """
 
     model: weakref.ref[Any]
     shape: tuple[int, ...]
     conds: Mapping[str, Sequence[Mapping[str, Any]]]
+    elements: int = 0
+    needed: int = 0
+
+    def begin(self, latent: Sequence[int]) -> tuple[bool, Sampled]:
+        """Notes that room is asked for an evaluation of a ``latent`` of that shape, larger than
+        those before. Returns whether it is the first, and what it samples.
+        """
+        is_first, self.elements = not self.elements, math.prod(latent[2:])
+        shape = self.shape if is_first else (*self.shape[:2], *latent[2:])
+        return is_first, replace(self, shape=shape, needed=0)
+
+
+class Enough(NamedTuple):
+    """Of what an evaluation is counted to need, the ``part`` that must be free for it to be sent.
+    ``failed``: the largest part with which one ran out of memory.
+    """
+
+    part: float = SLACK
+    failed: float = 0.0
+
+    def ran(self, part: float) -> Enough:
+        """Returns what is enough after an evaluation that ran with so much free."""
+        failed = self.failed if self.failed < part else 0.0
+        between = (failed + part) / 2 if failed else SLACK * part
+        return Enough(max(SLACK * part, between), failed) if part < self.part else self
+
+    def lacked(self, part: float) -> Enough:
+        """Returns what is enough after one that ran out of memory with so much free."""
+        return Enough(max(self.part, part / SLACK), max(self.failed, part)) if 0 < part < MOST else self
 
 
 class Beside:
-    """Knows it for the models of one pool."""
+    """Knows it for the models of one pool. ``too_large``: of pictures, what had no room there."""
 
     def __init__(self, sessions: Sessions, residency: Residency, counts: Counts):
         self._sessions = sessions
@@ -42,13 +79,15 @@ class Beside:
         self._counts = counts
         self._more: dict[str, int] = {}  # of each model, for as long as ComfyUI runs
         self.reloads: Counter[str] = Counter()  # of each model since an evaluation had room
+        self._enough: dict[str, Enough] = {}  # of each model, likewise
+        self.too_large = TooLarge(sessions)
 
     def left_free(self, model: str, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
         needed = 0
         if sampled is not None:
             try:
-                needed = self._needed(model, sampled)
+                needed = int(self._needed(model, sampled) * max(1.0, self._enough_of(model).part))
             except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
                 log.info(
                     "[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.",
@@ -80,18 +119,76 @@ class Beside:
             else ""
         )
 
+    # -- before an evaluation is sent
+
+    def short(self, model: str, sampled: Sampled, *, measures: bool) -> tuple[int, ...]:
+        """Returns the ranks that have less free than an evaluation is counted to need. None are
+        where that is not counted yet, nor on CPUs, whose main memory has other uses for what looks
+        taken. ``measures``: ranks do so anew, as ComfyUI may have loaded other models on its own
+        GPU since they answered last. That frees what they keep of a run.
+        """
+        session = self._sessions.live
+        if session is None or model not in session.models or are_cpus(session.pool.facts.names):
+            return ()
+        try:
+            needed = self._needed(model, sampled, waits=False)
+        except (NotCounted, RunCancelled):
+            return ()
+        if measures:
+            tell(session, model, ())
+        room, enough = session.room, self._enough_of(model).part * needed
+        sampled.needed = needed
+        short = tuple(rank for rank, there in enumerate(room) if there < enough)
+        if short:
+            log.info(
+                "[PipeMesh] An evaluation needs %s on each device beside the weights, as counted, and %s are"
+                " free on %s: other memory is freed before it is sent.",
+                as_gib(needed),
+                as_gib(min(room)),
+                ", ".join(session.pool.facts.names[rank] for rank in short),
+            )
+        return short
+
+    def load_anew(self, model: str) -> bool:
+        """Releases a model whose weights may leave more free, for them to be loaded anew beside
+        what is counted. Returns False if they could not leave more.
+        """
+        if self._reloadable(model) is None:
+            return False
+        self._residency.release(model)
+        return True
+
+    def had_room(self, model: str, sampled: Sampled | None = None) -> None:
+        """Notes that an evaluation was computed, or that no further one is tried."""
+        self.reloads.pop(model, None)
+        if part := self._free_part(sampled):
+            self._enough[model] = self._enough_of(model).ran(part)
+
+    def lacked_room(self, model: str, sampled: Sampled | None) -> None:
+        """Notes that ranks ran out of memory in an evaluation."""
+        self._enough[model] = self._enough_of(model).lacked(self._free_part(sampled))
+
+    def _enough_of(self, model: str) -> Enough:
+        return self._enough.get(model, Enough())
+
+    def _free_part(self, sampled: Sampled | None) -> float:
+        """Returns the part of what an evaluation is counted to need that is free, if room was just
+        asked for it; 0 for later ones, and if it was not counted.
+        """
+        if sampled is None or not sampled.needed or (session := self._sessions.latest) is None:
+            return 0.0
+        needed, sampled.needed = sampled.needed, 0
+        return min(session.room) / needed
+
+    # -- after ranks ran out of memory
+
     def leave_more(self, model: str) -> bool:
         """Releases a model whose weights left too little free, so that they are loaded anew and
         leave more: half as much again in the second of ``MOST_RELOADS``, twice as much in the
         third. Returns False if they would leave no more. Raises OutOfMemory after the last.
         """
-        session = self._sessions.live
-        held = session.models.get(model) if session is not None else None
-        if (
-            held is None
-            or math.isinf(held.weights.leaves)
-            or (held.weights.kept == "offloaded" and not held.weights.budget)
-        ):
+        held = self._reloadable(model)
+        if held is None:
             return False
         reloads, leaves = self.reloads[model], held.weights.leaves
         if reloads == MOST_RELOADS:
@@ -109,21 +206,34 @@ class Beside:
         self._residency.release(model)
         return True
 
-    def had_room(self, model: str) -> None:
-        """Notes that an evaluation was computed, or that no further one is tried."""
-        self.reloads.pop(model, None)
+    def _reloadable(self, model: str) -> Resident | None:
+        """Returns what is known of a model if ranks hold it, and would leave more free of it if it
+        was loaded anew.
+        """
+        session = self._sessions.live
+        held = session.models.get(model) if session is not None else None
+        if (
+            held is None
+            or math.isinf(held.weights.leaves)
+            or (held.weights.kept == "offloaded" and not held.weights.budget)
+        ):
+            return None
+        return held
 
-    def _needed(self, name: str, sampled: Sampled, rows: int = 0) -> int:
+    # -- by its count
+
+    def _needed(self, name: str, sampled: Sampled, rows: int = 0, *, waits: bool = True) -> int:
         """Returns what each rank needs, or one rank for so many ``rows`` by itself, in fp32.
         Weights that are loaded can be sampled with while that is counted; those that are not would
-        be loaded twice. Raises NotCounted, RunCancelled.
+        be loaded twice. Nobody ``waits`` for a count that the image does not depend on. Raises
+        NotCounted, RunCancelled.
         """
         session = self._sessions.live
         is_up = session is not None and name in session.models
         model, conds = sampled.model(), [one for several in sampled.conds.values() for one in several]
         if model is None or not conds:
             raise NotCounted("nothing is sampled")
-        whole = self._counts.of(model, conds, sampled.shape, is_up)
+        whole = self._counts.of(model, conds, sampled.shape, is_up, waits)
         if rows:
             wider = max(1, 4 // model.get_dtype_inference().itemsize)
             layer = 4 * max((one.numel() for one in model.diffusion_model.parameters()), default=0)

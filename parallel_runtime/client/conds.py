@@ -22,10 +22,13 @@ WithRoom = Callable[[Any, Callable[[], list[Any]]], list[Any]]
 
 
 class Given(NamedTuple):
-    """A sampler, and the names of the ``transformer_options`` with which it was called."""
+    """A sampler, the names of the ``transformer_options`` with which it was called, and the guider
+    that called it.
+    """
 
     sampler: Any
     options: frozenset[str]
+    guider: Any = None
 
 
 class Conds:
@@ -60,7 +63,7 @@ class Conds:
         self._is_known = not has_foreign_code(sampler, guider, model_options) and is_hosts_own(
             guider.model_patcher.model
         )
-        self.given = Given(sampler, frozenset(names))
+        self.given = Given(sampler, frozenset(names), guider)
         try:
             yield
         finally:

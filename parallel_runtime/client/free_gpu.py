@@ -32,11 +32,12 @@ def unload_unused(guider: Any, *, is_known: bool) -> bool:
     device, remote = patcher.load_device, getattr(patcher, "remote", None)
     if device.type != "cuda" or remote is None or not remote.holds_ui_device or not is_known:
         return False
-    before = free_on(device)
     used = list(used_by(guider))
-    mm.free_memory(
-        ALL_OF_IT, device, [held for held in mm.current_loaded_models if is_one_of(held.model, used)]
-    )
+    stays = [held for held in mm.current_loaded_models if is_one_of(held.model, used)]
+    if all(held in stays or held.device != device for held in mm.current_loaded_models):
+        return False
+    before = free_on(device)
+    mm.free_memory(ALL_OF_IT, device, stays)
     mm.soft_empty_cache()
     freed = free_on(device) - before
     if freed > 0:

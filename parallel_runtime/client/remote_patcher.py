@@ -7,9 +7,9 @@ guider or wrapper that calls the model calls the right forward.
 
 from __future__ import annotations
 
-import logging
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,19 +50,17 @@ from .in_pool import InPool
 from .instead import Instead, take_place
 from .interrupt import interrupted, interrupting
 from .patch_backend import PipelineBackend
-from .patched_weights import drop_sets
 from .patching import Patching
 from .patchwise import SAMPLING, Patchwise
 from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward, set_later
 from .remote_pool import RemotePool
 from .residency import load_of, require_states
+from .room import find_room, require_more_room
 from .rows_apart import RowsApart
 from .separable import WRAPPER_KEY
 from .wait import waited_for
 from .windows import windows_of
-
-log = logging.getLogger("pipemesh")
 
 
 class RemotePatcher(Instead, InPool, ModelPatcher):
@@ -235,7 +233,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
     def sample_call(self, arguments: dict[str, Any]) -> Any:
         """Returns the output of one evaluation, computed in the pool."""
         assert self.in_block is not None  # what is sampled was loaded
-        options = arguments.get("transformer_options", {})
+        options, latent = arguments.get("transformer_options", {}), next(iter(arguments.values()))
         branch = Branch.of(options)
         crossing = crossing_options(options, self.in_block, partial(set_later, self))
         sent = {**arguments, "transformer_options": crossing}
@@ -248,42 +246,38 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
             lambda: self.remote.sampling.output_of(
                 SampleCall(sent, replace(branch, weights=self.patches_id))
             ),
+            (latent[0] if isinstance(latent, list) else latent).shape,
         )
 
 
 @interrupting
-def with_room(patcher: RemotePatcher, compute: Callable[[], Any]) -> Any:
+def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequence[int] = ()) -> Any:
     """Returns what ``compute`` returns: outputs of evaluations. Brings the pool up first where it
     failed, was closed or serves another clone, and again with more memory left free where an
-    evaluation needs that.
+    evaluation needs that. ``latent``: the shape of its first latent, to ask for room; empty if that
+    was done.
     """
-    remote, runs = patcher.remote, patcher.remote.pool.runs
+    remote, runs, unloads = patcher.remote, patcher.remote.pool.runs, True
     with remote.computing():
         if remote.model not in runs.checks:  # in no run that tells when it is done
             remote.check_weights()
             remote.require_weights()
         while True:
             try:
-                session = remote.pool.sessions.latest
+                session, sampled = remote.pool.sessions.latest, remote.sampled
                 # Else nothing has changed, but for a loss that those in flight tell of
                 if session is None or not session.tickets:
                     bring_up(patcher)
+                    if sampled is not None and math.prod(latent[2:]) > sampled.elements and latent:
+                        find_room(patcher, latent, bring_up)
                 outputs = compute()
                 if patcher.in_block is not None and patcher.in_block.objects:
                     runs.stateful[remote.model] = load_of(remote.pool.residency, remote.model)
-                if remote.pool.beside.reloads:
-                    remote.pool.beside.had_room(remote.model)
+                if remote.pool.beside.reloads or (sampled is not None and sampled.needed):
+                    remote.pool.beside.had_room(remote.model, sampled)
                 return outputs
             except OutOfMemory as error:
-                freed = drop_sets(remote.pool.session)
-                if not freed and not remote.pool.beside.leave_more(remote.model):
-                    raise
-                if not remote.sampling.can_repeat or remote.model in runs.stateful:
-                    raise OutOfMemory(
-                        f"{error} The weights left it too little: run again, and they will leave more free."
-                    ) from error
-                if not freed:
-                    log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
+                unloads = require_more_room(patcher, error, unloads)
 
 
 def bring_up(patcher: RemotePatcher) -> None:

@@ -179,16 +179,17 @@ class RemoteVAE:
                 if width == ALONE:
                     arguments["strides"] = torch.empty_like(samples, device="meta").stride()
                 works.append(Work(arguments, Branch(), ranks, width))
-            samples, ranks, _ = shares[0]
+            samples, ranks, _ = max(shares, key=lambda share: share[0].numel())
             session, kind = pool.session, (work, *samples.shape[2:ROWS], len(ranks))
-            if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
-                return pool.evaluations.dispatch(run, works, interrupted)
-            # The last rank's, which is asked for nothing more, as the one with the picture is
-            total = self._steps.get(kind, 0) if pool.wait.is_seen() else 0
-            done = StepsDone(session.pool.arena.board, ranks[-1], total)
-            outputs = pool.evaluations.dispatch(run, works, done.interrupted)
-            self._steps[kind] = done.count()
-            return outputs
+            with pool.beside.too_large.trying(model, work, len(ranks), samples.shape):
+                if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
+                    return pool.evaluations.dispatch(run, works, interrupted)
+                # The last rank's, which is asked for nothing more, as the one with the picture is
+                total = self._steps.get(kind, 0) if pool.wait.is_seen() else 0
+                done = StepsDone(session.pool.arena.board, ranks[-1], total)
+                outputs = pool.evaluations.dispatch(run, works, done.interrupted)
+                self._steps[kind] = done.count()
+                return outputs
 
         try:
             yield pool, dispatch

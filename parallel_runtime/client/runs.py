@@ -30,7 +30,7 @@ class Runs:
     def __init__(self, sessions: Sessions, beside_ui: Collection[int] | None = None):
         """``beside_ui``: the ranks on the UI's own device; None: any may be."""
         self._sessions = sessions
-        self._beside_ui = beside_ui
+        self.beside_ui = beside_ui
         self._ids = count(1)
         self._open: dict[str, Run] = {}
         self.owed: list[str] = []  # models of ended runs, until their ranks have heard of it
@@ -148,7 +148,7 @@ class Runs:
         while self.owed and (session is None or session.pool.idle):
             model = self.owed.pop()
             if session is not None and model in session.models:
-                tell(session, model, self._beside_ui)
+                tell(session, model, self.beside_ui)
 
     def models(self) -> set[str]:
         """Returns the models of sampled runs, and of runs that joined them."""

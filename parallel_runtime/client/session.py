@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -149,6 +150,15 @@ class Session:
         self.leaving: list[str] = []  # models to be released when nothing is in flight
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
+
+    @property
+    def room(self) -> list[int]:
+        """Returns the bytes that each rank may take on its device, as it last told: of what is free
+        there, and of what methods keep for their next evaluation, as much as others on it.
+        """
+        sharers = Counter(self.pool.facts.names)
+        told = zip(self.pool.facts.names, self.pool.memory, strict=True)
+        return [(memory.free + memory.kept) // sharers[name] for name, memory in told]
 
     def evict(self, end: int | None = None) -> None:
         """Evicts conditioning down to its bound, and all that lies behind ``end`` of the arena, but

@@ -82,11 +82,13 @@ class Counts:
         conds: Sequence[Mapping[str, Any]],
         shape: tuple[int, ...],
         is_up: bool = False,
+        waits: bool = True,
     ) -> Whole:
         """Return the count of one evaluation of ``model``, a BaseModel: for the longest of
         ComfyUI's ``conds``, and one latent of a batch of ``shape`` (B, C, ...). ``is_up``: a pool
-        is that could sample it without the count. Weights are as large as they are stored, which
-        for quantised ones is smaller than the twin's. Raises NotCounted, RunCancelled.
+        is that could sample it without the count. Unless the caller ``waits``, a count that is not
+        there is begun for the next time. Weights are as large as they are stored, which for
+        quantised ones is smaller than the twin's. Raises NotCounted, RunCancelled.
         """
         plan = plan_or_whole(type(model.diffusion_model))
         if plan is None:
@@ -98,6 +100,7 @@ class Counts:
         except NotPlain as error:
             raise NotCounted(f"its twin without weights cannot be described: {error}") from None
         patience_s = min(WHILE_UP_S, self._patience_s) if is_up else self._patience_s
+        patience_s = patience_s if waits else 0.0
         return as_stored(self._awaited(asked, patience_s), stored_bytes(model.diffusion_model.parameters()))
 
     def _awaited(self, asked: bytes, patience_s: float) -> Whole:

@@ -150,7 +150,7 @@ class WeightsWish:
             )
         if not self.depends_on_room:
             return Keeping("whole", "as chosen", self.size.whole(min(stages)))
-        on_cpu = all(name.rpartition("/")[2] == "cpu" for name in names)
+        on_cpu = are_cpus(names)
         left = LEFT_FREE if on_cpu else self.left_free()
         beside, alone = ([math.inf] * len(stages), [math.inf] * len(stages))
         for rank, (one, name) in enumerate(zip(memory, names, strict=True)):
@@ -226,6 +226,11 @@ class WeightsWish:
 
 
 WHOLE = WeightsWish("whole", ModelBytes())
+
+
+def are_cpus(names: Sequence[str]) -> bool:
+    """Whether ranks on devices of these names compute on CPUs."""
+    return all(name.rpartition("/")[2] == "cpu" for name in names)
 
 
 def module_bytes(module: torch.nn.Module) -> int:

@@ -1,0 +1,83 @@
+"""Find memory for an evaluation in the ranks: by its count before it is sent, and more where ranks
+ran out of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from ..errors import OutOfMemory
+from .free_gpu import unload_unused
+from .patched_weights import drop_sets
+from .separable import known_guider
+
+log = logging.getLogger("pipemesh")
+
+
+def find_room(patcher: Any, latent: Sequence[int], bring_up: Callable[[Any], None]) -> None:
+    """Frees memory before an evaluation is sent, the first of a run or one of a larger ``latent``
+    than before, if ranks have less free than it is counted to need: first other models, then what
+    ComfyUI holds on its own GPU and the run does not use, at last the model's own weights, which
+    ``bring_up`` loads anew, once, and which leave more. If that is not enough, the evaluation is
+    sent all the same: a count may be too high.
+    """
+    remote, beside = patcher.remote, patcher.remote.pool.beside
+    is_first, sampled = remote.sampled.begin(latent)
+    reloads = is_first or can_repeat(patcher)
+    while short := beside.short(remote.model, sampled, measures=is_first):
+        if not frees(patcher, short):
+            if not (reloads and beside.load_anew(remote.model)):
+                break
+            reloads = False
+        bring_up(patcher)
+        if not is_first:  # ranks tell of their memory with an evaluation, and none is sent
+            break
+    remote.sampled.needed = sampled.needed
+
+
+def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
+    """Frees memory after ranks ran out of it, for the evaluation to be computed again. Raises the
+    error if no more can be freed, or the run cannot go on so. ``unloads``: ComfyUI was not asked
+    yet; returns whether that is so still.
+    """
+    remote, beside = patcher.remote, patcher.remote.pool.beside
+    beside.lacked_room(remote.model, remote.sampled)
+    freed = drop_sets(remote.pool.session)
+    if not freed and unloads and remote.sampling.can_repeat:
+        unloads, freed = False, unload(patcher)
+    if not freed and not beside.leave_more(remote.model):
+        raise error
+    if not can_repeat(patcher):
+        raise OutOfMemory(
+            f"{error} The weights left it too little: run again, and they will leave more free."
+        ) from error
+    if not freed:
+        log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
+    return unloads
+
+
+def can_repeat(patcher: Any) -> bool:
+    """Returns whether ranks can go on with a run after they have loaded its model anew."""
+    remote = patcher.remote
+    return remote.sampling.can_repeat and remote.model not in remote.pool.runs.stateful
+
+
+def frees(patcher: Any, short: Collection[int]) -> bool:
+    """Frees memory for the ranks ``short`` of it, but none that a run uses. Returns False if there
+    is no more.
+    """
+    pool = patcher.remote.pool
+    if pool.residency.make_room(patcher.remote.model):
+        return True
+    beside_ui = pool.runs.beside_ui
+    return (beside_ui is None or not {*beside_ui}.isdisjoint(short)) and unload(patcher)
+
+
+def unload(patcher: Any) -> bool:
+    """Has ComfyUI unload from its own GPU what the run at hand does not use. Returns False if that
+    frees nothing.
+    """
+    given = patcher.remote.sampling.conds.given
+    return given is not None and unload_unused(given.guider, is_known=known_guider(given.guider))
