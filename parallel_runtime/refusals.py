@@ -21,7 +21,7 @@ def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
     """
     plan = plan_or_whole(type(diffusion_model))
     if plan is None:
-        raise Refused(f"{no_plan(diffusion_model)}: leave PipeMesh Parallelize out for this model.")
+        raise Refused(f"{no_plan(diffusion_model)}: {ON_ONE_GPU}.")
     return plan
 
 
@@ -30,7 +30,7 @@ def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> No
     if not require_plan(diffusion_model).blocks and layout.group_size > 1:
         raise Refused(
             f"{no_plan(diffusion_model)}: set {listed(OF_A_GROUP)} to 1 and share prompts and images"
-            f" out by {listed(OF_THE_POOL)}, or leave PipeMesh Parallelize out for this model."
+            f" out by {listed(OF_THE_POOL)}, or {ON_ONE_GPU}."
         )
 
 

@@ -235,7 +235,7 @@ def test_a_pack_that_replaced_what_applies_weight_patches_is_refused_only_where_
         clone = parallel.clone()
         clone.add_patches({key: patch})
         with pytest.raises(
-            Refused, match=f"weight patch of {key} is of {what}, .*leave PipeMesh Parallelize out"
+            Refused, match=f"weight patch of {key} is of {what}, .*run this sampler on one GPU"
         ):
             run(clone)
     assert not requests["Forward"]

@@ -195,7 +195,7 @@ def test_a_model_without_a_plan_is_refused_by_name(client):
     model = torch.nn.Module()
     model.diffusion_model = torch.nn.Linear(1, 1)
     patcher = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
-    with pytest.raises(Refused, match=r"Linear has no token plan .*leave PipeMesh Parallelize out"):
+    with pytest.raises(Refused, match=r"Linear has no token plan .*run this sampler on one GPU"):
         parallelize(patcher, client, True)
 
 

@@ -17,6 +17,7 @@ from pipemesh.parallel_runtime.families import UNTRIED, plan_for, plan_or_whole
 from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.families.sample import Form, Size
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.refusals import ON_ONE_GPU
 from pipemesh.pool.trial.sampled import POOLED_DIM
 
 from .bounds import assert_same
@@ -199,7 +200,7 @@ def test_a_packs_class_of_the_same_name_as_comfyuis_is_told_with_its_file(of_cla
     says = (
         f"{kind} has no token plan (it is own-models.nodes.model.{kind} in"
         " custom_nodes/own-models/nodes/model.py, of another pack, not ComfyUI's own; docs/FAMILIES.md of"
-        " the repository has the models with one): leave PipeMesh Parallelize out for this model."
+        f" the repository has the models with one): {ON_ONE_GPU}."
     )
     with pytest.raises(Refused, match=f"^{re.escape(says)}$"):
         in_groups(Layout(ulysses=2), model)

@@ -10,13 +10,14 @@ from pipemesh.lab.comfyui.api import RunError
 from pipemesh.lab.templates.cut import HELD_NODE, RECORD_NODE, ROUNDED_NODE
 from pipemesh.lab.templates.run import Tries
 from pipemesh.lab.templates.surgery import EXACT, HELD, PARALLEL
+from pipemesh.parallel_runtime.refusals import ON_ONE_GPU
 from safetensors.torch import save_file
 
 from .test_template_stand_ins import GRAPH, INFO
 
 TRUTH = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 OTHER = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-NO_PLAN = "Net has no token plan (a UNet): leave PipeMesh Parallelize out for this model."
+NO_PLAN = f"Net has no token plan (a UNet): {ON_ONE_GPU}."
 FIRST, SECOND = f"{PARALLEL} patch 0", f"{PARALLEL} model 0"
 
 

@@ -18,7 +18,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ..errors import Refused
 from ..forward import forward_binder, forward_name
-from ..refusals import patch_name
+from ..refusals import ON_ONE_GPU, patch_name
 from ..stand_ins import StandIn, standing_in
 from ..watch.in_place import refusal
 from ..watch.python_file import LIBRARIES, compiled_elsewhere, root_of
@@ -153,7 +153,7 @@ def _unused(patcher: Any) -> Refused:
     by = f" by {names}" if names else ""
     return Refused(
         f"This MODEL was evaluated{by} without its transformer's forward, so nothing ran in the pool: "
-        "remove the node that takes the forward's place, or leave PipeMesh Parallelize out."
+        f"remove the node that takes the forward's place, or {ON_ONE_GPU}."
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import Refused
-from ..refusals import patch_name
+from ..refusals import ON_ONE_GPU, patch_name
 from ..wire.tree import is_plain
 from .code import NotReferable, Reference, compiled, imported, named, resolved
 
@@ -60,7 +60,7 @@ class Disassembly:
         except NotReferable as error:
             raise Refused(
                 f"The patch {path} holds {patch_name(value)}, which cannot be sent to the pool ({error}): "
-                "remove the node that adds it, or leave PipeMesh Parallelize out."
+                f"remove the node that adds it, or {ON_ONE_GPU}."
             ) from error
 
     def _content(self, value: Any, path: str, number: int) -> tuple:
@@ -223,7 +223,7 @@ class VaeElsewhere:
     def encode(self, *_args: Any, **_kwargs: Any) -> Any:
         raise Refused(
             "A patch encodes its image while the model samples, which has to be done before: give it an image"
-            " of the size that is sampled, in multiples of 16 pixels, or leave PipeMesh Parallelize out."
+            f" of the size that is sampled, in multiples of 16 pixels, or {ON_ONE_GPU}."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Refused
 from ..families.plan import COMPILE
-from ..refusals import patch_name
+from ..refusals import ON_ONE_GPU, patch_name
 from ..weights.bypass import adapters_of
 from ..wire.tree import is_plain, why_not_plain
 from .by_name import OVERRIDE, SETTINGS, described, torch_settings
@@ -50,7 +50,7 @@ def crossing_options(
             move = f"take another than {by}, which set it" if by else "remove the node that sets it"
             raise Refused(
                 f"The option {problem.path} ({patch_name(problem.value)}) of this MODEL is no plain data and"
-                f" cannot be sent to the pool, where {reader} may read it: {move}, or leave PipeMesh out."
+                f" cannot be sent to the pool, where {reader} may read it: {move}, or {ON_ONE_GPU}."
             )
         crossing[name] = value
     return crossing

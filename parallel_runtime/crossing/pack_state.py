@@ -140,7 +140,7 @@ class PackState:
                 holder = one.holder.__name__ if is_module else patch_name(one.holder)
                 raise Refused(
                     f"{holder}.{one.name} was changed while the model samples, and a patch in the pool "
-                    "reads it: remove the node that does it, or leave PipeMesh Parallelize out."
+                    f"reads it: remove the node that does it, or {ON_ONE_GPU}."
                 )
 
 

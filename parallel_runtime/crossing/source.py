@@ -21,6 +21,7 @@ import torch
 from ..checkpoint import File, check_file, ends_of, stat_file
 from ..errors import Refused
 from ..forward import PREFIX
+from ..refusals import ON_ONE_GPU
 from ..watch.attributes import Attributes
 from ..watch.python_file import assigned_first
 from ..weights.comparison import Weights
@@ -112,7 +113,7 @@ def refuse_state(patcher: Any) -> None:
         name = type(patcher.model.diffusion_model).__name__
         raise Refused(
             f"{name} from this loader cannot be sent to the pool (its configuration is no plain data): "
-            "load it with a stock loader, or leave PipeMesh Parallelize out."
+            f"load it with a stock loader, or {ON_ONE_GPU}."
         )
 
 

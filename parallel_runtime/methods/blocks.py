@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..families.plan import Blocks, TokenPlan
+from ..refusals import ON_ONE_GPU
 
 
 def blocks_of(model: nn.Module, plan: TokenPlan) -> Iterator[tuple[nn.ModuleList, int, Blocks]]:
@@ -79,7 +80,7 @@ class EnteredBlocks:
         if self.count < most:
             raise ModelError(
                 f"{most - self.count} of {most} blocks of {self._model} ran without the ranks' hooks, as"
-                " CUDA graphs do: start ComfyUI with --disable-cuda-graphs, or leave Parallelize out."
+                f" CUDA graphs do: start ComfyUI with --disable-cuda-graphs, or {ON_ONE_GPU}."
             )
 
     def forget(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..families.plan import COMPILE, LEFT_OUT, TokenPlan
+from ..refusals import ON_ONE_GPU
 from .blocks import EnteredBlocks, blocks_of
 from .compiled import CompiledBlocks
 from .override import AttentionOverride
@@ -96,7 +97,7 @@ class NodePatches:
             # The model asks every block for the keys and values that it keeps, or hands on.
             raise Refused(
                 f"No block of {type(self._model).__name__} can be left out in the pool: "
-                "take off the node that does so, or leave PipeMesh Parallelize out."
+                f"take off the node that does so, or {ON_ONE_GPU}."
             )
         if (
             any(group.interleaved for group in self._plan.blocks)
@@ -105,7 +106,7 @@ class NodePatches:
             # Behind it the host adds to the tokens in place, which other blocks are given too.
             raise Refused(
                 f"The first block of {type(self._model).__name__} cannot be left out in the pool: "
-                "take it off the list of layers of the node, or leave PipeMesh Parallelize out."
+                f"take it off the list of layers of the node, or {ON_ONE_GPU}."
             )
         for container, index, group in blocks_of(self._model, self._plan):
             block = container[index]

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..layout import Split
+from ..refusals import ON_ONE_GPU
 from .shards import Joint, KeysByFrame, Shards
 
 Attention = Callable[..., torch.Tensor]
@@ -273,7 +274,7 @@ def told_of(model: nn.Module, override: AttentionOverride) -> list[Overridden | 
             if PREFERRED not in names_used_by(module)[1]:
                 raise ModelError(
                     f"{path} of {type(model).__name__} attends by its own function, and not as ranks know it:"
-                    " leave PipeMesh Parallelize out for this model."
+                    f" {ON_ONE_GPU}."
                 )
             found.append(Preferring(module, override, wish))
     return found

@@ -148,7 +148,7 @@ def differing(now: Known, built: Known, path: str) -> dict[str, Any]:
         else:
             raise Refused(
                 f"{path}{name} of this MODEL was changed in place to {patch_name(value)}, which cannot be"
-                " sent to the pool: remove the node that does it, or leave PipeMesh Parallelize out."
+                f" sent to the pool: remove the node that does it, or {ON_ONE_GPU}."
             )
     return found
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import Refused
+from ..refusals import ON_ONE_GPU
 
 OPERATIONS, TENSOR = "GGMLOps", "GGMLTensor"
 SETTINGS = ("dequant_dtype", "patch_dtype")  # of the class of linear layers, from inputs of the pack's node
@@ -46,7 +47,7 @@ def described_operations(custom_operations: Any) -> dict[str, Any] | None:
     if kind.__name__ != OPERATIONS or file is None or Path(file).name != FILES[0]:
         raise Refused(
             f"This MODEL computes with operations of its own ({kind.__module__}.{kind.__qualname__}), which"
-            " the ranks do not have: load it with a stock loader, or leave PipeMesh Parallelize out."
+            f" the ranks do not have: load it with a stock loader, or {ON_ONE_GPU}."
         )
     folder = Path(file).parent
     settings = {name: getattr(kind.Linear, name, None) for name in SETTINGS}  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import Refused
+from ..refusals import ON_ONE_GPU
 
 
 class Placeholder(torch.Tensor):
@@ -46,7 +47,7 @@ class Placeholder(torch.Tensor):
             return cls(read, read.device, read.of)
         raise Refused(
             f"{read.of} was read outside of its layer's forward, where each rank has a part of it alone: "
-            "set weights of PipeMesh Pool to whole, or leave PipeMesh Parallelize out to sample on one GPU."
+            f"set weights of PipeMesh Pool to whole, or {ON_ONE_GPU}."
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

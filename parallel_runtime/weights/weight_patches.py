@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import Refused
 from ..forward import PREFIX
-from ..refusals import patch_name
+from ..refusals import ON_ONE_GPU, patch_name
 from ..wire.segment import TensorRef, dtype_name
 from ..wire.tree import encode_tree, is_plain
 from .bypass import BYPASS, put_bypass
@@ -63,7 +63,7 @@ def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
 def of_another_pack(key: str, kind: str) -> Refused:
     return Refused(
         f"The weight patch of {key} is of the type {kind}, which is another pack's and cannot be applied in"
-        " the pool: remove the node that adds it, or leave PipeMesh Parallelize out."
+        f" the pool: remove the node that adds it, or {ON_ONE_GPU}."
     )
 
 
