@@ -6,6 +6,7 @@ GPU.
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize, with_room
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
-from pipemesh.parallel_runtime.errors import OutOfMemory
+from pipemesh.parallel_runtime.errors import OutOfMemory, PoolSpent
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.counts import Counts, NotCounted
 from pipemesh.parallel_runtime.planner.prediction import beside_bytes
@@ -43,41 +44,51 @@ COUNTED = done(VIDEO)
 
 
 class OnGPUs(GroupsHere):
-    """Its ranks have GPUs of so many bytes beside the model that is sampled, and run out of memory
-    in an evaluation that ``takes`` more than is free. ``held``: bytes of other models; ``of_ui``:
-    of ComfyUI on the first GPU. ``sent``: what they were asked for; ``failed``: evaluations, after
-    each of which a pool may have to start anew.
+    """Pools whose ranks have the GPUs that ``gpus`` describes: ``nbytes`` of each beside the model
+    that is sampled. A rank runs out of memory in an evaluation that ``takes`` more than is free,
+    and that ends its pool. ``held``: bytes of other models; ``of_ui``: of ComfyUI on the first GPU.
+    ``sent``: what ranks were asked for; ``starts``: pools that came after the first.
     """
 
     def __init__(self, layout, stock, nbytes=0, takes=0):
         super().__init__(layout, stock)
         self.facts = Facts(tuple(f"cuda:{rank}" for rank in range(layout.world_size)), layout.pipefusion)
-        self.nbytes, self.takes, self.held, self.of_ui = nbytes, takes, {}, 0
-        self.sent, self.failed = Counter(), 0
+        self.gpus = SimpleNamespace(nbytes=nbytes, takes=takes, held={}, of_ui=0, sent=Counter(), starts=0)
+        self.gpus.pool = self
         self.tell()
 
+    def live(self):
+        return self.gpus.pool
+
+    def ensure(self, interrupted):
+        if self.gpus.pool is None:
+            self.gpus.starts += 1
+            self.gpus.pool = copy(self)
+            self.gpus.pool.tell()
+        return self.gpus.pool
+
     def free(self, rank):
-        return self.nbytes - sum(self.held.values()) - (self.of_ui if rank == 0 else 0)
+        return self.gpus.nbytes - sum(self.gpus.held.values()) - (self.gpus.of_ui if rank == 0 else 0)
 
     def tell(self):
-        self.memory = [
-            Memory(max(0, self.free(rank)), self.nbytes, 0) for rank in range(self.layout.world_size)
-        ]
+        free = [max(0, self.free(rank)) for rank in range(self.layout.world_size)]
+        self.memory = [Memory(one, self.gpus.nbytes, 0) for one in free]
 
     def ask(self, request, fds=(), interrupted=lambda: False):
-        self.sent[type(request)] += 1
+        self.gpus.sent[type(request)] += 1
         if isinstance(request, Release):
-            self.held.pop(request.model, None)
+            self.gpus.held.pop(request.model, None)
         if isinstance(request, Load) and request.budget:
-            self.held[request.model] = request.budget
+            self.gpus.held[request.model] = request.budget
         self.tell()
         return super().ask(request, fds, interrupted)
 
     def submit(self, request, group):
-        self.sent[Forward] += 1
-        if self.takes > min(map(self.free, group)):
-            self.failed += 1
-            raise OutOfMemory(f"Rank {group[0]} on cuda:{group[0]} ran out of memory.")
+        self.gpus.sent[Forward] += 1
+        if self.gpus.takes > min(map(self.free, group)):
+            self.gpus.held.clear()
+            self.gpus.pool = None
+            raise PoolSpent(f"Rank {group[0]} on cuda:{group[0]} ran out of memory.")
         super().submit(request, group)
 
 
@@ -94,6 +105,7 @@ class Prompts:
         self.stock, self.need = stock_model(4), needed(layout)
         self.truth = run(self.stock, cfg=2.0) if layout.stages == 1 else None
         self.ranks = OnGPUs(layout, self.stock, int(self.need + spare), int(takes * self.need))
+        self.gpus = self.ranks.gpus
         self.remote = RemotePool(self.ranks, counts=Counts(lambda asked: count))
         patching = Patching(STEPS) if layout.stages > 1 else None
         self.model = parallelize(self.stock, self.remote, 0.0, patching, weights=weights)
@@ -101,26 +113,26 @@ class Prompts:
     def hold(self, name, nbytes):
         """Ranks hold another model beside it."""
         self.remote.sessions.open(lambda: False).models[name] = Resident(state=ResidentState.READY)
-        self.ranks.held[name] = int(nbytes)
+        self.gpus.held[name] = int(nbytes)
         self.ranks.tell()
 
     def __call__(self, **given):
-        self.ranks.sent.clear()
+        self.gpus.sent.clear()
         image = run(self.model, cfg=2.0, **given)
         self.truth = image if self.truth is None else self.truth
         assert relative_error(image, self.truth) <= BOUND
-        return self.ranks.sent
+        return self.gpus.sent
 
 
 @pytest.fixture
 def unloads(monkeypatch):
-    """Ranks whose UI unloads, and how often it was asked to."""
+    """For GPUs on the first of which ComfyUI unloads its models; returns who asked it to."""
     asked = []
 
-    def of(ranks):
+    def of(gpus):
         def unload(guider, *, is_known):
             asked.append(type(guider).__name__)
-            freed, ranks.of_ui = ranks.of_ui, 0
+            freed, gpus.of_ui = gpus.of_ui, 0
             return freed > 0
 
         monkeypatch.setattr(room, "unload_unused", unload)
@@ -130,17 +142,17 @@ def unloads(monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_other_models_make_room_before_an_evaluation_is_sent_and_no_rank_fails(method):
+def test_other_models_make_room_before_an_evaluation_is_sent_and_no_pool_starts_anew(method):
     """A model too many, and one that the run may keep."""
     prompts = Prompts(METHODS[method], spare=GIB)
     prompts()
     prompts.hold("old", 0.5 * prompts.need)
     prompts.hold("new", 0.5 * GIB)
     sent = prompts()
-    assert (sent[Release], prompts.ranks.failed) == (1, 0) and [*prompts.ranks.held] == ["new"]
+    assert (sent[Release], prompts.gpus.starts) == (1, 0) and [*prompts.gpus.held] == ["new"]
     computed = sent[Forward]
     sent = prompts()
-    assert (sent[Release], sent[Load], sent[Forward], prompts.ranks.failed) == (0, 0, computed, 0)
+    assert (sent[Release], sent[Load], sent[Forward], prompts.gpus.starts) == (0, 0, computed, 0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -148,51 +160,51 @@ def test_what_comfyui_has_loaded_since_ranks_answered_last_leaves_its_gpu_before
     method, unloads
 ):
     prompts = Prompts(METHODS[method])
-    asked = unloads(prompts.ranks)
+    asked = unloads(prompts.gpus)
     prompts()
     assert not asked
-    prompts.ranks.of_ui = int(0.5 * prompts.need)  # a text encoder: no rank has been asked since
+    prompts.gpus.of_ui = int(0.5 * prompts.need)  # a text encoder: no rank has been asked since
     prompts()
-    assert (asked, prompts.ranks.failed) == (["CFGGuider"], 0)
+    assert (asked, prompts.gpus.starts) == (["CFGGuider"], 0)
 
 
 def test_comfyuis_models_stay_where_a_rank_on_another_gpu_is_short(unloads):
     prompts = Prompts(Layout(ulysses=2), takes=0.4)
     prompts.remote.runs.beside_ui = (0,)
-    asked = unloads(prompts.ranks)
+    asked = unloads(prompts.gpus)
     prompts.ranks.free = lambda rank: int((1 if rank == 0 else 0.5) * prompts.need)
     prompts()
-    assert not asked and prompts.ranks.failed == 0
+    assert not asked and prompts.gpus.starts == 0
 
 
-def test_weights_that_leave_too_little_by_now_are_loaded_anew_once_and_no_rank_fails():
+def test_weights_that_leave_too_little_by_now_are_loaded_anew_once_and_no_pool_starts_anew():
     """Another program has taken 2 GiB since they were loaded."""
     prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded")
     assert prompts()[Load] == 1
-    prompts.ranks.of_ui = 2 * GIB
+    prompts.gpus.of_ui = 2 * GIB
     sent = prompts()
-    assert (sent[Release], sent[Load], prompts.ranks.failed) == (1, 1, 0)
+    assert (sent[Release], sent[Load], prompts.gpus.starts) == (1, 1, 0)
     assert prompts()[Load] == 0
-    prompts.ranks.of_ui = 2 * prompts.ranks.nbytes
+    prompts.gpus.of_ui = 2 * prompts.gpus.nbytes
     with pytest.raises(OutOfMemory, match="ran out of memory"):
         prompts()
-    assert prompts.ranks.sent[Load] == 1, "with nothing of them on the GPUs no more can be left"
+    assert prompts.gpus.sent[Load] == 1, "with nothing of them on the GPUs no more can be left"
 
 
 def test_what_is_counted_too_high_is_sent_when_nothing_is_left_to_free_and_asked_for_no_more():
     prompts = Prompts(Layout(ulysses=2), spare=-0.4 * needed(Layout(ulysses=2)), takes=0.5)
     prompts()
     prompts.hold("other", 1 << 20)
-    assert prompts()[Release] == 0 and prompts.ranks.failed == 0
+    assert prompts()[Release] == 0 and prompts.gpus.starts == 0
 
 
-def test_what_is_counted_too_low_fails_once_and_the_next_prompts_ask_for_more(unloads):
+def test_what_is_counted_too_low_costs_one_start_and_the_next_prompts_ask_for_more(unloads):
     prompts = Prompts(Layout(ulysses=2), spare=0.1 * needed(Layout(ulysses=2)), takes=1.05)
-    unloads(prompts.ranks)
+    unloads(prompts.gpus)
     for _prompt in range(4):
-        prompts.ranks.of_ui = int(0.1 * prompts.need)
+        prompts.gpus.of_ui = int(0.1 * prompts.need)
         prompts()
-    assert prompts.ranks.failed == 1
+    assert prompts.gpus.starts == 1
 
 
 @pytest.mark.parametrize("kind", ["not yet", "never", "on CPUs"])
@@ -285,10 +297,10 @@ def test_it_costs_no_message_to_know_and_the_sentence_has_the_picture_and_what_i
 def test_room_is_asked_for_before_several_prompts_are_sampled_at_once():
     ours = Ahead(TWO, made=OnGPUs)
     ours.model.remote.pool.beside._counts = Counts(lambda asked: COUNTED)
-    ours.pool.nbytes = int(1.2 * needed(TWO))
-    ours.pool.takes = int(0.9 * needed(TWO))
+    gpus = ours.pool.gpus
+    gpus.nbytes, gpus.takes = int(1.2 * needed(TWO)), int(0.9 * needed(TWO))
     ours.model.remote.pool.sessions.open(lambda: False).models["other"] = Resident(state=ResidentState.READY)
-    ours.pool.held["other"] = int(0.5 * needed(TWO))
+    gpus.held["other"] = int(0.5 * needed(TWO))
     ours.pool.tell()
     in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12, 13))
-    assert ours.pool.sent[Release] == 1 and not ours.pool.failed and ours.images == (1, 0)
+    assert gpus.sent[Release] == 1 and not gpus.starts and ours.images == (1, 0)
