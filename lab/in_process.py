@@ -15,7 +15,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ..parallel_runtime.client.branch import Branch, SampleCall
 from ..parallel_runtime.client.patchwise import Patching, Patchwise
-from ..parallel_runtime.crossing.by_name import restored
+from ..parallel_runtime.crossing.by_name import options_made
 from ..parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
 from ..parallel_runtime.crossing.options import crossing_options
 from ..parallel_runtime.crossing.rows import Constants
@@ -81,7 +81,7 @@ def reference(
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = bind(args, kwargs)
         options = arguments.get("transformer_options", {})
-        crossed = restored(crossing_options(options, of_nodes[0] if of_nodes else None), patches_here)
+        crossed = options_made(crossing_options(options, of_nodes[0] if of_nodes else None), patches_here)
         call = SampleCall({**arguments, "transformer_options": crossed}, Branch.of(options))
         return sampling.output_of(call)
 

@@ -27,7 +27,7 @@ from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.windows import windows_of
-from ..parallel_runtime.crossing.source import file_of
+from ..parallel_runtime.crossing.source import checkpoint_of
 from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole, takes_rows_for_frames
 from ..parallel_runtime.families.plan import TokenPlan
@@ -89,7 +89,7 @@ class Sampling:
         if not found or sigmas is None or len(sigmas) < 2:
             raise NotCounted("there is nothing to evaluate")
         windows, shape = windows_of(guider.model_options, noise.shape)
-        file = file_of(getattr(guider, "model_patcher", None))
+        file = checkpoint_of(getattr(guider, "model_patcher", None))
         return cls(shape, found, len(sigmas) - 1, file, windows)
 
     @property

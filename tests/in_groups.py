@@ -10,7 +10,7 @@ import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.crossing.by_name import restored
+from pipemesh.parallel_runtime.crossing.by_name import options_made
 from pipemesh.parallel_runtime.crossing.kept_tokens import KeptTokens, Sharers
 from pipemesh.parallel_runtime.crossing.rows import latents_of
 from pipemesh.parallel_runtime.families import plan_or_whole
@@ -66,7 +66,7 @@ class GroupsHere:
         replies = {rank: Done(request=request.request, memory=self.memory[0]) for rank in group}
         if isinstance(request, Forward):
             arguments = decode_tree(request.arguments, lambda ref: self.arena.segment.tensor(ref).clone())
-            options = restored(arguments["transformer_options"], [])
+            options = options_made(arguments["transformer_options"], [])
             if (kept := plan_or_whole(type(self.model)).kept) is not None:
                 sharers = Sharers(lambda: 1, lambda wish: wish, 1, 1)
                 own = KeptTokens(kept, torch.device("cpu"), sharers)

@@ -7,7 +7,7 @@ from random import Random
 from types import SimpleNamespace
 
 import torch
-from pipemesh.parallel_runtime.crossing.by_name import restored
+from pipemesh.parallel_runtime.crossing.by_name import options_made
 from pipemesh.parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.families import plan_for
@@ -51,7 +51,7 @@ class Crossed:
 
     def arguments(self, asked):
         options = across(crossing_options(asked["transformer_options"], self.sent))
-        return {**asked, "transformer_options": restored(options, self.patches)}
+        return {**asked, "transformer_options": options_made(options, self.patches)}
 
 
 def evaluated_in_ranks(layout, patcher, asked, monkeypatch, speeds=()):

@@ -23,7 +23,7 @@ LIFETIMES = {
         " FreeRun._arguments,_gathering,_seen*,_timelines,_waiting GuiderSeam._inside"
         " KVBuffers._buffers*,_filled,_left* KeptTokens._made* PoolSampling._lent,_sampled"
         " PromptTimes._runs RowsApart._not_now Run.branches,evaluations,groups,joined"
-        " Slot.shapes StageMessages._received,_sent StepTimes._runs,_stepped Steps._ends"
+        " KeptBranch.shapes StageMessages._received,_sent StepTimes._runs,_stepped Steps._ends"
         " Timeline._counts Waiting.steps"
     ),
     "a model in the pool, a MODEL or a VAE": (
@@ -32,7 +32,7 @@ LIFETIMES = {
         " InBlockPatches._functions InGroups._plan KnownSteps._changing,_learned,_steps*"
         " NodePatches._left_out OffloadedWeights._loaded,_replaced Order._follows,_seen"
         " PackState._read,taken PatchedSets._kept*,_used PipelineBackend._pieces"
-        " PoolDecoding._left,_lent Readers.of"
+        " PoolDecoding._left,_lent OptionReaders.of"
         " RemoteVAE._steps Resident.confirmed ObjectPatches._take_away,weights"
         " FirstOf.right,told,wrong ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"

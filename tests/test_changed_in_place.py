@@ -26,7 +26,7 @@ from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.watch import host_code
-from pipemesh.parallel_runtime.watch.attributes import Attributes, is_same
+from pipemesh.parallel_runtime.watch.attributes import Attributes, is_unchanged
 from pipemesh.parallel_runtime.watch.in_place import Watch, require_unchanged
 from pipemesh.parallel_runtime.weights import comparison
 
@@ -512,11 +512,11 @@ def test_rows_of_numbers_that_change_while_the_model_samples_are_named(change):
 
 def test_a_tensor_of_another_dtype_and_another_setting_of_a_function_differ():
     gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
-    assert is_same(gelu, functools.partial(torch.nn.functional.gelu, approximate="tanh"))
-    assert not is_same(gelu, functools.partial(torch.nn.functional.gelu, approximate="none"))
-    assert not is_same(torch.ones(2), torch.ones(2, dtype=torch.int64))
+    assert is_unchanged(gelu, functools.partial(torch.nn.functional.gelu, approximate="tanh"))
+    assert not is_unchanged(gelu, functools.partial(torch.nn.functional.gelu, approximate="none"))
+    assert not is_unchanged(torch.ones(2), torch.ones(2, dtype=torch.int64))
     one, other = (lambda: 1), (lambda: 2)
-    assert not is_same(one, other)
+    assert not is_unchanged(one, other)
 
 
 def test_a_forward_that_is_replaced_after_the_first_steps_is_named(pair, requests):

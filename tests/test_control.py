@@ -13,7 +13,7 @@ import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.lab.reference import PatchForward
-from pipemesh.parallel_runtime.crossing.by_name import described
+from pipemesh.parallel_runtime.crossing.by_name import options_by_name
 from pipemesh.parallel_runtime.crossing.in_block import can_serve
 from pipemesh.parallel_runtime.crossing.options import OF_COMFYUI
 from pipemesh.parallel_runtime.errors import Refused
@@ -186,7 +186,7 @@ def test_what_a_forward_reads_of_residuals_options_and_patches_is_planned_or_ref
             asked = {"patches": {point: [unknown_patch]}}
             if not can_serve(plan, point, unknown_patch):
                 with pytest.raises(Refused, match=f"unknown_patch.*{point}"):
-                    described(asked)
+                    options_by_name(asked)
 
 
 def unknown_patch(args):

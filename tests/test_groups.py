@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.client.run import Run
-from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, put_together, take
+from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, joined_outputs, take
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
@@ -82,11 +82,11 @@ def test_rows_are_taken_of_everything_along_the_batch_and_put_together_bit_for_b
         "the first two change with every evaluation"
     )
     for name in ("x", "timestep", "context"):
-        assert torch.equal(put_together([piece[name] for piece in pieces]), arguments[name])
+        assert torch.equal(joined_outputs([piece[name] for piece in pieces]), arguments[name])
     assert all(
-        map(torch.equal, put_together([piece["ref_latents"] for piece in pieces]), arguments["ref_latents"])
+        map(torch.equal, joined_outputs([piece["ref_latents"] for piece in pieces]), arguments["ref_latents"])
     )
-    both = put_together([(piece["x"], piece["context"]) for piece in pieces])
+    both = joined_outputs([(piece["x"], piece["context"]) for piece in pieces])
     assert all(map(torch.equal, both, (arguments["x"], arguments["context"]))), "video and sound in a tuple"
     assert torch.equal(
         torch.cat([piece["control"]["input"][0] for piece in pieces]), arguments["control"]["input"][0]

@@ -15,7 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.crossing.options import crossing_options
-from pipemesh.parallel_runtime.crossing.readers import Readers, words_of_class
+from pipemesh.parallel_runtime.crossing.readers import OptionReaders, words_of_class
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.every import SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
@@ -214,18 +214,18 @@ READ = ("of_patch", "of_a_module", "of_a_class", "of_a_helper", "of_an_argument"
 
 @pytest.mark.parametrize("option", [*READ, "ExtraOptions"])
 def test_code_of_nodes_that_ranks_run_is_looked_at_with_all_that_it_names_and_holds(their_patch, option):
-    readers = Readers(
+    readers = OptionReaders(
         flux.Flux, [their_patch], {"patches": [["their patch", [0, "instance", {"of": "of_an_object"}]]]}
     )
     assert readers.of(option) == ("their_pack.patches.patch" if option in READ else "")
-    assert not Readers(flux.Flux, [], {}).of(option)
+    assert not OptionReaders(flux.Flux, [], {}).of(option)
 
 
 def test_an_option_whose_name_is_no_text_stays_unless_code_of_nodes_may_ask_for_it(their_patch):
-    held = SimpleNamespace(readers=Readers(flux.Flux, [], {}), numbers={}, kept=None)
+    held = SimpleNamespace(readers=OptionReaders(flux.Flux, [], {}), numbers={}, kept=None)
     assert crossing_options({("a", 1): 2, "plain": 3}, held).items() >= {"plain": 3}.items()
     assert ("a", 1) not in crossing_options({("a", 1): 2}, held)
-    held.readers = Readers(flux.Flux, [their_patch], {})
+    held.readers = OptionReaders(flux.Flux, [their_patch], {})
     with pytest.raises(
         Refused, match=r"The option a key of the tree .*where their_pack\.patches\.patch may read it"
     ):
@@ -234,7 +234,7 @@ def test_an_option_whose_name_is_no_text_stays_unless_code_of_nodes_may_ask_for_
 
 def test_of_a_class_that_comfyuis_files_do_not_have_nothing_is_known():
     kind = type("Theirs", (flux.Flux,), {"__module__": "theirs"})
-    assert Readers(kind, [], {}).of("ExtraOptions") == "Theirs"
+    assert OptionReaders(kind, [], {}).of("ExtraOptions") == "Theirs"
 
 
 ASKED_FOR = re.compile(r"transformer_options(?:\[|\.(?:get|pop|setdefault)\()\s*([^'\"\s][^\],)]*)")

@@ -8,7 +8,7 @@ from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, st
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.crossing.by_name import OVERRIDE, SETTINGS, attention_backend, restored
+from pipemesh.parallel_runtime.crossing.by_name import OVERRIDE, SETTINGS, attention_backend, options_made
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families.every import FAMILIES
@@ -51,7 +51,10 @@ def test_blocks_are_left_out_as_in_stock(family):
         method.attach()
         ours, again = (
             method.forward(
-                forward, {**asked, "transformer_options": restored(crossing_options(crossing))}, "cond", None
+                forward,
+                {**asked, "transformer_options": options_made(crossing_options(crossing))},
+                "cond",
+                None,
             )
             for crossing in (options, asked["transformer_options"])
         )
@@ -246,5 +249,5 @@ def test_settings_of_torch_are_the_ranks_for_the_evaluation(pair, client, matmul
     run(clone, steps=1)
     run(parallel, steps=1)
     assert sent == [True, False]
-    assert restored({SETTINGS: {name: True}, "other": 1}) == {"other": 1}
+    assert options_made({SETTINGS: {name: True}, "other": 1}) == {"other": 1}
     assert matmul.allow_fp16_accumulation is True

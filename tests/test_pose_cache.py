@@ -10,7 +10,7 @@ import torch
 from greenlet import getcurrent
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, rms, sample
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.crossing.by_name import restored
+from pipemesh.parallel_runtime.crossing.by_name import options_made
 from pipemesh.parallel_runtime.crossing.in_block import InBlockPatches
 from pipemesh.parallel_runtime.crossing.kept_tokens import KEPT, WINDOW
 from pipemesh.parallel_runtime.crossing.options import crossing_options
@@ -198,5 +198,5 @@ def test_a_cache_of_another_class_is_refused_by_name():
 
     with pytest.raises(Refused, match=rf"The option {OPTION} \(.*Other.*\) of this MODEL is no plain data"):
         crossing_options({OPTION: Other()}, SENT)
-    crossed = restored(crossing_options({OPTION: model_animate2.PoseBranchCache(dtype="int8")}, SENT))
+    crossed = options_made(crossing_options({OPTION: model_animate2.PoseBranchCache(dtype="int8")}, SENT))
     assert crossed[KEPT]["dtype"] == "int8" and not crossed[KEPT]["in_window"]

@@ -18,7 +18,7 @@ from comfy.patcher_extension import WrappersMP
 from torch.utils._pytree import tree_map_only
 
 from ..branches import plan_branches
-from ..crossing.rows import Constants, NotAlike, batched, latents_of, put_together, take, tensors_in
+from ..crossing.rows import Constants, NotAlike, batched, joined_outputs, latents_of, take, tensors_in
 from ..errors import ModelError, OutOfMemory
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
@@ -156,7 +156,7 @@ class InGroups:
         for share, work, output in zip(plan.shares, works, outputs, strict=True):
             pieces[share.evaluation].append(output)
             works_of[share.evaluation].append(work)
-        made = [put_together(of_one) for of_one in pieces]
+        made = [joined_outputs(of_one) for of_one in pieces]
         for call, own, output in zip(calls, works_of, made, strict=True):
             if sum(len(work.ranks) for work in own) > 1 and self._watch is not nobody:
                 self._judge(run, call, own, tensors_in(output))
@@ -194,7 +194,7 @@ class InGroups:
             both = batched([call.arguments for call in calls], self._constants.names)
             together = alone(SampleCall(both, replace(calls[0].branch, conds=conds, origins=())))
             again = partial(self._again, run, works), partial(self._again, run, [together])
-            judge(Shared(tensors_in(put_together(made)), *again))
+            judge(Shared(tensors_in(joined_outputs(made)), *again))
 
     def _judge_failure(self, run: Run, calls: Sequence[SampleCall], works: int, error: ModelError) -> None:
         if self._rows is not None and len(calls) < works:
@@ -219,7 +219,7 @@ class InGroups:
 
         changed_works = [changed(work) for work in works]
         outputs = self._pool.evaluations.dispatch(run, changed_works, interrupted, makes_room=False)
-        return tensors_in(put_together(outputs))
+        return tensors_in(joined_outputs(outputs))
 
 
 def shapes_of(call: SampleCall) -> tuple[torch.Size, ...]:

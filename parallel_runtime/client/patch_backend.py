@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..branches import Batch
-from ..crossing.rows import Constants, put_together, take
+from ..crossing.rows import Constants, joined_outputs, take
 from ..patches import Part, Patch
 from .branch import SampleCall
 from .evaluations import Work, one_thread
@@ -76,7 +76,7 @@ class PipelineBackend:
 
     @interrupting
     def collect(self, ticket: list[Ticket]) -> Any:
-        return put_together([self._pool.evaluations.collect(one, interrupted) for one in ticket])
+        return joined_outputs([self._pool.evaluations.collect(one, interrupted) for one in ticket])
 
     def make_room(self) -> bool:
         return self._pool.residency.make_room(self._model)

@@ -20,7 +20,7 @@ from ..errors import Refused
 from ..forward import forward_binder, forward_name
 from ..refusals import ON_ONE_GPU, patch_name
 from ..stand_ins import StandIn, standing_in
-from ..watch.in_place import refusal
+from ..watch.in_place import refused_change
 from ..watch.python_file import LIBRARIES, compiled_elsewhere, root_of
 from .separable import foreign_wrappers
 
@@ -77,7 +77,7 @@ def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(forward, RemoteForward):
         if forward is not None:
             what = f"has its method {forward_name(model.diffusion_model)} replaced in place"
-            raise refusal("", what, forward)
+            raise refused_change("", what, forward)
         return executor(*args, **kwargs)
     before = forward.calls
     output = executor(*args, **kwargs)

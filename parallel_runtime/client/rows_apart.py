@@ -12,7 +12,7 @@ import torch
 
 from ..branches import Batch
 from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
-from ..families import FRAMES_ALONE, name_of
+from ..families import FRAMES_ALONE, class_path
 from ..tolerance import ROWS_OF_BATCH
 from .alone import Judge, Shared
 from .first_of import FirstOf
@@ -22,7 +22,7 @@ Form = tuple[str, frozenset[str]]  # a model's class, and those of its modules
 
 def form_of(model: torch.nn.Module) -> Form:
     """Returns a model's class and those of its modules: two of one class may have other layers."""
-    return name_of(type(model)), frozenset(name_of(type(one)) for one in model.modules())
+    return class_path(type(model)), frozenset(class_path(type(one)) for one in model.modules())
 
 
 class RowsApart:

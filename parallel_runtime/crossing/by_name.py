@@ -134,7 +134,7 @@ def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
             yield from _reached(cell.cell_contents, depth - 1)
 
 
-def described(options: Options, numbers: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
+def options_by_name(options: Options, numbers: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
     """In the UI: plain data in place of code inside the blocks. ``numbers``: of the patches that
     ranks hold, by their ids. Raises Refused for the first callable that is neither known by name
     nor held there, naming it.
@@ -144,13 +144,13 @@ def described(options: Options, numbers: Mapping[int, int] = MappingProxyType({}
         for point, patches in lists.items():
             for patch in patches:
                 if id(patch) not in numbers:
-                    raise refusal(f"patches/{point}", patch)
+                    raise refused_patch(f"patches/{point}", patch)
         found["patches"] = {point: [numbers[id(one)] for one in patches] for point, patches in lists.items()}
     if replaced := options.get("patches_replace"):
         for kind, blocks in replaced.items():
             for patch in blocks.values():
                 if kind != "dit" or not does_as(patch, leave_out):
-                    raise refusal(f"patches_replace/{kind}", patch)
+                    raise refused_patch(f"patches_replace/{kind}", patch)
         if left_out := blocks_left_out(options):
             found[LEFT_OUT] = left_out
     if OVERRIDE in options:
@@ -160,11 +160,11 @@ def described(options: Options, numbers: Mapping[int, int] = MappingProxyType({}
         elif name := attention_backend(override):
             found[BACKEND] = name
         else:
-            raise refusal(OVERRIDE, override)
+            raise refused_patch(OVERRIDE, override)
     return found
 
 
-def refusal(place: str, patch: Any) -> Refused:
+def refused_patch(place: str, patch: Any) -> Refused:
     return Refused(
         f"The patch {patch_name(patch)} ({place}) runs inside the model's blocks and cannot run in the"
         " pool: remove the node that adds it, or PipeMesh."
@@ -180,10 +180,10 @@ def torch_settings() -> dict[str, Any]:
     return found
 
 
-def restored(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> dict[str, Any]:
-    """In a rank: the inverse of ``described``; torch's settings are made, and ``patches`` stand
-    where their numbers stood. Raises Refused for an attention function that ComfyUI does not have
-    here.
+def options_made(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> dict[str, Any]:
+    """In a rank: the inverse of ``options_by_name``; torch's settings are made, and ``patches``
+    stand where their numbers stood. Raises Refused for an attention function that ComfyUI does not
+    have here.
     """
     made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND, NODES)}
     here = torch_settings()

@@ -21,7 +21,7 @@ import torch
 from ..errors import Refused
 from ..refusals import ON_ONE_GPU, patch_name
 from ..wire.tree import is_plain
-from .code import NotReferable, Reference, compiled, imported, named, resolved
+from .code import NotReferable, Reference, compiled, imported, reference_to, resolved
 
 Parts = Any  # a plain value, or [number of the object, kind, content...]; "same" for one that came before
 
@@ -92,7 +92,7 @@ class Disassembly:
             return self._function(value, path)
         if isinstance(value, type):
             self.code.append(value)
-            return "named", named(value)
+            return "named", reference_to(value)
         if isinstance(value, comfy.model_patcher.ModelPatcher):
             if value.patches:
                 raise NotReferable("it has weight patches of its own")
@@ -105,12 +105,16 @@ class Disassembly:
         self.code.append(type(value))
         others = OF_PATCHERS if isinstance(value, torch.nn.Module) else ()
         own = [(name, item) for name, item in vars(value).items() if name not in others]
-        return "instance", named(type(value)), {name: self.take(item, f"{path}.{name}") for name, item in own}
+        return (
+            "instance",
+            reference_to(type(value)),
+            {name: self.take(item, f"{path}.{name}") for name, item in own},
+        )
 
     def _function(self, function: FunctionType, path: str) -> tuple:
         self.code.append(function)
         if "<locals>" not in function.__qualname__:
-            return "named", named(function)
+            return "named", reference_to(function)
         if vars(function).get("_torchdynamo_disable"):
             return "uncompiled", self.take(vars(function)["_torchdynamo_orig_callable"], path)
         cells = [self.take(cell.cell_contents, f"{path}.{name}") for name, cell in _filled(function, path)]

@@ -53,7 +53,7 @@ def name_of(thing: Any) -> str:
 # -- in the UI
 
 
-def named(thing: Any) -> Reference:
+def reference_to(thing: Any) -> Reference:
     """Refers to a class, or to a function that its module has under its name. Raises
     NotReferable.
     """
@@ -127,7 +127,7 @@ def packs() -> tuple[Path, ...]:
 
 
 def resolved(reference: Reference) -> Any:
-    """Returns what ``named`` or ``compiled`` (a code object) refers to. Raises Refused."""
+    """Returns what ``reference_to`` or ``compiled`` (a code object) refers to. Raises Refused."""
     *place, name = reference
     module = imported(place)
     if isinstance(name, int):

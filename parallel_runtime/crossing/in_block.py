@@ -15,11 +15,11 @@ from ..families.plan import BEFORE_BLOCKS, TokenPlan
 from ..forward import PREFIX
 from ..patches import TokenGrid
 from ..refusals import patch_name, require_plan
-from .by_name import OVERRIDE, attention_backend, described
+from .by_name import OVERRIDE, attention_backend, options_by_name
 from .by_reference import Assembly, Disassembly
 from .code import name_of
 from .pack_state import PackState, PackValue, made_state, put_state
-from .readers import Readers
+from .readers import OptionReaders
 
 IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank
 Options = Mapping[str, Any]
@@ -59,7 +59,7 @@ class InBlockPatches:
         self.rebuilt, self.kept = plan.rebuilt, plan.kept
         self.state = PackState(apart.code, apart.take)
         taken["state"] = self.state.taken
-        self.readers = Readers(type(transformer), apart.code, taken)
+        self.readers = OptionReaders(type(transformer), apart.code, taken)
         some = any(taken.values())
         self.objects: dict[str, Any] = {IN_BLOCK: {**taken, "models": apart.models}} if some else {}
         self.identity: dict[str, Any] = {IN_BLOCK: taken} if some else {}
@@ -72,7 +72,7 @@ def in_block_patches(patcher: Any) -> InBlockPatches:
     transformer, options = patcher.model.diffusion_model, patcher.model_options["transformer_options"]
     below = {key: value for key, value in patcher.object_patches.items() if key.startswith(PREFIX)}
     patches = InBlockPatches(transformer, require_plan(transformer), options, below)
-    described(options, patches.numbers)
+    options_by_name(options, patches.numbers)
     return patches
 
 
@@ -164,7 +164,7 @@ def encode_images(transformer: torch.nn.Module, options: Options, shape: Sequenc
         plan = require_plan(transformer)
         known = plan.block_patch(name_of(patch))
         size = (
-            padded(shape, plan.patch_size_of(transformer))
+            padded_shape(shape, plan.patch_size_of(transformer))
             if known is not None and known.padded
             else torch.Size(shape)
         )
@@ -176,7 +176,7 @@ def encode_images(transformer: torch.nn.Module, options: Options, shape: Sequenc
                 patch({"x": torch.empty(size, device="meta"), "img": NoTokens(), "block_index": NoTokens()})
 
 
-def padded(shape: Sequence[int], patch_size: int | Sequence[int]) -> torch.Size:
+def padded_shape(shape: Sequence[int], patch_size: int | Sequence[int]) -> torch.Size:
     """Returns the shape of a latent padded to whole tokens."""
     grid = TokenGrid.of(shape, patch_size)
     return torch.Size(

@@ -34,7 +34,7 @@ def kept_settings(kept: BranchCache, options: Mapping[str, Any]) -> dict[str, An
     return {"id": id(cache), "dtype": cache.dtype, "on_device": on_device, "in_window": WINDOW in options}
 
 
-class Slot(dict):
+class KeptBranch(dict):
     """What is kept of one branch's latents. No other one is equal: ComfyUI's own dicts of tensors
     cannot be compared. ``shapes`` of the tokens of each block.
     """
@@ -134,7 +134,7 @@ def cache_class(kept: BranchCache) -> Any:
                 self._is_selecting = False
             if self.slot["blocks"]:
                 return
-            self.slots[-1] = self.slot = Slot(self.slot)
+            self.slots[-1] = self.slot = KeptBranch(self.slot)
             wanted = max(map(self._slot_bytes, self.slots)) * 1.5 * self._ranks
             while self.slots[0] is not self.slot and self._sharers.any_wishes(
                 free_bytes(self.store_device) < wanted

@@ -11,7 +11,7 @@ from ..families.plan import COMPILE
 from ..refusals import ON_ONE_GPU, patch_name
 from ..weights.bypass import adapters_of
 from ..wire.tree import is_plain, why_not_plain
-from .by_name import OVERRIDE, SETTINGS, described, torch_settings
+from .by_name import OVERRIDE, SETTINGS, options_by_name, torch_settings
 from .in_block import InBlockPatches
 from .kept_tokens import KEPT, kept_settings
 
@@ -34,7 +34,7 @@ def crossing_options(
     that no code in the ranks has the name of stay behind. Raises Refused for one that code may
     read there. ``set_later`` names what has set one since the sampler was called; empty: a node.
     """
-    crossing = described(transformer_options, in_block.numbers if in_block is not None else {})
+    crossing = options_by_name(transformer_options, in_block.numbers if in_block is not None else {})
     crossing[SETTINGS] = torch_settings()
     kept = in_block.kept if in_block is not None else None
     if kept is not None and (settings := kept_settings(kept, transformer_options)):

@@ -21,11 +21,11 @@ from ..watch.python_file import (
     LIBRARIES,
     attribute_of,
     compiled_elsewhere,
-    file_of,
     functions_of,
     is_code,
     module_of,
     names_in,
+    python_file,
 )
 from ..wire.tree import is_plain
 from .code import CUSTOM_NODES, NotReferable, is_of_pack, place_of, resolved
@@ -82,7 +82,7 @@ def require_own(module: types.ModuleType, name: str, value: Any) -> None:
     """Raises Refused for a function that another pack put into a module. One of a library may have
     come there by way of another file of the pack.
     """
-    trusted = LIBRARIES | file_of(module).roots | {module.__name__.partition(".")[0]}
+    trusted = LIBRARIES | python_file(module).roots | {module.__name__.partition(".")[0]}
     culprit = compiled_elsewhere(value, trusted) if is_code(value) else None
     if culprit is not None and is_of_another_pack(culprit, module):
         raise Refused(
@@ -129,13 +129,13 @@ class PackState:
                 assert module is not None
                 name = "" if one.holder is module else one.holder.__qualname__
                 self.taken.append([[*place_of(module), name], one.name, take(one.value, str(one))])
-                self._read.append((one, frozen(one.value)))
+                self._read.append((one, version_of(one.value)))
 
     def require_unchanged(self) -> None:
         """Raises Refused for one that was set since, naming it: ranks have the old value."""
         for one, before in self._read:
             now = getattr(one.holder, one.name, None)
-            if frozen(now) != before:
+            if version_of(now) != before:
                 is_module = isinstance(one.holder, types.ModuleType)
                 holder = one.holder.__name__ if is_module else patch_name(one.holder)
                 raise Refused(
@@ -144,14 +144,14 @@ class PackState:
                 )
 
 
-def frozen(value: Any, depth: int = 4) -> Any:
+def version_of(value: Any, depth: int = 4) -> Any:
     """Returns what tells whether a value is still the same; of tensors by place and version."""
     if isinstance(value, torch.Tensor):
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, dict) and depth:
-        return [(key, frozen(item, depth - 1)) for key, item in value.items()]
+        return [(key, version_of(item, depth - 1)) for key, item in value.items()]
     if isinstance(value, CONTAINERS) and depth:
-        return [frozen(item, depth - 1) for item in value]
+        return [version_of(item, depth - 1) for item in value]
     return value if is_plain(value) else id(value)
 
 

@@ -15,7 +15,15 @@ from typing import Any
 
 from ..refusals import patch_name
 from ..watch.fingerprint import DEEP, host_files
-from ..watch.python_file import STANDARD, codes_in, file_hash, file_of, functions_of, host_folder, module_of
+from ..watch.python_file import (
+    STANDARD,
+    codes_in,
+    file_hash,
+    functions_of,
+    host_folder,
+    module_of,
+    python_file,
+)
 from .code import CUSTOM_NODES, HOST_FOLDERS, name_of
 
 EXTRAS = HOST_FOLDERS[-1]
@@ -25,7 +33,7 @@ NAMES = re.compile(r"\w+(?:[\s,]+\w+)+")  # several in one text
 PLACES = re.compile(r"\{[^{}]*\}|%(?:\(\w*\))?[-#0 +.\d]*[a-zA-Z]")  # of what a text is filled with
 
 
-class Readers:
+class OptionReaders:
     """What ranks run of a transformer's class, and of nodes: ``code`` has functions and classes,
     ``taken`` the objects that bring them, taken apart.
     """
@@ -43,14 +51,14 @@ class Readers:
         if not isinstance(option, str):
             return patch_name(self._code[0]) if self._code else ""
         words = words_of_class(name_of(self._transformer))
-        if not words or is_named(option, words):
+        if not words or is_asked_for(option, words):
             return self._transformer.__name__
-        if self._code and is_named(option, {*words_of_code(self._code), *texts_in(self._taken)}):
+        if self._code and is_asked_for(option, {*words_of_code(self._code), *texts_in(self._taken)}):
             return patch_name(self._code[0])
         return ""
 
 
-def is_named(option: str, words: Collection[str]) -> bool:
+def is_asked_for(option: str, words: Collection[str]) -> bool:
     """True if one of ``words`` is the option's name, with or without a number, or begins or ends
     it, as in ``"its_" + name`` and ``"its_%s" % name``, or has it among several.
     """
@@ -103,7 +111,7 @@ def named_in(module: types.ModuleType, codes: Sequence[types.CodeType]) -> Itera
     inside = [one for one in list(sys.modules) if one.startswith(DEEP) and names >= {*one.split(".")[1:]}]
     found = [module_of(value) for value in vars(module).values()]
     yield from (*found, *(module_of(sys.modules.get(one)) for one in inside))
-    for where, name in file_of(module).imports:
+    for where, name in python_file(module).imports:
         yield module_named(f"{where}.{name}") or module_named(where)
 
 

@@ -94,7 +94,7 @@ class NotAlike(Exception):
     """Evaluations are no batch of equal shapes."""
 
 
-def is_same(one: Any, other: Any) -> bool:
+def equal_trees(one: Any, other: Any) -> bool:
     """True for trees of equal tensors and of other leaves that are equal."""
     (leaves, spec), (others, of_other) = tree_flatten(one), tree_flatten(other)
     return spec == of_other and all(
@@ -117,7 +117,7 @@ def batched(several: Sequence[dict[str, Any]], constants: Collection[str] = ()) 
         {name: value for name, value in own.get(OPTIONS, {}).items() if name not in OWN} for own in several
     ]
     if any(own.keys() != first.keys() for own in several) or not all(
-        is_same(own, options[0]) for own in options
+        equal_trees(own, options[0]) for own in options
     ):
         raise NotAlike
 
@@ -150,7 +150,7 @@ def batched(several: Sequence[dict[str, Any]], constants: Collection[str] = ()) 
     return made
 
 
-def put_together(outputs: Sequence[Any]) -> Any:
+def joined_outputs(outputs: Sequence[Any]) -> Any:
     """Makes the output of all rows of those of some, in their order."""
     if len(outputs) == 1:
         return outputs[0]

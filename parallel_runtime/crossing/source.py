@@ -74,7 +74,7 @@ class Source:
         }
 
 
-def file_of(patcher: Any) -> str:
+def checkpoint_of(patcher: Any) -> str:
     """In the UI: the path of the file that a MODEL was read from; empty where none is known."""
     init = getattr(patcher, "cached_patcher_init", None)
     files = (
@@ -93,7 +93,7 @@ def describe_source(patcher: Any) -> Source:
     if init is not None:
         factory, args = init[0], tuple(init[1])
         if factory.__module__.startswith("comfy.") and is_plain(list(args)):
-            path = file_of(patcher)
+            path = checkpoint_of(patcher)
             file = stat_file(path) if path else None
             name, index = f"{factory.__module__}:{factory.__qualname__}", init[2] if len(init) > 2 else None
             dtypes = resolved_dtypes(patcher.model.model_config)
@@ -219,19 +219,19 @@ def build_from_state(source: dict[str, Any]) -> Any:
 
 def describe_vae(vae: Any, kind: str = "vae") -> Source:
     """In the UI: the source of a VAE or an upscale model. Its weights are sent as they are."""
-    path = file_of(vae.patcher)
+    path = checkpoint_of(vae.patcher)
     file = stat_file(path) if path and os.path.exists(path) else None
     return Source(model=vae_name(vae, kind), file=file)
 
 
 def vae_name(vae: Any, kind: str = "vae") -> str:
     """Returns what a VAE is called in ranks: another one once a node has changed its numbers."""
-    numbers = json.dumps(numbers_of(vae.first_stage_model)) if kind == "vae" else ""
+    numbers = json.dumps(vae_numbers(vae.first_stage_model)) if kind == "vae" else ""
     digest = hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()
     return f"{kind}-{vae.patcher.clone_base_uuid.hex}-{digest}"
 
 
-def numbers_of(model: Any) -> dict[str, Any]:
+def vae_numbers(model: Any) -> dict[str, Any]:
     """Returns the numbers that the class of a VAE took from its file's metadata: a node may have
     changed them since. Numbers that ComfyUI's patchers note on the module, such as the bytes that
     are loaded, are none of the VAE's.
@@ -247,7 +247,7 @@ def vae_source(vae: Any) -> dict[str, Any]:
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     metadata, config = None, getattr(model, "config", None)
     if config is not None:
-        metadata = {"config": json.dumps({"vae": {**config, **numbers_of(model)}})}
+        metadata = {"config": json.dumps({"vae": {**config, **vae_numbers(model)}})}
     return {"vae": type(model).__name__, "dtype": vae.vae_dtype, "state": state, "metadata": metadata}
 
 

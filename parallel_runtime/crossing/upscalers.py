@@ -15,10 +15,10 @@ from ..errors import Refused
 def upscaler_source(upscaler: Any) -> dict[str, Any]:
     """In the UI: the tree from which a rank builds a descriptor of spandrel's."""
     state = {name: tensor.detach() for name, tensor in upscaler.model.state_dict().items()}
-    return {"upscaler": name_of(upscaler), "state": state}
+    return {"upscaler": upscaler_name(upscaler), "state": state}
 
 
-def name_of(upscaler: Any) -> str:
+def upscaler_name(upscaler: Any) -> str:
     return f"{type(upscaler.model).__name__} ({upscaler.architecture.id}, {upscaler.scale}x)"
 
 
@@ -45,7 +45,11 @@ def build_upscaler(source: dict[str, Any], device: torch.device) -> torch.nn.Mod
     made, state = None, source["state"]
     with suppress(spandrel.UnsupportedModelError):
         made = spandrel.ModelLoader().load_from_state_dict(dict(state)).eval()
-    if made is None or name_of(made) != source["upscaler"] or made.model.state_dict().keys() != state.keys():
+    if (
+        made is None
+        or upscaler_name(made) != source["upscaler"]
+        or made.model.state_dict().keys() != state.keys()
+    ):
         raise Refused(
             f"spandrel does not know the weights of this {source['upscaler']} again: compute it without the"
             " pool."

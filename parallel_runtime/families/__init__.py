@@ -17,7 +17,7 @@ from .without_plan import ON_ONE_GPU as ON_ONE_GPU
 from .without_plan import UNTRIED as UNTRIED
 from .without_plan import WHOLE as WHOLE
 from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
-from .without_plan import name_of as name_of
+from .without_plan import class_path as class_path
 from .without_plan import takes_rows_for_frames as takes_rows_for_frames
 from .without_plan import whole_plan
 from .without_plan import why_named_without as why_named_without
@@ -77,7 +77,7 @@ def plan_for(model_class: type) -> TokenPlan | None:
     """The plan of a ComfyUI model class. A subclass has its own forward and so needs its own
     plan.
     """
-    name = name_of(model_class)
+    name = class_path(model_class)
     if name not in FILES:
         return None
     return next(plan for plan in family_in(FILES[name]).plans if name in plan.models)

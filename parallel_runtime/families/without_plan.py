@@ -66,20 +66,20 @@ WHOLE = TokenPlan(
 UNTRIED = replace(WHOLE, family="untried", models=())  # of those that nobody has tried so
 
 
-def name_of(model_class: type) -> str:
+def class_path(model_class: type) -> str:
     return f"{model_class.__module__}:{model_class.__qualname__}"
 
 
 def takes_rows_for_frames(model: nn.Module) -> bool:
     """Returns whether a model computes the rows of a batch as the frames of one video."""
-    return any(name_of(type(module)) in OF_FRAMES for module in model.modules())
+    return any(class_path(type(module)) in OF_FRAMES for module in model.modules())
 
 
 def whole_plan(model_class: type) -> TokenPlan | None:
     """The plan without blocks of a class of ComfyUI's own; None where such a model stays on one
     GPU.
     """
-    name = name_of(model_class)
+    name = class_path(model_class)
     if name in WHOLE.models:
         return WHOLE
     # Ranks import ComfyUI alone: a class that a pack made is not the one that they build
@@ -91,7 +91,7 @@ def whole_plan(model_class: type) -> TokenPlan | None:
 
 def why_no_plan(model_class: type) -> str:
     """Returns why a transformer has no token plan, in words for users."""
-    return why_named_without(name_of(model_class))
+    return why_named_without(class_path(model_class))
 
 
 def why_named_without(name: str) -> str:

@@ -139,7 +139,7 @@ def differing(now: Known, built: Known, path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, before in built.items():
         value = now.get(name, before)
-        if value is before or isinstance(before, torch.device) or is_same(value, before):
+        if value is before or isinstance(before, torch.device) or is_unchanged(value, before):
             continue
         if type(value) is type(before) and is_of_comfyui(value):
             found |= differing(vars(value), vars(before), f"{path}{name}.")
@@ -162,7 +162,7 @@ def is_of_comfyui(value: Any) -> bool:
     )
 
 
-def is_same(value: Any, before: Any) -> bool:
+def is_unchanged(value: Any, before: Any) -> bool:
     if type(value) is not type(before):
         return False
     if isinstance(value, torch.Tensor):
@@ -170,15 +170,15 @@ def is_same(value: Any, before: Any) -> bool:
             return value.shape == before.shape
         return value.dtype == before.dtype and torch.equal(value.cpu(), before.cpu())
     if isinstance(value, (list, tuple)):
-        return len(value) == len(before) and all(map(is_same, value, before))
+        return len(value) == len(before) and all(map(is_unchanged, value, before))
     if isinstance(value, dict):
-        return value.keys() == before.keys() and all(is_same(value[key], before[key]) for key in value)
+        return value.keys() == before.keys() and all(is_unchanged(value[key], before[key]) for key in value)
     if isinstance(value, functools.partial):
         parts = ("func", "args", "keywords")
-        return all(is_same(getattr(value, part), getattr(before, part)) for part in parts)
+        return all(is_unchanged(getattr(value, part), getattr(before, part)) for part in parts)
     if callable(value) or isinstance(value, torch.nn.Module):
         codes = [getattr(one, "__code__", None) for one in (value, before)]
         return patch_name(value) == patch_name(before) and codes[0] == codes[1]
     if is_of_comfyui(value):
-        return is_same(vars(value), vars(before))
+        return is_unchanged(vars(value), vars(before))
     return not is_plain(value) or value == before

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import Refused
 from ..families import kept_by
-from .python_file import FUNCTIONS, Place, PythonFile, read, tree_text
+from .python_file import FUNCTIONS, Place, PythonFile, read_module, tree_text
 
 # What a transformer's forward runs
 FOLLOWED = ("comfy.ldm.", "comfy.ops", "comfy.quant_ops", "comfy.rmsnorm", "comfy.float")
@@ -58,7 +58,7 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
-class Told:
+class BoundName:
     """What a module binds to a name: its ``digests``, the ``places`` that its code names, the
     ``names`` by which it looks for them in the module, and the ``words`` in it by which it may ask
     for an entry of a dictionary: texts and names of parameters.
@@ -76,7 +76,7 @@ class HostFiles:
     def __init__(self, root: Path):
         self._root = root
         self._read: dict[str, PythonFile | None] = {}
-        self._told: dict[Place, Told] = {}
+        self._told: dict[Place, BoundName] = {}
 
     def fingerprint(self, kind: str) -> Fingerprint:
         """Returns the fingerprint of a class, ``module:Class``: of its code, and of all of ComfyUI
@@ -94,7 +94,7 @@ class HostFiles:
         """
         return frozenset[str]().union(*(told.words for told in self.reached(kind).values()))
 
-    def reached(self, *kinds: str) -> dict[Place, Told]:
+    def reached(self, *kinds: str) -> dict[Place, BoundName]:
         """Returns all that these classes may run, by its place; nothing of a class that the files
         do not have.
         """
@@ -106,7 +106,7 @@ class HostFiles:
                 waiting += [(module, name), *EVERYWHERE]
                 # A node gives the cache to the model, whose code does not name it
                 waiting += [split(kept.cache)] if kept is not None else []
-        reached: dict[Place, Told] = {}
+        reached: dict[Place, BoundName] = {}
         while waiting:
             place = waiting.pop()
             if place not in reached and place[0].startswith("comfy."):
@@ -121,10 +121,10 @@ class HostFiles:
         file = self._file(module)
         return set() if file is None else {name for name in file.bound if file.is_class(name)}
 
-    def _tell(self, module: str, bound: str) -> Told:
+    def _tell(self, module: str, bound: str) -> BoundName:
         file = self._file(module)
         if file is None:
-            return Told({})
+            return BoundName({})
         statements, is_followed = file.bound.get(bound, ()), module.startswith(DEEP)
         texts: dict[str, list[str]] = {f"{module}:": [*file.rest]} if is_followed and file.rest else {}
         names: set[tuple[str, ...]] = set()
@@ -141,7 +141,7 @@ class HostFiles:
             names = {(bound,)}
         places = [place for name in names if (place := self._place_of(module, file, name))]
         digests = {name: _short(of_part) for name, of_part in texts.items()}
-        return Told(digests, places, frozenset({bound, *(name[0] for name in names)}), frozenset(words))
+        return BoundName(digests, places, frozenset({bound, *(name[0] for name in names)}), frozenset(words))
 
     def _place_of(self, module: str, file: PythonFile, dotted: tuple[str, ...]) -> Place | None:
         """Returns what a name with dots in a module's code stands for; None for no name of a
@@ -170,7 +170,7 @@ class HostFiles:
             path = self._path(module)
             package = module if path is not None and path.name == "__init__.py" else module.rpartition(".")[0]
             try:
-                found = read(path, package) if path is not None and path.is_file() else None
+                found = read_module(path, package) if path is not None and path.is_file() else None
             except (OSError, SyntaxError, ValueError) as error:
                 raise Refused(
                     f"ComfyUI's file {path} cannot be read ({error}): mend it, and restart ComfyUI."

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..forward import forward_name
-from .fingerprint import FOLLOWED, Told, host_files
+from .fingerprint import FOLLOWED, BoundName, host_files
 from .python_file import (
     LIBRARIES,
     NOTHING,
@@ -25,11 +25,11 @@ from .python_file import (
     compiled_elsewhere,
     edited_function,
     file_hash,
-    file_of,
     full_name,
     host_folder,
     is_code,
     module_of,
+    python_file,
     root_of,
 )
 
@@ -49,7 +49,7 @@ def replaced_code(
                 yield f"{full_name(owner)}.{name}", culprit
 
 
-class HostCode:
+class HostFunctions:
     """The functions of these modules and classes as they are now, for a check so short that every
     evaluation can have it.
     """
@@ -97,7 +97,7 @@ def edited_code(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield file, edited.__qualname__
 
 
-def _reached(transformer: torch.nn.Module) -> dict[Place, Told]:
+def _reached(transformer: torch.nn.Module) -> dict[Place, BoundName]:
     """Returns what a transformer may run of ComfyUI's, by its files."""
     tops = {f"{kind.__module__}:{kind.__qualname__.partition('.')[0]}" for kind in _host_classes(transformer)}
     reached = host_files(host_folder()).reached(*tops)
@@ -138,14 +138,14 @@ def _with_inner(kind: type) -> Iterator[type]:
 
 
 def _compiled_elsewhere(owner: Any, _name: str, value: Any, trusted: frozenset[str]) -> Any:
-    return compiled_elsewhere(value, trusted | file_of(module_of(owner)).roots)
+    return compiled_elsewhere(value, trusted | python_file(module_of(owner)).roots)
 
 
 def _otherwise_imported(owner: Any, name: str, value: Any, trusted: frozenset[str]) -> Any:
     """Returns what a module has under a name that its file imports, where that is another thing. No
     other is one that was imported before its source was replaced.
     """
-    file = file_of(owner) if isinstance(owner, types.ModuleType) else NOTHING
+    file = python_file(owner) if isinstance(owner, types.ModuleType) else NOTHING
     places = () if name in file.bound else file.imported.get(name, ())
     expected = [
         one

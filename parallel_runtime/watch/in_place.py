@@ -15,7 +15,7 @@ import torch
 from ..errors import Refused
 from ..refusals import ON_ONE_GPU, patch_name
 from .attributes import ModuleAttributes
-from .host_code import HostCode, edited_code, replaced_code
+from .host_code import HostFunctions, edited_code, replaced_code
 from .python_file import LIBRARIES, root_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -30,7 +30,7 @@ def require_unchanged(
     trusted = LIBRARIES | {root_of(type(diffusion_model)), root_of(operations)}
     for path, module in diffusion_model.named_modules():
         for what, culprit in _changes_of(module, ours, trusted):
-            raise refusal(path, what, culprit)
+            raise refused_change(path, what, culprit)
     for where, culprit in replaced_code(diffusion_model, trusted):
         raise refusal_of_code(where, culprit)
     for file, function in edited_code(diffusion_model):
@@ -82,7 +82,7 @@ class Watch:
             )
             for module in self._model.modules()
         ]
-        self._code = HostCode(self._model)
+        self._code = HostFunctions(self._model)
 
     def holds(self, ours: Sequence[Any] = ()) -> bool:
         """Returns whether all modules and functions are those that were recorded, without hooks:
@@ -122,7 +122,7 @@ class Watch:
             for module, kind, *_ in self._seen:
                 if module.__class__ is not kind:
                     what = "is of another class than it was loaded with"
-                    raise refusal(self._path_of(module), what, type(module))
+                    raise refused_change(self._path_of(module), what, type(module))
             self._record()
 
     def _swapped(self, module: torch.nn.Module, before: dict[str, torch.nn.Module | None]) -> Refused:
@@ -132,7 +132,7 @@ class Watch:
         child = now.get(name)
         inside = list(child.modules()) if child is not None else []
         inner = next((one for one in inside if root_of(type(one)) not in LIBRARIES), child)
-        return refusal(path, "was swapped while the model samples", type(inner))
+        return refused_change(path, "was swapped while the model samples", type(inner))
 
     def _path_of(self, module: torch.nn.Module) -> str:
         return next((path for path, one in self._model.named_modules() if one is module), "")
@@ -165,7 +165,7 @@ def _is_replaced(module: torch.nn.Module, name: str, value: Any, ours: Sequence[
     return not is_own and not any(value is one for one in ours)
 
 
-def refusal(path: str, what: str, culprit: Any) -> Refused:
+def refused_change(path: str, what: str, culprit: Any) -> Refused:
     """Makes the error of a change at ``path`` below the transformer, made by ``culprit``."""
     name = patch_name(culprit)
     caches = "cache" in name.lower()

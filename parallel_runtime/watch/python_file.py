@@ -59,7 +59,7 @@ class PythonFile:
 NOTHING = PythonFile({}, {}, (), ())
 
 
-class Method(NamedTuple):
+class MethodCode(NamedTuple):
     """``assigned``: the attributes of its object that it assigns; ``named``: all attributes that it
     names.
     """
@@ -209,7 +209,7 @@ def _code_set(file: str, hash_: str) -> frozenset[types.CodeType]:
 # -- the text of a file
 
 
-def file_of(module: types.ModuleType | None) -> PythonFile:
+def python_file(module: types.ModuleType | None) -> PythonFile:
     """Returns a module's file as it was when it was first asked for."""
     path = getattr(module, "__file__", None)
     if module is None or path is None or not path.endswith(".py"):
@@ -219,10 +219,10 @@ def file_of(module: types.ModuleType | None) -> PythonFile:
 
 @lru_cache(maxsize=64)
 def read_once(path: Path, package: str) -> PythonFile:
-    return read(path, package)
+    return read_module(path, package)
 
 
-def read(path: Path, package: str) -> PythonFile:
+def read_module(path: Path, package: str) -> PythonFile:
     """Returns a module's file. ``package``: the one that it is in. Raises OSError, SyntaxError,
     ValueError.
     """
@@ -308,10 +308,10 @@ def _is_docstring(first: Sequence[ast.AST]) -> bool:
 # -- what the methods of a class assign
 
 
-def _method(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
+def _method(node: ast.FunctionDef | ast.AsyncFunctionDef) -> MethodCode:
     own = node.args.args[0].arg if node.args.args else ""
     named = frozenset(one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute))
-    return Method(node.name, frozenset(_assigned(node, own)), named)
+    return MethodCode(node.name, frozenset(_assigned(node, own)), named)
 
 
 def _assigned(method: ast.AST, own: str) -> Iterator[str]:
@@ -342,12 +342,12 @@ def assigned_first(kind: type) -> frozenset[str]:
     return frozenset(name for method in _methods_of(kind)[0] for name in method.assigned)
 
 
-def _methods_of(kind: type) -> tuple[list[Method], list[Method]]:
+def _methods_of(kind: type) -> tuple[list[MethodCode], list[MethodCode]]:
     """Returns the methods of a class of ComfyUI's: ``__init__`` with those that it calls, and the
     others.
     """
     own = [one for one in kind.__mro__ if one.__module__.startswith("comfy.")]
-    nodes = [node for one in own for node in _class_of(one.__qualname__, file_of(module_of(one)))]
+    nodes = [node for one in own for node in _class_of(one.__qualname__, python_file(module_of(one)))]
     methods = [_method(one) for node in nodes for one in node.body if isinstance(one, FUNCTIONS)]
     building, waiting = set(), {"__init__"}
     while waiting:

@@ -15,7 +15,7 @@ from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
 from ..comm.readers import Readers
 from ..comm.shard_gather import ShardGather
-from ..crossing.by_name import BACKEND, SETTINGS, restored
+from ..crossing.by_name import BACKEND, SETTINGS, options_made
 from ..crossing.in_block import clean_up
 from ..crossing.kept_tokens import KEPT, KeptTokens, Sharers
 from ..crossing.pack_state import put_state
@@ -216,7 +216,7 @@ class ResidentModel:
         if self.weights.turns is not None:
             arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
-            options = restored(arguments["transformer_options"], self._objects.in_block.patches)
+            options = options_made(arguments["transformer_options"], self._objects.in_block.patches)
             options = options if self.kept is None else self.kept.put(options)
             arguments = {**arguments, "transformer_options": options}
         transformer = self.patcher.model.diffusion_model

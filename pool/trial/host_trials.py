@@ -25,7 +25,7 @@ import torch
 from ...parallel_runtime.client.alone import Judge, Shared
 from ...parallel_runtime.client.first_of import FirstOf
 from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
-from ...parallel_runtime.families import FILES, family_in, name_of, plan_for
+from ...parallel_runtime.families import FILES, class_path, family_in, plan_for
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
 from ...parallel_runtime.watch.python_file import tree_text
@@ -195,7 +195,7 @@ class HostTrials:
         plan = plan_for(transformer)
         if self._try_class is None or plan is None or not plan.blocks:
             return None
-        kind = name_of(transformer)
+        kind = class_path(transformer)
         with self._lock:
             begun = self._begun.get(kind)
             is_lost = begun is not None and begun.done() and begun.exception() is not None
@@ -243,7 +243,7 @@ class HostTrials:
         if judged is None or model is None:
             return judged
         config = type(model.model_config)
-        samples = family_in(FILES[name_of(transformer)]).samples
+        samples = family_in(FILES[class_path(transformer)]).samples
         is_compared = config.__name__ in [one.form.config_class for one in samples if one.is_here]
         if not is_compared and (new := self._known().new_among((type(model), config))):
             raise Refused(
@@ -260,7 +260,7 @@ class HostTrials:
         transformer = type(model.diffusion_model)
         if self.begin(transformer) is None:
             return None
-        kind, numbers = name_of(transformer), numbers_of(model)
+        kind, numbers = class_path(transformer), numbers_of(model)
         name = f"{kind} in {numbers}"
         with self._lock:
             if name in self._begun:
