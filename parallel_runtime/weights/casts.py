@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..stand_ins import StandIn, standing_in
-from .quantised import put_together, stored_tensors, taken_apart, tensors_of, with_tensors
+from .quantised import put_together, stored_parts, stored_tensors, taken_apart, with_tensors
 
 # An attribute of layers: computes the cast of their weights that it is given, in their turn
 TURN = "pipemesh_turn"
@@ -57,5 +57,5 @@ def out_of(weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     if all(tensor.untyped_storage()._cdata != storage for tensor in stored_tensors(weight)):
         return weight
     tree = taken_apart(weight)
-    copies = {name: tensor.clone() for name, tensor in tensors_of(tree).items()}
+    copies = {name: tensor.clone() for name, tensor in stored_parts(tree).items()}
     return put_together(with_tensors(tree, copies), weight)

@@ -25,7 +25,7 @@ from ..memory import Mapping, is_unwritten, mapped_files, pages_of
 from .checksum import checksum
 from .gguf import described_weight, is_ggml
 from .quantised import stored_bytes, taken_apart
-from .slots import Slot, slots
+from .slots import WeightSlot, slots
 from .stored_weights import CheckpointContent
 
 # By bytes of an element, numbers of the same size that torch can index, whatever the dtype
@@ -230,7 +230,7 @@ class NoContent:
     def __init__(self, answer: bool | None):
         self._answer = answer
 
-    def has(self, slot: Slot) -> bool | None:
+    def has(self, slot: WeightSlot) -> bool | None:
         return self._answer
 
 

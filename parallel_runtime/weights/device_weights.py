@@ -16,14 +16,14 @@ from ..comm.readers import LEAST_BYTES, Readers
 from ..forward import PREFIX
 from ..memory import is_unwritten
 from .parameters import dotted, settled_as, settled_dtype, users_of
-from .placement import Placement
-from .quantised import put_together, stored_bytes, stored_tensors, taken_apart, tensors_of, with_tensors
+from .placement import WeightPlacement
+from .quantised import put_together, stored_bytes, stored_parts, stored_tensors, taken_apart, with_tensors
 from .shared_layers import is_number
 
 CPU = torch.device("cpu")
 
 
-class DeviceWeights(Placement):
+class DeviceWeights(WeightPlacement):
     """The transformer's parameters on a rank's device, in the dtype that ComfyUI archived for each:
     those assigned from a file still have the file's.
 
@@ -115,10 +115,10 @@ class DeviceWeights(Placement):
         return stored_bytes([self.get(name)])
 
     def aside(self, name: str, device: torch.device) -> torch.nn.Parameter:
-        return on_device(self.get(name), device)
+        return parameter_on(self.get(name), device)
 
     def put_back(self, name: str, aside: torch.nn.Parameter) -> None:
-        self._put(name, on_device(aside, self._device))
+        self._put(name, parameter_on(aside, self._device))
 
     def _placed(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
@@ -128,7 +128,7 @@ class DeviceWeights(Placement):
             return settled_as(module, name, parameter, self._device)
         tree, dtype = taken_apart(parameter), settled_dtype(module, name, parameter)
         places = {}
-        for key, tensor in tensors_of(tree).items():
+        for key, tensor in stored_parts(tree).items():
             wanted = dtype if tree is tensor else tensor.dtype
             if tensor.nbytes < LEAST_BYTES or tensor.device.type != "cpu" or not tensor.is_contiguous():
                 places[key] = tensor.to(self._device, wanted)
@@ -139,7 +139,7 @@ class DeviceWeights(Placement):
         return torch.nn.Parameter(placed, requires_grad=False)
 
 
-def on_device(parameter: Any, device: torch.device) -> torch.nn.Parameter:
+def parameter_on(parameter: Any, device: torch.device) -> torch.nn.Parameter:
     """Returns the parameter itself if it is there already."""
     moved = parameter.to(device)
     return parameter if moved is parameter else torch.nn.Parameter(moved.detach(), requires_grad=False)

@@ -35,7 +35,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def as_it_is(weight: torch.Tensor) -> torch.Tensor:
+def uncast(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight that the host has cast."""
     return weight
 
@@ -59,7 +59,7 @@ def computing_in_fp32(model: torch.nn.Module, forget: str = "") -> Iterator[None
             if functions is not None:
                 if FUNCTIONS not in vars(module):
                     back.callback(delattr, module, FUNCTIONS)
-                _put(back, module, FUNCTIONS, [*functions, as_it_is])
+                _put(back, module, FUNCTIONS, [*functions, uncast])
                 continue
             several: list[dict[str, Any]] = [module._parameters, module._buffers]
             for slots in several:

@@ -13,7 +13,7 @@ import torch
 
 from .parameters import settled_as, settled_dtype
 from .placeholder import Placeholder
-from .quantised import put_together, taken_apart, tensors_of, with_tensors
+from .quantised import put_together, stored_parts, taken_apart, with_tensors
 from .shared_layers import Layer
 
 # Bytes: where the next tensor begins, and the next rank's part; by this torch chooses among CUDA's
@@ -93,7 +93,9 @@ class ShardedLayer:
     def _view(self, one: ShardedParameter, whole: torch.Tensor) -> torch.nn.Parameter:
         if one.instead is not None:
             return one.instead
-        tree = with_tensors(one.tree, {name: place.of(whole) for name, place in tensors_of(one.tree).items()})
+        tree = with_tensors(
+            one.tree, {name: place.of(whole) for name, place in stored_parts(one.tree).items()}
+        )
         return torch.nn.Parameter(put_together(tree, one.loaded), requires_grad=False)
 
     def put_away(self) -> None:
@@ -119,12 +121,12 @@ class ShardedBlock:
         for layer in self.layers:
             for name, one in layer.parameters.items():
                 tree, places = taken_apart(one.form()), {}
-                for stored, tensor in tensors_of(tree).items():
+                for stored, tensor in stored_parts(tree).items():
                     places[stored] = Place(at, tensor.shape, tensor.dtype)
-                    at += aligned(places[stored].nbytes)
+                    at += aligned_bytes(places[stored].nbytes)
                 one.tree = with_tensors(tree, places)
                 one.placeholder = Placeholder(one.form(), device, f"{layer.path}.{name}")
-        count, pinned = aligned(-(-at // size)), part_on.type == "cpu" and device.type == "cuda"
+        count, pinned = aligned_bytes(-(-at // size)), part_on.type == "cpu" and device.type == "cuda"
         self.part = torch.empty(count, dtype=torch.uint8, device=part_on, pin_memory=pinned)
         self.nbytes = size * count
 
@@ -138,7 +140,7 @@ class ShardedBlock:
         """Stores this rank's part of a parameter. False where it is of another size than the one
         that was loaded.
         """
-        old, new = tensors_of(one.tree), tensors_of(weight)
+        old, new = stored_parts(one.tree), stored_parts(weight)
         forms = [{name: (one.shape, one.dtype) for name, one in tree.items()} for tree in (old, new)]
         if forms[0] != forms[1]:
             return False
@@ -146,9 +148,9 @@ class ShardedBlock:
         return True
 
     def _store(self, one: ShardedParameter, tree: Any) -> None:
-        places = tensors_of(one.tree)
+        places = stored_parts(one.tree)
         for name, place in places.items():
-            self._write(place, tensors_of(tree)[name])
+            self._write(place, stored_parts(tree)[name])
         one.tree = with_tensors(tree, places)
         self.forget_views()
 
@@ -168,16 +170,16 @@ class ShardedBlock:
 
     def part_bytes(self, one: ShardedParameter) -> int:
         """Returns the bytes of a parameter that this rank has."""
-        return sum(len(self._own(place)) for place in tensors_of(one.tree).values())
+        return sum(len(self._own(place)) for place in stored_parts(one.tree).values())
 
     def copy(self, one: ShardedParameter, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
         """Returns this rank's part of a parameter, to be put back."""
-        owns = map(self._own, tensors_of(one.tree).values())
+        owns = map(self._own, stored_parts(one.tree).values())
         return one.tree, [self.part[own.start : own.stop].to(device, copy=True) for own in owns]
 
     def put_copy(self, one: ShardedParameter, copy: tuple[Any, list[torch.Tensor]]) -> None:
         one.tree, parts = copy
-        for place, part in zip(tensors_of(one.tree).values(), parts, strict=True):
+        for place, part in zip(stored_parts(one.tree).values(), parts, strict=True):
             own = self._own(place)
             self.part[own.start : own.stop].copy_(part)
         self.forget_views()
@@ -191,5 +193,5 @@ class ShardedBlock:
             layer.forget_views()
 
 
-def aligned(nbytes: int) -> int:
+def aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED

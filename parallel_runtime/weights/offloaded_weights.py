@@ -15,11 +15,11 @@ import torch
 
 from ..forward import PREFIX
 from .parameters import dotted, settled_as
-from .placement import Placement
+from .placement import WeightPlacement
 from .quantised import put_together
 
 
-class OffloadedWeights(Placement):
+class OffloadedWeights(WeightPlacement):
     """Weights under ComfyUI's own partial loading: ``patcher`` loads into ``budget`` bytes, and
     applies weight patches as it loads, or as a layer computes. Every layer brings its own weights.
     """

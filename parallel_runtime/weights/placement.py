@@ -12,7 +12,7 @@ from ..forward import PREFIX
 from .turns import Turns
 
 
-class Placement:
+class WeightPlacement:
     """The weights of one transformer on one rank. Names of parameters begin with
     ``diffusion_model.``, as those of weight patches do.
     """

@@ -51,7 +51,7 @@ def put_together(tree: Any, like: torch.Tensor) -> torch.Tensor:
     return type(like).__tensor_unflatten__(tree["tensors"], context, None, None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def tensors_of(tree: Any) -> dict[str, Any]:
+def stored_parts(tree: Any) -> dict[str, Any]:
     return tree["tensors"] if isinstance(tree, dict) else {"": tree}
 
 
@@ -61,7 +61,7 @@ def with_tensors(tree: Any, tensors: dict[str, Any]) -> Any:
 
 def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a weight is stored as."""
-    return list(tensors_of(taken_apart(tensor)).values())
+    return list(stored_parts(taken_apart(tensor)).values())
 
 
 def stored_bytes(weights: Iterable[torch.Tensor]) -> int:
@@ -71,7 +71,7 @@ def stored_bytes(weights: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for weight in weights for tensor in stored_tensors(weight))
 
 
-def numbers_of(model: Any) -> str:
+def dtypes_of(model: Any) -> str:
     """What a BaseModel computes in, and the dtypes of smaller numbers that its weights are stored
     in: ``bfloat16 of float8_e4m3fn``.
     """

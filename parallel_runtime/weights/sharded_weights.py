@@ -12,16 +12,16 @@ import torch
 
 from ..comm.shard_gather import ShardGather
 from ..forward import PREFIX
-from .device_weights import DeviceWeights, on_device
-from .layer_parts import ShardedBlock, ShardedParameter, aligned
+from .device_weights import DeviceWeights, parameter_on
+from .layer_parts import ShardedBlock, ShardedParameter, aligned_bytes
 from .main_memory import Table, tables_of
-from .placement import Placement
+from .placement import WeightPlacement
 from .quantised import put_together, stored_bytes, taken_apart
 from .shared_layers import Sharing, gathered_together, shared_layers
 from .turns import Turns
 
 
-class ShardedWeights(Placement):
+class ShardedWeights(WeightPlacement):
     """An equal part of each block of layers that is shared out; all ranks of a sequence make theirs
     at the same time. ``by_layer``: each layer is gathered by itself, which takes less memory.
     Everything else is whole, but for tables of which little is read: those stay where they were
@@ -59,7 +59,7 @@ class ShardedWeights(Placement):
             table.put_away()
             on_progress(table.nbytes if table.is_parameter else 0)
         sharing = Sharing.of([block.nbytes for block in blocks], self._whole.nbytes, by_layer)
-        self._turns = Turns(blocks, gather, device, aligned(sharing.room(gather.size)))
+        self._turns = Turns(blocks, gather, device, aligned_bytes(sharing.room(gather.size)))
         self._parts_bytes = sum(block.part.numel() for block in blocks)
 
     @property
@@ -145,7 +145,7 @@ class ShardedWeights(Placement):
         if name not in self._sharded:
             return self._whole.aside(name, device)
         block, one = self._sharded[name]
-        return on_device(one.instead, device) if one.instead is not None else block.copy(one, device)
+        return parameter_on(one.instead, device) if one.instead is not None else block.copy(one, device)
 
     def put_back(self, name: str, aside: Any) -> None:
         if name in self._tables:
@@ -156,7 +156,7 @@ class ShardedWeights(Placement):
             return
         block, one = self._sharded[name]
         if isinstance(aside, torch.nn.Parameter):
-            one.instead = on_device(aside, self._device)
+            one.instead = parameter_on(aside, self._device)
             block.forget_views()
         else:
             one.instead = None

@@ -12,7 +12,7 @@ from .parameters import dotted
 from .quantised import is_quantised, named_tensors
 
 
-class Slot(NamedTuple):
+class WeightSlot(NamedTuple):
     """A parameter or buffer of the transformer, or a tensor that a quantised one is stored as,
     under its name in a state dict. ``owner``: the name of the parameter or buffer; ``holder``: a
     quantised one, or one of a GGUF file. ``archived``: the dtype that ComfyUI gave it.
@@ -25,7 +25,7 @@ class Slot(NamedTuple):
     holder: Any = None
 
 
-def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
+def slots(diffusion_model: torch.nn.Module) -> Iterator[WeightSlot]:
     """All parameters and buffers."""
     for path, module in diffusion_model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -35,9 +35,9 @@ def slots(diffusion_model: torch.nn.Module) -> Iterator[Slot]:
             if is_quantised(tensor):
                 for stored, inner in named_tensors(owner, tensor).items():
                     if not inner.is_meta:
-                        yield Slot(stored, inner, inner.dtype, owner, tensor)
+                        yield WeightSlot(stored, inner, inner.dtype, owner, tensor)
             elif is_ggml(tensor):
-                yield Slot(owner, tensor.as_subclass(torch.Tensor), tensor.dtype, owner, tensor)
+                yield WeightSlot(owner, tensor.as_subclass(torch.Tensor), tensor.dtype, owner, tensor)
             elif type(tensor.data) is torch.Tensor and not tensor.is_meta:
                 archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
-                yield Slot(owner, tensor, archived, owner)
+                yield WeightSlot(owner, tensor, archived, owner)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import File, refuse_change
-from .slots import Slot, slots
+from .slots import WeightSlot, slots
 
 DTYPES = {  # of the safetensors format
     "F64": torch.float64,
@@ -129,7 +129,7 @@ class CheckpointContent:
                 self._stored.fill()
             self._tensors = processed(model, dict(self._stored.tensors))
 
-    def has(self, slot: Slot) -> bool | None:
+    def has(self, slot: WeightSlot) -> bool | None:
         """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it; None if
         the file has none of that name. Raises Refused where the file was cut short.
         """

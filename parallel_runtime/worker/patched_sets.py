@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..weights.placement import Placement
+from ..weights.placement import WeightPlacement
 
 SHARE_OF_SETS = 0.25  # of what is free for a rank, on its device and in main memory
 CPU = torch.device("cpu")
 
 
 class PatchedSet(NamedTuple):
-    """``weights``: by their names, as ``Placement.aside`` gave them on ``device``."""
+    """``weights``: by their names, as ``WeightPlacement.aside`` gave them on ``device``."""
 
     device: torch.device
     nbytes: int
@@ -31,7 +31,9 @@ class PatchedSets:
     would have to be sent there again for each switch.
     """
 
-    def __init__(self, weights: Placement, device: torch.device, free_bytes: Callable[[torch.device], int]):
+    def __init__(
+        self, weights: WeightPlacement, device: torch.device, free_bytes: Callable[[torch.device], int]
+    ):
         """``free_bytes`` tells what is free for this rank on its device, or in main memory."""
         self._weights = weights
         self._device = device

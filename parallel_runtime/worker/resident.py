@@ -31,7 +31,7 @@ from ..weights.device_weights import DeviceWeights
 from ..weights.gguf import is_dequantised_late, with_patches
 from ..weights.in_fp32 import arguments_in_fp32, computing_in_fp32
 from ..weights.offloaded_weights import OffloadedWeights
-from ..weights.placement import Placement
+from ..weights.placement import WeightPlacement
 from ..weights.quantised import stored_bytes
 from ..weights.sharded_weights import ShardedWeights
 from ..weights.weight_patches import unpack_patches
@@ -100,7 +100,7 @@ class ResidentModel:
         gather: ShardGather | None,
         readers: Readers | None,
         on_progress: Callable[[int], None],
-    ) -> Placement:
+    ) -> WeightPlacement:
         """Bring the weights to where the request wants them. If they are sharded, every rank of a
         sequence must call this, and ``gather`` joins them.
         """

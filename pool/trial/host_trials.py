@@ -29,7 +29,7 @@ from ...parallel_runtime.families import FILES, class_path, family_in, plan_for
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
 from ...parallel_runtime.watch.python_file import tree_text
-from ...parallel_runtime.weights.quantised import numbers_of
+from ...parallel_runtime.weights.quantised import dtypes_of
 from ...parallel_runtime.wire.messages import TrialStep
 from .known_hosts import KnownHosts, known_hosts
 from .rounding import error_of
@@ -260,7 +260,7 @@ class HostTrials:
         transformer = type(model.diffusion_model)
         if self.begin(transformer) is None:
             return None
-        kind, numbers = class_path(transformer), numbers_of(model)
+        kind, numbers = class_path(transformer), dtypes_of(model)
         name = f"{kind} in {numbers}"
         with self._lock:
             if name in self._begun:
@@ -292,7 +292,7 @@ class HostTrials:
         """Tells the user, once for its class and numbers, that the first evaluation of such a
         BaseModel could not be judged. Who judges it is asked again in every run.
         """
-        name = f"{type(model.diffusion_model).__name__} in {numbers_of(model)}"
+        name = f"{type(model.diffusion_model).__name__} in {dtypes_of(model)}"
         self.firsts.not_judged(
             f"The first evaluation of {name} that workers shared, on an untested ComfyUI ({self.version}),",
             why,
