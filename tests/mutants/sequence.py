@@ -162,7 +162,7 @@ def runs_out_of_memory():
         return computed
 
     put(rooms.resident, "make_method", make_method)
-    put(rooms.sequence_attention.Call, "compute", failing)
+    put(rooms.sequence_attention.AttentionCall, "compute", failing)
     put(rooms.ring_attention, "partial_attention", failing)
 
 
