@@ -59,7 +59,7 @@ def first_picture(latent: Any) -> dict[str, Any]:
     return {"k6_reference": torch.randn(shape, generator=torch.Generator().manual_seed(4))}
 
 
-def with_sound(extent: Extent) -> tuple[tuple[int, ...], ...]:
+def video_and_sound(extent: Extent) -> tuple[tuple[int, ...], ...]:
     width, height, frames = extent
     sound = math.ceil(frames / 24 * 44100 / 1024)
     return (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8), (1, sound, 40)
@@ -74,7 +74,7 @@ RELEASED = Released(
     text=512,
     extent=(864, 480, 121),
     changes={**VIDEO_WIDTHS, **AUDIO_WIDTHS},
-    latents=with_sound,
+    latents=video_and_sound,
     cut=TokenParts(chunks=(2, 4)),
 )
 INPUTS = {

@@ -71,7 +71,7 @@ def partly_given(latent: Any) -> Any:
     return NestedTensor([video, sound])
 
 
-def with_sound(extent: Extent) -> tuple[tuple[int, ...], ...]:
+def latents_and_sound(extent: Extent) -> tuple[tuple[int, ...], ...]:
     """Two latents of the first five frames and five of each seventeen behind them; 40 of a second
     of sound.
     """
@@ -93,7 +93,7 @@ RELEASED = Released(
         "time_embed_dim": 2688,
         "rope_inv_freq_len": 16,
     },
-    latents=with_sound,
+    latents=latents_and_sound,
 )
 LATENTS = {"even": ((1, 24, 3, 8, 6), (1, 32, 2, 5)), "odd": ((1, 24, 3, 5, 4), (1, 32, 2, 3))}
 

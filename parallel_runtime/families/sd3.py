@@ -50,15 +50,15 @@ def medium_config(size: Size) -> Config:
     return {**config(size), "qk_norm": "rms", "x_block_self_attn_layers": [0, 1]}
 
 
-def released(name: str, heads: int, side: int, changes: Config, title: str = "") -> Released:
+def released_square(name: str, heads: int, side: int, changes: Config, title: str = "") -> Released:
     """``side``: tokens along an edge of the largest image that has positions."""
     size = Size(heads=heads, head_dim=64, blocks=(heads,), text_dim=4096, pooled_dim=2048)
     changes = {"pos_embed_max_size": side, "num_patches": side * side, **changes}
     return Released(name=name, size=size, text=154, changes=changes, title=title)
 
 
-LARGE = released("sd3.5-large", 38, 192, {"qk_norm": "rms"}, "SD3.5 large")
-MEDIUM = released("sd3.5-medium", 24, 384, {"x_block_self_attn_layers": list(range(13))})
+LARGE = released_square("sd3.5-large", 38, 192, {"qk_norm": "rms"}, "SD3.5 large")
+MEDIUM = released_square("sd3.5-medium", 24, 384, {"x_block_self_attn_layers": list(range(13))})
 TINY = Tiny(head_dim=64, blocks=())  # as many blocks as heads, and heads of 64
 TINY_MEDIUM = Tiny(heads=(3,), head_dim=64, blocks=())
 

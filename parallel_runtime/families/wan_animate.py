@@ -21,7 +21,7 @@ PLAN = replace(
 )
 
 
-def pose(latent: torch.Tensor) -> dict[str, Any]:
+def animate_extras(latent: torch.Tensor) -> dict[str, Any]:
     """The extras of the Animate node but for the face, whose pictures take seconds to look at."""
     generator = torch.Generator().manual_seed(13)
     return {
@@ -32,7 +32,7 @@ def pose(latent: torch.Tensor) -> dict[str, Any]:
 
 CONFIG = partial(wan.config, extra_channels=20, model_type="animate")
 RELEASED = wan.released("wan2.2-animate-14b", extent=(832, 480, 77))
-INPUTS = {"latents": {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)}, "prompt_extras": pose}
+INPUTS = {"latents": {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)}, "prompt_extras": animate_extras}
 WAN_ANIMATE = Family(
     plans=(PLAN,), samples=(sample("wan-animate", "WAN22_Animate", CONFIG, RELEASED, **INPUTS),)
 )

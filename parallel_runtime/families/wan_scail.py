@@ -18,7 +18,7 @@ PLAN = replace(
 )
 
 
-def pose(latent: torch.Tensor) -> dict[str, Any]:
+def scail_extras(latent: torch.Tensor) -> dict[str, Any]:
     """The extras of the SCAIL node: two references, and a pose at half the resolution."""
     generator = torch.Generator().manual_seed(6)
     batch, channels, frames, height, width = latent.shape
@@ -35,7 +35,7 @@ def pose(latent: torch.Tensor) -> dict[str, Any]:
 def masked_pose(latent: torch.Tensor) -> dict[str, Any]:
     """The extras of the SCAIL-2 node: an identity mask for each reference and each frame too."""
     generator = torch.Generator().manual_seed(7)
-    extras = pose(latent)
+    extras = scail_extras(latent)
     frames, height, width = latent.shape[2:]
     pose_frames = extras["pose_video_latent"].shape[2:]
     masks = torch.rand(1, 2 + frames, 28, height, width, generator=generator).round()
@@ -52,5 +52,5 @@ def scail(model_type: str, config_class: str, extras: Any) -> Sample:
 
 WAN_SCAIL = Family(
     plans=(PLAN,),
-    samples=(scail("scail", "WAN21_SCAIL", pose), scail("scail2", "WAN21_SCAIL2", masked_pose)),
+    samples=(scail("scail", "WAN21_SCAIL", scail_extras), scail("scail2", "WAN21_SCAIL2", masked_pose)),
 )

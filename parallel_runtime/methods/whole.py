@@ -73,7 +73,7 @@ class WholeForward:
             arguments = {**arguments, "control": moved}
         if self._is_tried:
             return forward(**arguments)
-        random, kept = random_state(device), state_of(self._model)
+        random, kept = random_state(device), kept_state(self._model)
         output = forward(**arguments)
         if not all(map(torch.equal, random_state(device), random)):
             raise on_one_gpu(self._model, "draws random numbers, which are others on each GPU")
@@ -109,7 +109,7 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *on_device]
 
 
-def state_of(model: nn.Module) -> Kept:
+def kept_state(model: nn.Module) -> Kept:
     """Return the submodules that every module has, and the attributes and buffers that modules of
     ComfyUI's models have. Those of layers are left out: what keeps weights changes them.
     """
@@ -138,7 +138,7 @@ def held_in(value: Any) -> tuple[Any, ...]:
 
 def changed_since(model: nn.Module, before: Kept) -> str:
     """Return the path of an attribute that is not what it was; empty where all are."""
-    for path, now in state_of(model).items():  # a module stands before those that it has
+    for path, now in kept_state(model).items():  # a module stands before those that it has
         for name in {**before[path], **now}:
             own, other = now.get(name, ()), before[path].get(name, ())
             if len(own) != len(other) or any(map(is_other, own, other)):
