@@ -13,23 +13,30 @@ from launcher.command_line import replace_process
 from launcher.errors import LaunchError
 
 from . import lanes
+from .forks import forking, in_a_fork
+
+# Of the process that tests and ranks of theirs are forked from: to import it takes six seconds
+AT_HAND = "pipemesh.tests.comfyui_at_hand"
 
 
 def run_tests(folder: str, rest: Sequence[str]) -> int:
     """Runs the tests in a folder of the checkout, all of them as three processes side by side."""
     python, env = prepared_for_tests()
-    pytest = pytest_of(python, folder, rest)
+    options = ["-o", f"testpaths={folder}", *rest]
     if not lanes.is_of_all(rest):
-        replace_process(pytest, env)
-    with TemporaryDirectory(prefix="pipemesh-tests-") as taken:
-        return lanes.run(lanes.in_turns("tests", pytest, Path(taken, "tests")), env, ROOT)
+        replace_process([python, "-m", "pytest", *options], env)
+    with forking(python, env, AT_HAND) as control, TemporaryDirectory(prefix="pipemesh-tests-") as taken:
+        shares = lanes.in_turns("tests", forked_pytest(control, options), Path(taken, "tests"))
+        return lanes.run(shares, env, ROOT, [control])
 
 
 def run_checks(rest: Sequence[str]) -> int:
     """Runs lint, format, types, and all tests of the product and of the laboratory."""
     python, env = prepared_for_tests()
-    product, laboratory = (pytest_of(python, folder, rest) for folder in ("tests", "lab/tests"))
-    with TemporaryDirectory(prefix="pipemesh-tests-") as taken:
+    with forking(python, env, AT_HAND) as control, TemporaryDirectory(prefix="pipemesh-tests-") as taken:
+        product, laboratory = (
+            forked_pytest(control, ["-o", f"testpaths={folder}", *rest]) for folder in ("tests", "lab/tests")
+        )
         checks = {
             "ruff": [python, "-m", "ruff", "check", "."],
             "format": [python, "-m", "ruff", "format", "--check", "."],
@@ -37,11 +44,11 @@ def run_checks(rest: Sequence[str]) -> int:
             "laboratory": laboratory,  # before the last of those that share out what is left
             **lanes.in_turns("tests", product, Path(taken, "tests")),
         }
-        return lanes.run(checks, env, ROOT)
+        return lanes.run(checks, env, ROOT, [control])
 
 
-def pytest_of(python: str, folder: str, rest: Sequence[str]) -> list[str]:
-    return [python, "-m", "pytest", "-o", f"testpaths={folder}", *rest]
+def forked_pytest(control: int, options: Sequence[str]) -> list[str]:
+    return in_a_fork(control, ROOT / "lab" / "forked_pytest.py", "{fd}", *options)
 
 
 def prepared_for_tests() -> tuple[str, dict[str, str]]:

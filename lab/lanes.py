@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-AT_ONCE = 3  # on two cores: tests wait for processes that start, hang or are lost
+AT_ONCE = 4  # on two cores: tests wait for processes that start, hang or are lost
 SHARES = 3  # of one folder's tests
 # Options of a run of all tests
 ALL = re.compile(r"-[qvxsl]+|-r\w+|--(durations|durations-min|tb|color|maxfail)=\S+")
@@ -48,10 +48,12 @@ class Done:
         print(f"== {self.name}", *(line for line in self.lines if not DURATION.match(line)), sep="\n")
 
 
-def run(checks: Mapping[str, Sequence[str]], env: Mapping[str, str], folder: Path) -> int:
-    """Runs commands by their names. Prints lines of progress at once, then what each has said, with
-    the slowest tests of all, where they are asked for, before what has failed. Returns 0 if all
-    have passed.
+def run(
+    checks: Mapping[str, Sequence[str]], env: Mapping[str, str], folder: Path, fds: Collection[int] = ()
+) -> int:
+    """Runs commands by their names, each of which has the descriptors ``fds``. Prints lines of
+    progress at once, then what each has said, with the slowest tests of all, where they are asked
+    for, before what has failed. Returns 0 if all have passed.
     """
 
     def run_one(name: str) -> Done:
@@ -63,6 +65,7 @@ def run(checks: Mapping[str, Sequence[str]], env: Mapping[str, str], folder: Pat
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            pass_fds=fds,
             text=True,
             errors="replace",
         ) as process:

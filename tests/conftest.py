@@ -41,6 +41,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--taken", type=Path, help="a folder in which several processes take tests, so that each runs once"
     )
+    parser.addoption(
+        "--forked-from", type=int, help="a descriptor over which the process above is asked for ranks"
+    )
     parser.addoption("--screens", help="a folder for the pictures that tests take of pages")
     parser.addoption(
         "--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium"
@@ -183,12 +186,16 @@ def setup_as_users():
 
 
 @pytest.fixture(scope="session")
-def setup(setup_as_users):
+def setup(setup_as_users, pytestconfig):
     """Ranks are forked with ComfyUI imported: a second less for each."""
-    from pipemesh.pool.fork_server import PRELOADED, ForkServer
+    from pipemesh.lab.bench.forked import above
+    from pipemesh.pool.fork_server import ForkServer
     from pipemesh.pool.rank_setup import KEEP_MEMORY
 
-    server = ForkServer(tuple(KEEP_MEMORY), (*PRELOADED, "pipemesh.tests.comfyui_at_hand"))
+    if (control := pytestconfig.getoption("--forked-from")) is not None:
+        yield replace(setup_as_users, start=above(control).fork)
+        return
+    server = ForkServer(tuple(KEEP_MEMORY), ("pipemesh.tests.comfyui_at_hand",))
     yield replace(setup_as_users, start=server.start)
     server.close()
 

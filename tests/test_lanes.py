@@ -1,12 +1,14 @@
 """Checks two at a time, by commands that stand for them, and tests that two processes share."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from pipemesh.lab import lanes
+from pipemesh.lab.forks import forking, in_a_fork
 
 from .conftest import ROOT
 from .in_turns import handed_out
@@ -38,6 +40,29 @@ def test_two_checks_run_at_once_and_what_fails_is_the_result_and_printed_last(tm
         *("== three", "last", "== the slowest tests", *slowest, "0.7s call one", "0.7s call two"),
         *([] if fails == "neither" else [f"== {fails}", f"{fails} has ended", f"== failed: {fails}"]),
     ]
+
+
+FORK = """
+import imported_once, os, sys
+print("forked", *sys.argv[1:])
+os.kill(os.getpid(), 9) if sys.argv[1] == "killed" else sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("ends", "status"), [("0", 0), ("3", 3), ("killed", 9)])
+def test_a_check_in_a_fork_says_what_it_says_and_ends_as_it_does(tmp_path, capfd, ends, status):
+    """Of a process that has imported: what it has imported is not there any more."""
+    (tmp_path / "imported_once.py").touch()
+    (script := tmp_path / "script.py").write_text(FORK)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with forking(sys.executable, env, "imported_once") as control:
+        first = in_a_fork(control, script, "0", "{fd}")
+        assert lanes.run({"first": first}, os.environ, ROOT, [control]) == 0
+        (tmp_path / "imported_once.py").unlink()
+        again = in_a_fork(control, script, ends)
+        assert lanes.run({"again": again}, os.environ, ROOT, [control]) == status
+    said = capfd.readouterr().out
+    assert re.search(r"forked 0 \d+\n", said) and f"forked {ends}\n" in said
 
 
 def item(file, *fixtures):
