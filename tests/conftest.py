@@ -405,6 +405,16 @@ def server(host, models):
 
 
 @pytest.fixture(scope="session")
+def opened_page(server):
+    """Its page, opened in a Chromium once: to load it takes five seconds of a CPU."""
+    from pipemesh.lab.comfyui.page import ComfyPage
+
+    server.post("/settings/Comfy.TutorialCompleted", True)
+    with ComfyPage(server.address) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
 def truth(server):
     from .served import graph, latent
 

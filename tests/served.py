@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 SMALL, LARGE = 128, 1024  # pixels: 64 and 4096 image tokens
 STEPS = 3
 TITLE = 30  # height of a node's title, above its position
+# In PYTHONPATH: a server's ranks, or a machine's, are forked with ComfyUI imported, as others are
+AT_HAND = str(Path(__file__).with_name("at_hand"))
 
 
 def start(host, models, *, pack=True, packs=None, base=None, tries_hosts=False, args=()):
@@ -29,6 +31,8 @@ def start(host, models, *, pack=True, packs=None, base=None, tries_hosts=False, 
             "OMP_NUM_THREADS": "1",
             "PIPEMESH_CACHE": str(models / "cache"),
             "PIPEMESH_TRIAL": str(int(tries_hosts)),
+            "PIPEMESH_TESTS_SERVED": "1",
+            "PYTHONPATH": AT_HAND,
         },
         # As on GPUs: by itself ComfyUI has a slower attention on CPUs than ranks have
         args=["--use-pytorch-cross-attention", *args],

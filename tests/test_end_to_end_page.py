@@ -88,10 +88,8 @@ class PageOfABadMoment(ComfyPage):
 
 
 @pytest.fixture(scope="module")
-def page(server):
-    server.post("/settings/Comfy.TutorialCompleted", True)
-    with ComfyPage(server.address) as opened:
-        yield opened
+def page(server, opened_page):
+    yield opened_page
     server.post("/settings/PipeMesh.Auto", False)
 
 

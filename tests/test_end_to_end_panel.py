@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pipemesh.lab.comfyui.page import ComfyPage
 from pipemesh.parallel_runtime.layout import COLOURS
 from pipemesh.parallel_runtime.texts import Text
 
@@ -81,12 +80,11 @@ CONTRAST = """(() => {
 
 
 @pytest.fixture(scope="module")
-def page(server):
-    server.post("/settings/Comfy.TutorialCompleted", True)
-    with ComfyPage(server.address) as opened:
-        opened.resize(1280, 1200)
-        open_panel(opened)
-        yield opened
+def page(opened_page):
+    opened_page.resize(1280, 1200)
+    opened_page.reload()
+    open_panel(opened_page)
+    return opened_page
 
 
 def open_panel(page):

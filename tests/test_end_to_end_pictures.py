@@ -10,7 +10,6 @@ import re
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from pipemesh.lab.comfyui.page import ComfyPage
 
 from .conftest import ROOT
 from .screens import sheet
@@ -31,11 +30,12 @@ OPEN_PLAN = "document.querySelector('.pipemesh details[data-key=plan]').open = %
 
 
 @pytest.fixture(scope="module")
-def page(server):
-    server.post("/settings/Comfy.TutorialCompleted", True)
-    with ComfyPage(server.address) as opened:
-        opened.resize(1280, 1700)
-        yield opened
+def page(opened_page, pytestconfig):
+    opened_page.resize(1280, 1700)
+    if pytestconfig.getoption("--browser"):  # else no test of the panel came before
+        opened_page.reload()
+    yield opened_page
+    opened_page.leave()
 
 
 def dead():

@@ -154,6 +154,10 @@ class Page:
         self._within(LOADED_S, self._page.reload(), f"{self._url} is loaded again")
         self.make_ready()
 
+    def leave(self) -> None:
+        """Shows nothing until it is loaded again: an open page draws all that a server tells."""
+        self._within(ANSWERED_S, self._page.goto("about:blank"), f"{self._url} is left")
+
     def resize(self, width: int, height: int) -> None:
         size = self._page.set_viewport_size({"width": width, "height": height})
         self._within(ANSWERED_S, size, "the page has another size")
