@@ -5,12 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-CLONE_NEWNET = 0x40000000
+import psutil
+from pipemesh.pool.fork_server import ServerProcess
+from pipemesh.pool.supervisor import Command
+
+from .forks_there import CLONE_NEWNET
 
 
 class NoNamespaces(Exception):
@@ -66,12 +74,38 @@ class Machines:
         for one in self.names:
             ip("-n", self.of(one), "neigh", "flush", "all")
 
+    def path(self, name: str) -> Path:
+        """The file that its namespace is."""
+        return Path("/run/netns", self.of(name))
+
+    @contextmanager
+    def forking(self, name: str, start: Callable[[Command], Any]) -> Iterator[Callable[[Command], Any]]:
+        """Yields what starts ranks on that machine, as ``start`` does here."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = str(Path(__file__).with_name("forks_there.py"))
+        argv = (sys.executable, script, "{fd}", "{parent}", str(self.path(name)))
+        with ours, theirs:
+            process = start(Command(argv, dict(os.environ), theirs.fileno()))
+            theirs.close()
+            yield ServerProcess(process, ours, {}, threading.Event()).fork
+            process.kill()
+            process.wait()
+
     def pids(self, name: str) -> list[int]:
         """Of the processes on that machine."""
         done = subprocess.run(
             ["ip", "netns", "pids", self.of(name)], capture_output=True, text=True, check=True
         )
         return list(map(int, done.stdout.split()))
+
+    def ranks(self, name: str) -> list[int]:
+        """Of those, the forks of a fork server that is on that machine too."""
+        there = {pid: psutil.Process(pid) for pid in self.pids(name)}
+        return [
+            pid
+            for pid, one in there.items()
+            if (above := there.get(one.ppid())) and "fork_server_main.py" in " ".join(above.cmdline())
+        ]
 
     def close(self) -> None:
         for name in self.names:
@@ -81,7 +115,7 @@ class Machines:
     def inside(self, name: str) -> Iterator[None]:
         """This thread, and the threads and processes it starts, are on that machine."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with open("/proc/thread-self/ns/net") as before, Path("/run/netns", self.of(name)).open() as there:
+        with open("/proc/thread-self/ns/net") as before, self.path(name).open() as there:
 
             def enter(namespace) -> None:
                 if libc.setns(namespace.fileno(), CLONE_NEWNET):

@@ -32,9 +32,7 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.pool.devices import place
-from pipemesh.pool.fork_server import PRELOADED, ForkServer
 from pipemesh.pool.handle import PoolHandle
-from pipemesh.pool.rank_setup import KEEP_MEMORY
 from pipemesh.pool.rendezvous import store_key
 
 from .conftest import ALL
@@ -231,18 +229,13 @@ def box(machines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def desk(machines, box, setup, files):
-    server = ForkServer(tuple(KEEP_MEMORY), (*PRELOADED, "pipemesh.tests.comfyui_at_hand"))
-    setup = replace(
-        setup,
-        rendezvous=box.variables["PIPEMESH_RDZV"],
-        secret=SECRET,
-        lost_s=LOST_S,
-        start=server.start,
-    )
-    made = NearMachine(machines, box, setup, files["model"])
-    yield made
-    made.close()
-    server.close()
+    with machines.forking("desk", setup.start) as start:
+        setup = replace(
+            setup, rendezvous=box.variables["PIPEMESH_RDZV"], secret=SECRET, lost_s=LOST_S, start=start
+        )
+        made = NearMachine(machines, box, setup, files["model"])
+        yield made
+        made.close()
 
 
 @pytest.fixture
@@ -309,7 +302,7 @@ def test_of_a_comfyui_that_is_killed_nothing_is_left(leaves_nothing, machines, d
     )
     assert process.stdout is not None
     assert any(line == "a step\n" for line in process.stdout)
-    ranks = [os.pidfd_open(pid) for pid in machines.pids("box") if is_rank(pid)]
+    ranks = [os.pidfd_open(pid) for pid in machines.ranks("box")]
     assert len(ranks) == 1
     process.kill()
     gone = time.monotonic()
@@ -320,7 +313,3 @@ def test_of_a_comfyui_that_is_killed_nothing_is_left(leaves_nothing, machines, d
     process.wait()
     process.stdout.close()
     assert desk.is_right(1)
-
-
-def is_rank(pid: int) -> bool:
-    return "fork_server_main.py" in " ".join(psutil.Process(psutil.Process(pid).ppid()).cmdline())

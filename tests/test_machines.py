@@ -17,7 +17,6 @@ from pathlib import Path
 
 import comfy.model_management
 import comfy.utils
-import psutil
 import pytest
 from pipemesh.lab.commands.every_layout import (
     ALL_WARM,
@@ -37,16 +36,15 @@ from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import Forward, SetWeightPatches
 from pipemesh.pool.devices import place
-from pipemesh.pool.fork_server import PRELOADED, ForkServer
 from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.pool import WorkerPool
-from pipemesh.pool.rank_setup import KEEP_MEMORY
 from pipemesh.pool.remote_machine import RemoteMachine
 from pipemesh.pool.rendezvous import NODE_COMMAND, open_store, store_key
 
 from .conftest import ALL
 from .models import load, run, with_lora, write_lora, write_model
 from .namespaces import Machines, NoNamespaces
+from .served import AT_HAND
 from .test_pool_faults import Once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +83,7 @@ def torchrun(machines: Machines, name: str, log: Path) -> subprocess.Popen:
         "PIPEMESH_RDZV": rendezvous(machines),
         "PIPEMESH_SECRET": SECRET,
         "PIPEMESH_LOST_S": str(LOST_S),
+        "PYTHONPATH": AT_HAND,
     }
     launch = [
         "ip",
@@ -126,10 +125,9 @@ def truths(leaders, files):
 
 @pytest.fixture(scope="module")
 def near_setup(setup, machines, leaders):
-    """With a process of its own that ranks are forked from, on the machine that first asks it."""
-    server = ForkServer(tuple(KEEP_MEMORY), (*PRELOADED, "pipemesh.tests.comfyui_at_hand"))
-    yield replace(setup, rendezvous=rendezvous(machines), secret=SECRET, lost_s=LOST_S, start=server.start)
-    server.close()
+    """With a process of its own that ranks are forked from, on that machine."""
+    with machines.forking(machines.near, setup.start) as start:
+        yield replace(setup, rendezvous=rendezvous(machines), secret=SECRET, lost_s=LOST_S, start=start)
 
 
 @pytest.fixture
@@ -178,7 +176,7 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     # Of the evaluation, and of the run's end
     assert [(rank, answer.cancelled) for rank, answer in said[-2:]] == [(1, True), (1, False)]
 
-    far_ranks = [os.pidfd_open(pid) for pid in machines.pids("far") if forks(psutil.Process(pid).parent())]
+    far_ranks = [os.pidfd_open(pid) for pid in machines.ranks("far")]
     assert len(far_ranks) == 1
     cutting = Once(lambda: in_forward(first), lambda: machines.cable("far", "down"))
     with pytest.raises(
@@ -203,10 +201,6 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     machines.cable("far", "up")
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
     assert handle.live() is not first
-
-
-def forks(process: psutil.Process) -> bool:
-    return "fork_server_main.py" in " ".join(process.cmdline())
 
 
 def listened_to(machine: RemoteMachine) -> list:
