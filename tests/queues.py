@@ -5,6 +5,7 @@ graph is, and what ComfyUI would execute of it.
 import gc
 from collections.abc import Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import comfy.model_management
@@ -13,9 +14,10 @@ import comfy.samplers
 import comfy.utils
 import pytest
 import torch
-from pipemesh.lab.commands.parity import conditioning, stock_model
+from pipemesh.lab.commands.parity import conditioning
 from pipemesh.parallel_runtime.client.asked import Asked
 from pipemesh.parallel_runtime.client.queued import Moment, Pending
+from pipemesh.parallel_runtime.families.every import PLAIN, SAMPLES
 
 import nodes
 
@@ -23,6 +25,12 @@ from .patched import custom
 
 SIZE = (8, 10)
 PROMPTS = conditioning(1, 13), conditioning(2, 7)
+
+
+def stock_model(heads):
+    """Parity's plain model, of one block of each kind: to a queue its depth is the same."""
+    plain = SAMPLES[PLAIN]
+    return plain.form.random_model(replace(plain.tiny.size(heads), blocks=(1, 1)))
 
 
 def node(kind, **inputs):

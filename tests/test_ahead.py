@@ -13,7 +13,7 @@ import comfy.samplers
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import ahead as ahead_module
 from pipemesh.parallel_runtime.client import asked, separable
 from pipemesh.parallel_runtime.client.ahead import LookAhead
@@ -39,6 +39,7 @@ from .queues import (
     in_line,
     node,
     seeds_of,
+    stock_model,
     tensors_of,
 )
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -17,7 +17,7 @@ import nodes
 
 from .conftest import ALL
 from .in_groups import in_groups
-from .queues import Line, Workflow, node, tensors_of, unload_all_models
+from .queues import Line, Workflow, node, stock_model, tensors_of, unload_all_models
 from .test_ahead import Ahead, Failing, cancelled, suspended
 
 SIZES = (6, 8)

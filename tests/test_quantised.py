@@ -48,12 +48,12 @@ HEADS = 8  # of models without a file: their layers are as wide then as those th
 
 
 def size_of(family):
-    """Two small blocks at least: one for each stage."""
+    """Two small blocks: one for each stage."""
     sample = SAMPLE_OF[family]
-    if sample.form.file is None:
-        return sample.tiny.size(HEADS)
     file, containers = sample.form.file, len(sample.tiny.size(2).blocks)
     blocks = (2,) if containers == 1 else (1,) * containers
+    if file is None:
+        return replace(sample.tiny.size(HEADS), blocks=blocks)
     return Size(heads=2, head_dim=file.head_dim, blocks=blocks, text_dim=file.text_dim or 64)
 
 
