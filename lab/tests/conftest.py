@@ -1,7 +1,10 @@
 """The laboratory's tests have the product's fixtures and options."""
 
+import os
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "pool"))
@@ -11,3 +14,21 @@ sys.path.pop(0)
 register_package(ROOT)
 
 from pipemesh.tests.conftest import *  # noqa: E402, F403
+
+
+@pytest.fixture(scope="session")
+def command(host):
+    """(a command of ``python3 -m lab``, its options; variables) -> its process, which is forked
+    from one that has imported ComfyUI.
+    """
+    from pipemesh.lab.bench.forked import comfyui_at_hand
+    from pipemesh.pool.supervisor import Command
+
+    script = str(ROOT / "lab" / "forked_command.py")
+
+    def started(*words, **variables):
+        argv = (sys.executable, script, "{parent}", "{fd}", *words)
+        return server.fork(Command(argv, {**os.environ, **variables}, server.control.fileno()))
+
+    with comfyui_at_hand(host) as server:
+        yield started

@@ -4,8 +4,6 @@ devices or waits for them, and each sends, computes and holds what the formulas 
 
 import argparse
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations
 
@@ -20,19 +18,19 @@ from pipemesh.parallel_runtime.families.every import FAMILIES, RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.parallel_runtime.planner.whole import Shareable
-from pipemesh.tests.conftest import ALL, ROOT
+from pipemesh.tests.conftest import ALL, ROOT, all_said_by
 from pipemesh.tests.planned import attention_alone
 
 AT_MOST = {"ulysses": 1.4, "ring": 2.3}  # kernels of a rank, over those of one GPU: a merge as one
 
 
 @pytest.fixture(scope="module")
-def records():
+def records(command):
     """Of the command, in its own process: ComfyUI chooses its attention when it is imported."""
-    command = (sys.executable, "-m", "lab", "dryrun", "--json", "--all" if ALL else "--cover")
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode in (0, 1), ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    process = command("dryrun", "--json", "--all" if ALL else "--cover")
+    said = all_said_by(process)
+    assert process.wait() in (0, 1), said
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def test_every_rank_runs_and_costs_what_the_formulas_say(records):

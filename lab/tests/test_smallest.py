@@ -4,15 +4,11 @@ means nothing, but it says all of it, and writes nothing.
 
 import json
 import math
-import os
 import re
-import sys
 
 import pytest
 from pipemesh.lab.__main__ import INSIDE
 from pipemesh.lab.bench.command import NAMES
-from pipemesh.lab.bench.forked import comfyui_at_hand
-from pipemesh.pool.supervisor import Command
 from pipemesh.tests.conftest import ROOT, all_said_by
 
 ALL = [*(f"bench {name}" for name in NAMES), *(command for command in INSIDE if command != "bench")]
@@ -31,24 +27,15 @@ WRITTEN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(host):
-    with comfyui_at_hand(host) as server:
-        yield server
-
-
 def test_what_is_left_to_commands_is_a_bench_or_a_command():
     assert LISTED and set(LISTED) <= set(ALL)
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if case not in LISTED])
-def test_the_smallest_case_has_its_figures_and_writes_no_file(case, server, tmp_path):
+def test_the_smallest_case_has_its_figures_and_writes_no_file(case, command, tmp_path):
     before = [file.stat().st_mtime_ns for file in WRITTEN]
-    script, is_bench = str(ROOT / "lab" / "forked_command.py"), case.startswith("bench ")
-    argv = (sys.executable, script, "{parent}", "{fd}", *case.split(), "--smallest", *["--json"] * is_bench)
-    cache = tmp_path / "cache"
-    env = {**os.environ, "PIPEMESH_CACHE": str(cache)}
-    process = server.fork(Command(argv, env, server.control.fileno()))
+    cache, is_bench = tmp_path / "cache", case.startswith("bench ")
+    process = command(*case.split(), "--smallest", *["--json"] * is_bench, PIPEMESH_CACHE=str(cache))
     said = all_said_by(process)
     assert process.wait() == 0, said
     assert said.strip() and not cache.exists() and before == [file.stat().st_mtime_ns for file in WRITTEN]
