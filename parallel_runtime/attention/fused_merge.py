@@ -1,4 +1,4 @@
-"""``merging.merged`` as one kernel of Triton's. A program has some rows, each of one query."""
+"""``merge_partials`` as one kernel of Triton's. A program has some rows, each of one query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 16  # of a program
 
 
 def fused(first: Partial, second: Partial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, level, weight), as ``merged`` computes them."""
+    """Return (out, level, weight), as ``merge_partials`` computes them."""
     _, heads, queries, dim = first.out.shape
     level, weight = (first.out.new_empty(first.out.shape[:3], dtype=torch.float32) for _ in range(2))
     a, b = (part.out if part.out.stride(-1) == 1 else part.out.contiguous() for part in (first, second))

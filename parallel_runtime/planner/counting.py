@@ -45,7 +45,7 @@ def answer_count(asked: Count) -> Counted | Uncounted:
 
 
 def whole_of(described: bytes) -> Whole:
-    """Count one evaluation of the model, cond and latent that ``twin.described`` has described.
+    """Count one evaluation of the model, cond and latent that ``twin.model_description`` describes.
     Raises NotCounted.
     """
     mode = QuickFakeMode()

@@ -312,7 +312,7 @@ class CountLike(msgspec.Struct, frozen=True, tag=True):
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the count of one evaluation of what ``planner.twin`` has ``described``."""
+    """Asks for the count of one evaluation of what ``planner.twin`` describes."""
 
     described: bytes
 
