@@ -48,6 +48,9 @@ class InOneProcess:
     def collect(self, ticket: torch.Tensor) -> torch.Tensor:
         return ticket
 
+    def may_start_again(self) -> bool:
+        return False
+
     def make_room(self) -> bool:
         return False
 

@@ -27,11 +27,11 @@ class NoRoom(Refused):
 
 
 class ModelError(PipeMeshError):
-    """A model or an input that every rank rejected alike; the pool stays usable."""
+    """A model or an input that ranks rejected; the pool stays usable, unless this is PoolSpent."""
 
 
 class OutOfMemory(ModelError):
-    """A model that did not fit the ranks; the pool stays usable."""
+    """A model that did not fit the ranks; the pool stays usable, unless this is PoolSpent."""
 
 
 class PoolSpent(OutOfMemory):

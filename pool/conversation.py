@@ -20,8 +20,8 @@ from .verdict import (
     Facts,
     Meets,
     SentRequest,
+    are_even,
     connected,
-    is_out_of_step,
     judge,
     sentence_of_stall,
     told_before,
@@ -199,7 +199,7 @@ class Conversation:
 
     def _in_doubt(self, is_stopped: bool) -> list[SentRequest]:
         """Returns the requests that ranks owe answers to because a rank has failed, or that left
-        ranks out of step. They are waited for until none of these ranks has moved for a while, and
+        ranks uneven. They are waited for until none of these ranks has moved for a while, and
         not for long once the run ``is_stopped``.
         """
         doubtful: list[SentRequest] = []
@@ -216,7 +216,7 @@ class Conversation:
                 due = now
             for one in side:
                 one.due = min(one.due, due)
-            doubtful += [one for one in side if one.owing or is_out_of_step(one)]
+            doubtful += [one for one in side if not are_even(one)]
         return doubtful
 
     def _fail_if_stalled(self, owing: Sequence[int]) -> None:

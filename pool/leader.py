@@ -190,7 +190,6 @@ class LentRanks:
                 kind="error",
                 phase="receiving",
                 text=str(error),
-                messages_done="none" if isinstance(request, Forward) else "all",
                 at=(0, 0),
             )
             for rank in ranks:

@@ -199,7 +199,15 @@ class RemoteMachine:
                     self._arena.segment.fill([answer.wrote], fds[0])
             except SharedMemoryFull as error:
                 text, number, memory = str(error), answer.request, answer.memory
-                answer = Failed(request=number, kind="error", phase="sending", text=text, memory=memory)
+                answer = Failed(
+                    request=number,
+                    kind="error",
+                    phase="sending",
+                    text=text,
+                    memory=memory,
+                    at=(0, 0),
+                    complete=True,
+                )
         if isinstance(answer, Failed):
             self._versions.clear()
             self._arguments.clear()

@@ -21,7 +21,7 @@ from ..parallel_runtime.errors import (
     PoolSpent,
     Refused,
 )
-from ..parallel_runtime.wire.messages import Failed, FromRank
+from ..parallel_runtime.wire.messages import Done, Failed, FromRank
 from ..parallel_runtime.wire.segment import mib
 from .supervisor import NEVER_STARTED, SERVER_ENDED
 
@@ -41,7 +41,7 @@ class Meets(Enum):
     """Names the ranks that one exchanges messages with while it handles a request."""
 
     NOBODY = "each rank works by itself"
-    SEQUENCE = "all ranks of the group meet in collectives: one that fails goes through them until all leave"
+    SEQUENCE = "all ranks of the group meet in collectives: if one fails alone, the others wait for it"
     STAGES = "ranks hand hidden states on to the next stage: the others can leave early"
 
 
@@ -96,8 +96,9 @@ def wait_after_failure(side: Sequence[SentRequest]) -> float:
     """Returns for how many seconds none of the other ranks of ``connected`` requests may move after
     some have failed: infinite if they answer by themselves, however long that takes.
     """
-    failing = [one for one in side if one.has_failed]
-    if not all(failure.messages_done == "all" for one in failing for failure in one.failures.values()):
+    failing = [one for one in side if one.has_failed and one.meets is not Meets.NOBODY]
+    failures = [failure for one in failing for failure in one.failures.values()]
+    if not all(one.complete and one.at is not None for one in failures):
         return OTHERS_WAIT_S
     return LEAVE_WAIT_S if any(one.meets is Meets.STAGES for one in failing) else math.inf
 
@@ -127,30 +128,44 @@ def judge(
     """Returns the error to raise and the rank that it is about, or None. ``requests``: those in
     flight that are ``connected`` with failed ones.
 
-    The pool goes on if all ranks are known to be in step: none owes an answer, and those that
-    failed have gone through the messages that others wait for. Else the error is PoolSpent for a
+    The pool goes on if the ranks of each request ``are_even``. Else the error is PoolSpent for a
     lack of memory, and PoolFailed for all else.
     ``forgiven``: the requests belong to a cancelled run, so only that is told.
     """
     failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
     if not failures:
         return None
-    uneven = any(is_out_of_step(one) for one in requests)
-    still_owing = any(one.owing for one in requests)
-    if forgiven and not still_owing and not uneven:
+    even = all(map(are_even, requests))
+    if forgiven and even:
         return None
     rank, failure = first_cause(failures)
-    return error_of(rank, failure, facts, warm=not still_owing and not uneven), rank
+    return error_of(rank, failure, facts, warm=even), rank
 
 
-def is_out_of_step(request: SentRequest) -> bool:
-    """Returns whether a rank may have left a message out, or on its way where the next request
-    would find it.
+def are_even(request: SentRequest) -> bool:
+    """Returns whether all ranks of a request can go on: all have answered, and none has a message
+    on its way that another misses, or has learnt what another has not.
+
+    That is so if nobody failed; if those that failed left no message, and no other was cancelled
+    before its end; or if all failed at one place, which stages of a pipeline are at only before
+    their first message.
     """
-    done = {
-        answer.messages_done if isinstance(answer, Failed) else "all" for answer in request.answers.values()
-    }
-    return not (done <= {"all"} or (done == {"none"} and len(request.answers) == len(request.group)))
+    failures = [*request.failures.values()]
+    if request.owing:
+        return False
+    if not failures or request.meets is Meets.NOBODY:
+        return True
+    is_pipeline = request.meets is Meets.STAGES
+    if all(one.complete and one.at is not None for one in failures):
+        return is_pipeline or not any(
+            isinstance(one, Done) and one.cancelled for one in request.answers.values()
+        )
+    places = {one.at for one in failures}
+    if len(failures) < len(request.group) or len(places) > 1 or None in places:
+        return False
+    if any(one.complete for one in failures):  # it has learnt what the others have not
+        return False
+    return not is_pipeline or places == {(0, 0)}
 
 
 def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshError:
@@ -166,7 +181,7 @@ def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshEr
         return (OutOfMemory if warm else PoolSpent)(
             f"{facts.where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of"
             f" {mib(memory.total)} free, {held}; {cause}): use more ranks, a smaller image or batch, or free"
-            " memory."
+            f" memory.{'' if warm else ' The workers were ended, and the next run starts fresh ones.'}"
         )
     if warm:
         return ModelError(
@@ -201,7 +216,8 @@ def told_before(
 
 def first_cause(failures: Mapping[int, Failed]) -> tuple[int, Failed]:
     """Returns the failure that others may follow from, with its rank: a lack of memory first."""
-    return min(failures.items(), key=lambda item: (item[1].kind != "memory", item[0]))
+    last = {"memory": 0, "skipped": 2}
+    return min(failures.items(), key=lambda item: (last.get(item[1].kind, 1), item[0]))
 
 
 def sentence_of_death(where: str, phase: str, status: int | None) -> str:

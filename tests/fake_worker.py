@@ -221,8 +221,8 @@ class Rank:
         self.answer(message)
 
     def uneven_error(self, message: dict) -> None:
-        """As a rank that could not go through the messages that others wait for."""
-        self.fail(message, "error", "RuntimeError: shapes do not match", messages_done="some")
+        """As a rank that left a message unfinished that others wait for."""
+        self.fail(message, "error", "RuntimeError: shapes do not match", at=None, complete=False)
 
     def gated_uneven_error(self, message: dict) -> None:
         while not self.board.word(GATE):
@@ -256,11 +256,10 @@ class Rank:
     # --
 
     def fail(self, message: dict, kind: str, text: str, **more: Any) -> None:
-        where = {"request": message["request"], "phase": PHASE[message["type"]]}
-        more.setdefault("at", None if "messages_done" in more else (0, 0))
-        self.send(
-            {"type": "Failed", **where, "kind": kind, "text": text, "trace": "", "memory": MEMORY, **more}
-        )
+        """Behind the last message of an evaluation, unless ``more`` says another place."""
+        where = {"request": message["request"], "phase": PHASE[message["type"]], "memory": MEMORY}
+        where |= {"at": (0, 0), "complete": True}
+        self.send({"type": "Failed", **where, "kind": kind, "text": text, "trace": "", **more})
 
     def pause(self, ticks: int = 1) -> None:
         """One tick, or none; ends with the UI."""

@@ -13,7 +13,7 @@ MADE = "dict list set deque Counter OrderedDict defaultdict WeakKeyDictionary We
 # What outlives a pool is a few names or numbers for each model, layout, node or function there is
 LIFETIMES = {
     "an evaluation, a call or an answer": (
-        "Course.steps Done.block_s,waited_s Frame._on_their_way,_seen,_taken"
+        "Done.block_s,waited_s Frame._on_their_way,_seen,_taken"
         " Joint._owned KeptRows.stale Lookahead._answers,_asked Prediction.sent_bytes"
         " Rows._memoised RunFigures.exchange_by_axis Shards._joint Traffic.sent_bytes"
     ),
@@ -29,25 +29,25 @@ LIFETIMES = {
     "a model in the pool, a MODEL or a VAE": (
         "Assembly._made,_modules BandsOfRows._put CompiledBlocks._blocks Constants.names"
         " DeviceWeights._loaded,_replaced,_unread Disassembly._kept,_numbers,code,models"
-        " InBlockPatches._functions InGroups._plan KnownSteps._changing,_learned,_steps*"
+        " InBlockPatches._functions InGroups._plan"
         " NodePatches._left_out OffloadedWeights._loaded,_replaced Order._follows,_seen"
         " PackState._read,taken PatchedSets._kept*,_used PipelineBackend._pieces"
         " PoolDecoding._left,_lent OptionReaders.of"
-        " RemoteVAE._steps Resident.confirmed ObjectPatches._take_away,weights"
+        " RemoteVAE._steps ObjectPatches._take_away,weights"
         " FirstOf.right,told,wrong ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
         " Weights._own,_seen,changed WholeForward._handles"
     ),
     "a pool": (
         "Allocator._free,_seams Arena.at_close Channel._fds,_of_message"
-        " ConditioningCache._entries*,_named,_sent,collected InStep._movers"
+        " ConditioningCache._entries*,_named,_sent,collected"
         " KeptConditioning._named,_tensors* Mover._buffers*,_laid RankLoop._ahead,_enqueued"
-        " RequestHandler.models Segment._registered* Sends._sending* Sent.recent SequenceComm._by_width"
-        " Session.leaving,models,tickets ShardGather._models,_works StageLink._posted*,_unchecked"
+        " RequestHandler._failed,models Segment._registered* Sends._sending* Sent.recent SequenceComm._by_width"
+        " Session.leaving,models,tickets Comparison._known ShardGather._works StageLink._posted*,_unchecked"
         " StopFlag._later Trail._places"
     ),
     "ComfyUI or a worker": (
-        "Auto._others Beside._enough,_more,reloads Counts._begun Evaluations._failed,_looked_at"
+        "Auto._others Beside._enough,_more,reloads,restarted Counts._begun Evaluations._failed,_looked_at"
         " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
         " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
         " Runs._open,_sums,checks,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
-from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.wire.arena import ROOM, Board
 from pipemesh.parallel_runtime.wire.channel import Channel
@@ -26,7 +25,6 @@ from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.pool.devices import place
 from pipemesh.pool.pool import WorkerPool
 
-from .evenness import watched
 from .fake_pools import fake_setup
 from .joint_model import PLAN, Model
 from .late_device import late_device
@@ -100,7 +98,6 @@ class PoolWorld(LateWorld):
     def __init__(self, layout, box, monkeypatch, ui, prepare):
         super().__init__(layout, box, monkeypatch)
         self._ui, self._prepare = ui, prepare
-        watched(monkeypatch)
         self.pool = WorkerPool(place(layout, "cpu", "gloo", ()), fake_setup())
         self.ranks = self.pool.ranks = self.pool._conversation._ranks = Ranks(self)
         self.pool._life, self.pool.memory = "ready", [Memory(0, 0, 0)] * layout.world_size
@@ -155,7 +152,7 @@ class PoolWorld(LateWorld):
             method=method,
             patches_id="",
             kept=None,
-            begin=lambda part, *expected: method.begin(part, Expected(*expected)),
+            begin=method.begin,
             on_rank=lambda arguments, number: method.forward(model, arguments, number),
             end_run=method.end_run,
             nbytes=0,

@@ -20,11 +20,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from pipemesh.lab.bench.forwards import Forwards, StandinRing, standin  # noqa: E402
 from pipemesh.parallel_runtime.comm.exchange import Exchange  # noqa: E402
-from pipemesh.parallel_runtime.comm.in_step import Expected  # noqa: E402
 from pipemesh.parallel_runtime.comm.mesh import connect  # noqa: E402
 from pipemesh.parallel_runtime.comm.ring import Ring  # noqa: E402
 from pipemesh.parallel_runtime.comm.shares import Shares  # noqa: E402
-from pipemesh.parallel_runtime.errors import ModelError  # noqa: E402
+from pipemesh.parallel_runtime.comm.traffic import Unlike  # noqa: E402
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan  # noqa: E402
 from pipemesh.parallel_runtime.layout import Layout  # noqa: E402
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel  # noqa: E402
@@ -120,22 +119,20 @@ def unlike(layout, comm):
     alone = model(x[:, :13], {})
     method = SequenceParallel(model, PLAN, comm)
     method.attach()
-    is_last, own, said, confirmed = comm.rank == layout.world_size - 1, comm.shares, [], 0
+    is_last, own, said = comm.rank == layout.world_size - 1, comm.shares, []
     others = Shares((*[1] * (layout.world_size - 1), 3))
     asked = [9, 15, others, 13, 13, 9, 13, 13, 15, 13]
     for number, one in enumerate(asked):
         tokens, shares = (13, one) if one is others else (one, own)
         comm.join(1, comm.ulysses, comm.ring, comm.world, shares if is_last else own)
         comm.use(1)
-        method.begin(Part(1, 0), Expected(confirmed=confirmed))
+        method.begin(Part(1, number))
         try:
             arguments = {"x": x[:, : tokens if is_last else 13], "transformer_options": {}}
             together = method.forward(model, arguments, number + 1)
             said.append(float((together - alone).abs().max()) if comm.rank == 0 else 0.0)
-            confirmed = method.facts.confirmed
-        except ModelError as error:
-            said.append(str(error))
-            confirmed = 0
+        except Unlike as unlike:
+            said.append(str(unlike.error))
     return said
 
 

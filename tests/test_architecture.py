@@ -128,7 +128,6 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "parallel_runtime/methods/hooks.py TokenHooks": BEING_SPLIT,
     "parallel_runtime/families/plan.py Blocks": "its fields are the words of a vocabulary",
     "parallel_runtime/wire/messages.py Start": "the fields of a message are its schema",
-    "parallel_runtime/wire/messages.py Forward": "the fields of a message are its schema",
     "parallel_runtime/wire/messages.py Done": "the fields of a message are its schema",
     "parallel_runtime/vae_modules.py families": "names classes of VAEs, which no family has",
     "lab/dry_run/decoding.py families": "names latents, whose VAE no family has",

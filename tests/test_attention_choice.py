@@ -341,7 +341,7 @@ def test_a_layer_that_prefers_a_function_elsewhere_than_in_its_forward_is_named(
     model = joint_model.Model(2)
     model.blocks[1].comfy_attention = ComfyAttention()
     with pytest.raises(ModelError, match=r"blocks\.1 of Model attends by its own function"):
-        SequenceParallel(model, joint_model.PLAN, SimpleNamespace(size=1, in_step=None)).attach()
+        SequenceParallel(model, joint_model.PLAN, SimpleNamespace(size=1)).attach()
 
 
 def test_a_ring_refuses_what_a_layer_prefers(monkeypatch):

@@ -14,21 +14,22 @@ import torch.distributed as dist
 from greenlet import getcurrent
 from pipemesh.lab.dry_run.ranks import joined
 from pipemesh.parallel_runtime.comm.exchange import Stopped
-from pipemesh.parallel_runtime.comm.in_step import Expected
 from pipemesh.parallel_runtime.comm.shares import shares_of
-from pipemesh.parallel_runtime.errors import ModelError, NoRoom
-from pipemesh.parallel_runtime.layout import Layout, Split, layouts_of
+from pipemesh.parallel_runtime.comm.traffic import Unlike
+from pipemesh.parallel_runtime.errors import NoRoom
+from pipemesh.parallel_runtime.layout import Layout, layouts_of
 from pipemesh.parallel_runtime.methods import ring_attention
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.pool.verdict import Meets
+from pipemesh.parallel_runtime.worker.handler import Skipped
+from pipemesh.pool.verdict import Meets, are_even
 
 from . import joint_model
-from .collectives import Event, RankRun, World, disagreements, has_an_order
+from .collectives import Event, RankRun, Stuck, World, disagreements, has_an_order
 from .conftest import ALL
-from .evenness import answered, done, failed, held
-from .joint_model import BLOCKS, CONDS, HEADS, PLAN, Model, inputs
+from .evenness import answered, done, failed
+from .joint_model import BLOCKS, CONDS, PLAN, Model, inputs
 
 EVERY = [layout for ranks in range(2, 9) for layout in layouts_of(ranks)]
 SEQUENCES = [layout for layout in EVERY if layout.groups == layout.pipefusion == 1]
@@ -68,40 +69,44 @@ def evaluations(
     said=None,
 ):
     """The work of a rank: every part of ``requests`` in turn, then the end of the run. ``outputs``:
-    (rank, place of the request) -> what came of it; ``said``: likewise, its answer. A request of a
-    run says which steps all ranks have confirmed in it.
+    (rank, place of the request) -> what came of it; ``said``: likewise, its answer. A rank that has
+    left others waiting takes part in no more of that attempt, as ``RequestHandler`` has it.
     """
-
     said = {} if said is None else said
 
     def work(mesh, run):
-        rank, model, confirmed = Rank(requests, ahead), Model(blocks), {}
+        rank, model, left = Rank(requests, ahead), Model(blocks), None
         method = make_method(model, PLAN, mesh, rank)
         method.attach()
         prepare(mesh, run, rank, model)
         for rank.at, part in enumerate(requests):
-            method.begin(part, Expected(part.branch, confirmed.get(part, 0)))
+            if left == part.attempt:
+                outputs[mesh.rank, rank.at], said[mesh.rank, rank.at] = (
+                    Skipped,
+                    failed((0, 0), kind="skipped"),
+                )
+                continue
+            traffic = mesh.sequence.traffic
+            method.begin(part)
             try:
-                if run.fails("input"):
-                    method.fail(rank.at + 1)
-                    raise ZeroDivisionError
+                fail_at("input")
                 outputs[mesh.rank, rank.at] = method.forward(model, inputs(rank.at, part), rank.at + 1)
-                confirmed[part] = method.facts.confirmed
-            except (Stopped, NoRoom, ModelError, ZeroDivisionError) as error:
+                traffic.is_complete = True
+                fail_at("writing")
+                said[mesh.rank, rank.at] = done()
+            except Stopped:
+                outputs[mesh.rank, rank.at], said[mesh.rank, rank.at] = Stopped, done(cancelled=True)
+            except (NoRoom, Unlike, ZeroDivisionError) as error:
                 outputs[mesh.rank, rank.at] = type(error)
-            assert method.facts.messages_done == "all"
-            at, what = mesh.sequence.traffic.at, outputs[mesh.rank, rank.at]
-            fails = isinstance(what, type) and what is not Stopped
-            said[mesh.rank, rank.at] = failed(at) if fails else done(at, cancelled=what is Stopped)
+                said[mesh.rank, rank.at] = failed(traffic.at, traffic.is_complete)
+                left = left if traffic.is_complete else part.attempt
         method.end_run()
 
     return work
 
 
 def assert_right_where_even(layout, requests, outputs, said):
-    """Where a group is even by the places of its ranks, it is so by all else, and what is whole of
-    the same part is the same to the bit, before and after.
-    """
+    """As long as all groups are even, what is whole of the same part is the same to the bit."""
     meets = Meets.STAGES if layout.pipefusion > 1 else Meets.SEQUENCE
     size = layout.world_size // layout.groups
     for first in range(0, layout.world_size, size):
@@ -109,9 +114,9 @@ def assert_right_where_even(layout, requests, outputs, said):
         writer = next(rank for rank in group if layout.writes(rank))
         for place, part in enumerate(requests):
             request = answered(meets, {rank: said[rank, place] for rank in group})
-            if not held(request):
-                whole.clear()  # the pool would end
-            elif not (
+            if not are_even(request):
+                break  # the pool ends
+            if not (
                 request.has_failed or part.patch or any(one.cancelled for one in request.answers.values())
             ):
                 before = whole.setdefault(part.branch, outputs[writer, place])
@@ -377,67 +382,42 @@ def test_a_rank_without_room_ends_its_stage_and_stages_stay_in_step(traced, layo
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("who", range(4))
-def test_a_stage_that_fails_in_its_own_blocks_still_sends(traced, backend, who):
-    def prepare(mesh, run, rank, model):
-        def fail(*_):
-            if rank.at == 4:
-                raise ZeroDivisionError
-
-        if mesh.rank == who:
-            model.blocks[2 * who + 1].register_forward_pre_hook(fail)
-
-    layout = Layout(pipefusion=4)
-    world, traces, outputs = traced(layout, backend, WARM + IN_PATCHES, prepare=prepare)
-    assert_sound(world, traces)
-    assert outputs[who, 4] is ZeroDivisionError and len(outputs) == 4 * len(WARM + IN_PATCHES)
-
-
 TEXTS = {"fewer tokens": 3, "more tokens": 9}
 
 
 @pytest.mark.cover(24)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", [0, -1])
-@pytest.mark.parametrize(
-    ("what", "when"), [*((what, when) for what in TEXTS for when in (0, 1)), ("a block less", 0)]
-)
+@pytest.mark.parametrize("what", TEXTS)
+@pytest.mark.parametrize("when", [0, 1])
 @pytest.mark.parametrize(
     "layout",
     [*SEQUENCES, Layout(ulysses=2, pipefusion=2), Layout(ring=2, pipefusion=2), Layout(ulysses=2, cfg=2)],
     ids=Layout.equation,
 )
-def test_ranks_that_would_take_unlike_steps_all_fail_before_them_and_go_on(
+def test_ranks_that_would_compute_unlike_tokens_all_fail_before_the_first_message_and_go_on(
     traced, layout, what, when, who, backend
 ):
-    """``when`` nobody knows the steps, and when all rely on them."""
+    """In the first evaluation of a part of a run: in the first run, and in a later one."""
     who %= layout.world_size
 
-    def prepare(mesh, run, rank, model):
-        if mesh.rank == who and what not in TEXTS:
-            block = next(block for block in model.blocks if not isinstance(block, Stub))
-            own = block.forward
-            block.forward = lambda txt, img, **more: (txt, img) if rank.at == when else own(txt, img, **more)
-
     def conditions(at, part):
-        other = at == when and getcurrent().rank == who and what in TEXTS
-        return inputs(TEXTS[what]) if other else CONDS[1]
+        return inputs(TEXTS[what]) if at == when and getcurrent().rank == who else CONDS[1]
 
-    requests = [Part(1, 1)] * (when + 1) + [Part(2, 1)] * 2
-    world, traces, outputs = traced(layout, backend, requests, blocks=4, prepare=prepare, inputs=conditions)
+    requests = [Part(run, 1, attempt=int(run > when)) for run in range(when + 1)]
+    requests += [Part(2, 1, attempt=1)] * 2
+    world, traces, outputs = traced(layout, backend, requests, blocks=4, inputs=conditions)
     assert_sound(world, traces)
     left = {outputs[rank, when] for rank in layout.sequence(who)}
-    assert left == {ModelError} or (layout.pipefusion > 1 and left == {ModelError, Stopped})
+    assert left == {Unlike} or (layout.pipefusion > 1 and left == {Unlike, Stopped})
     for at in range(len(requests)):
         assert at == when or torch.allclose(outputs[layout.writer, at], truth(1, 4), atol=1e-5)
 
 
-@pytest.mark.parametrize("when", [0, 1])
 @pytest.mark.parametrize(
     "layout", [Layout(ulysses=2), Layout(ring=2), Layout(pipefusion=2, ulysses=2)], ids=str
 )
-def test_ranks_whose_node_catches_errors_around_attention_fail_before_unlike_steps_too(traced, layout, when):
+def test_ranks_whose_node_catches_errors_around_attention_fail_before_unlike_messages_too(traced, layout):
     """Else they would compute on, and send messages of other lengths than others wait for."""
 
     def prepare(mesh, run, rank, model):
@@ -445,13 +425,31 @@ def test_ranks_whose_node_catches_errors_around_attention_fail_before_unlike_ste
             block.forward = partial(patched_block, block.forward)
 
     def conditions(at, part):
-        return inputs(TEXTS["fewer tokens"]) if at == when and getcurrent().rank == 0 else CONDS[1]
+        return inputs(TEXTS["fewer tokens"]) if not at and getcurrent().rank == 0 else CONDS[1]
 
-    requests = [Part(1, 1)] * (when + 1) + [Part(2, 1)]
+    requests = [Part(1, 1), Part(2, 1, attempt=1)]
     world, traces, outputs = traced(layout, "gloo", requests, blocks=4, prepare=prepare, inputs=conditions)
     assert_sound(world, traces)
-    assert {outputs[rank, when] for rank in layout.sequence(0)} == {ModelError}
-    assert torch.allclose(outputs[layout.writer, when + 1], truth(1, 4), atol=1e-5)
+    assert {outputs[rank, 0] for rank in layout.sequence(0)} == {Unlike}
+    assert torch.allclose(outputs[layout.writer, 1], truth(1, 4), atol=1e-5)
+
+
+def test_ranks_compare_what_they_compute_once_for_each_part_of_a_run(traced):
+    """Where they know it, an evaluation has no message but its own."""
+    requests = [*WARM, *WARM, Part(2, 0), Part(2, 0), Part(2, 0, attempt=1)]
+    asked = dict.fromkeys(range(len(requests)), 0)
+
+    def prepare(mesh, run, rank, model):
+        largest = mesh.sequence.world.largest
+
+        def noted(flags):
+            asked[rank.at] += mesh.rank == 0
+            return largest(flags)
+
+        mesh.sequence.world.largest = noted
+
+    traced(Layout(ulysses=2), "nccl", requests, prepare=prepare)
+    assert [*asked.values()] == [1, 1, 0, 0, 1, 0, 1]
 
 
 def patched_block(own, txt, img, mask, options):
@@ -467,15 +465,12 @@ def patched_block(own, txt, img, mask, options):
     return own(txt, img, mask, {**options, "optimized_attention_override": guarded})
 
 
-AGAIN = [Part(2, branch) for branch in (0, 1)]
-# All requests, and those that fail: new ones, and such as were there before
-SEQUENCE_FAILS = WARM + WARM, (0, 3)
-PIPELINE_FAILS = WARM + IN_PATCHES, (0, 5, 9)
+AGAIN = [Part(2, branch, attempt=1) for branch in (0, 1)]
 FAILING = [
     Layout(ulysses=2, ring=2),
+    Layout(ring=3),
     Layout(pipefusion=3),
     Layout(ulysses=2, pipefusion=2),
-    Layout(ring=2, pipefusion=2),
 ]
 if ALL:
     FAILING = [
@@ -484,20 +479,33 @@ if ALL:
         for layout in layouts_of(ranks)
         if layout.groups == 1 and layout.pipefusion <= 4
     ]
-PLACES = ("input", "first block", "attention", "last block", "head")
+PLACES = ("input", "first block", "attention", "last block", "head", "writing")
 
 
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", FAILING, ids=Layout.equation)
-def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypatch, layout, place):
-    requests, failing = PIPELINE_FAILS if layout.pipefusion > 1 else SEQUENCE_FAILS
+@pytest.fixture
+def failing(traced, monkeypatch):
+    """layout, backend, rank -> the place where it fails in the second of five requests -> outputs
+    and answers, as far as they came, and the world with its traces if all ranks came to the end.
+    """
 
-    def prepare(mesh, run, rank, model):
-        run.fails = lambda here: mesh.rank == who and rank.at in failing and here == place
-        own = [block for block in model.blocks if not isinstance(block, Stub)]
-        for module, here in ((own[0], "first block"), (own[-1], "last block"), (model.head, "head")):
-            module.register_forward_pre_hook(lambda *_, here=here: fail_at(here))
+    def run(layout, backend, fails):
+        requests = [Part(1, branch) for branch in (0, 1, 0)]
+
+        def prepare(mesh, run, rank, model):
+            run.fails = lambda here: rank.at == 1 and fails.get(mesh.rank) == here
+            own = [block for block in model.blocks if not isinstance(block, Stub)]
+            for module, here in ((own[0], "first block"), (own[-1], "last block"), (model.head, "head")):
+                module.register_forward_pre_hook(lambda *_, here=here: fail_at(here))
+
+        said, outputs = {}, {}
+        world = World(layout, backend, monkeypatch)
+        work = evaluations(4, requests + AGAIN, outputs, prepare=prepare, said=said)
+        with torch.inference_mode():
+            try:
+                traces = world.run(work, Random(7).choice)
+            except (Stuck, RuntimeError):  # the pool would have ended before they met so
+                return outputs, said, None
+        return outputs, said, (world, traces)
 
     def failing_at_attention(real):
         return wraps(real)(lambda *args, **kwargs: (fail_at("attention"), real(*args, **kwargs))[1])
@@ -506,24 +514,62 @@ def test_a_rank_that_fails_anywhere_is_in_step_with_all_others(traced, monkeypat
     monkeypatch.setattr(
         ring_attention, "partial_attention", failing_at_attention(ring_attention.partial_attention)
     )
-    with_heads = [size > 0 for size in Split.even(HEADS, layout.ulysses).sizes]
-    reach = [
-        rank
-        for rank in range(layout.writer if place == "head" else 0, layout.world_size)
-        if with_heads[layout.coordinates(rank)["ulysses"]] or place != "attention"
+    return run
+
+
+def evenness(layout, said):
+    """Whether the pool would go on behind the second request: no rank owes an answer, and all are
+    even.
+    """
+    meets = Meets.STAGES if layout.pipefusion > 1 else Meets.SEQUENCE
+    group = range(layout.world_size)
+    if any((rank, 1) not in said for rank in group):
+        return False
+    return are_even(answered(meets, {rank: said[rank, 1] for rank in group}))
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", FAILING, ids=Layout.equation)
+def test_ranks_are_told_even_only_where_all_can_go_on(failing, layout, place):
+    """One rank fails, then all at that place, then two at unlike places."""
+    everyone = range(layout.world_size)
+    cases = [{who: place} for who in everyone] + [dict.fromkeys(everyone, place)]
+    cases += [
+        {**dict.fromkeys(everyone, place), who: other}
+        for who in (0, layout.world_size - 1)
+        for other in PLACES
     ]
-    number = PLACES.index(place)
-    cases = (
-        [(who, backend) for who in reach for backend in BACKENDS]
-        if ALL
-        else [(reach[number % len(reach)], BACKENDS[number % 2])]
-    )
-    for who, backend in cases:
-        world, traces, outputs = traced(layout, backend, requests + AGAIN, blocks=4, prepare=prepare)
-        assert_sound(world, traces)
-        assert {outputs[who, at] for at in failing} == {ZeroDivisionError}
-        for branch in (0, 1):
-            assert torch.allclose(outputs[layout.writer, len(requests) + branch], truth(branch, 4), atol=1e-5)
+    for number, fails in enumerate(cases if ALL else cases[::2]):
+        outputs, said, whole = failing(layout, BACKENDS[number % 2], fails)
+        if not evenness(layout, said):
+            continue  # the pool ends
+        assert whole is not None, (layout, fails)
+        assert_sound(*whole)
+        assert torch.equal(outputs[layout.writer, 3], outputs[layout.writer, 0])
+        assert torch.allclose(outputs[layout.writer, 4], truth(1, 4), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=3), Layout(ulysses=2, ring=2)], ids=str)
+def test_a_sequence_goes_on_where_all_fail_at_one_place_and_where_one_fails_behind_all_messages(
+    failing, layout, backend
+):
+    everyone, even = range(layout.world_size), {}
+    for place in PLACES:
+        for fails in ({0: place}, dict.fromkeys(everyone, place)):
+            even[place, len(fails) > 1] = evenness(layout, failing(layout, backend, fails)[1])
+    alone = {place for place, of_all in even if even[place, of_all] and not of_all}
+    assert alone == {"writing"} and all(even[place, True] for place in PLACES)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pipeline_goes_on_where_a_stage_of_one_rank_fails(failing, backend):
+    """It takes and sends its messages all the same."""
+    layout = Layout(pipefusion=3)
+    for place in PLACES[1:]:
+        reach = [layout.writer] if place == "head" else range(layout.world_size)
+        assert all(evenness(layout, failing(layout, backend, {who: place})[1]) for who in reach), place
 
 
 def fail_at(place):
@@ -567,7 +613,7 @@ def test_two_collectives_that_a_rank_swaps_are_found():
 
 
 def test_a_swapped_gather_is_found_in_the_trace_of_real_ranks(sound):
-    # The second time ranks do not ask each other
+    # The second time ranks do not compare their tokens
     whole, members = sound(Layout(ulysses=2, ring=2), requests=WARM + WARM)
     of_all = next(name for name, ranks in members.items() if len(ranks) == 4)
     place = max(at for at, event in enumerate(whole[1]) if event.group == of_all)

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing, standin
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.lab.dry_run.ranks import joined as lone_rank
+from pipemesh.parallel_runtime.comm import exchange as exchange_module
 from pipemesh.parallel_runtime.comm import ring as ring_module
-from pipemesh.parallel_runtime.comm.in_step import Expected, InStep, KnownSteps, Told
+from pipemesh.parallel_runtime.comm.exchange import Comparison
 from pipemesh.parallel_runtime.comm.mesh import connect, open_weights
 from pipemesh.parallel_runtime.comm.parts import to_all
 from pipemesh.parallel_runtime.comm.ring import Ring
+from pipemesh.parallel_runtime.comm.shares import EVEN
 from pipemesh.parallel_runtime.layout import Layout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -96,6 +98,34 @@ def test_no_message_keeps_the_buffer_that_a_larger_one_has_outgrown():
     assert large() is None
 
 
+def test_each_group_of_ranks_counts_by_itself_what_it_compared(monkeypatch):
+    """Else groups that computed more would stop to compare before the others, in a joined one."""
+    monkeypatch.setattr(exchange_module, "MOST_COMPARED", 3)
+    comparison, told = Comparison(), []
+    own, joined = StandinExchange(0, 2), StandinExchange(0, 4)
+    for exchange in (own, joined):
+        largest = exchange.largest
+        exchange.largest = lambda flags, of=exchange, real=largest: told.append(of) or real(flags)
+
+    def compares(exchange, part):
+        told.clear()
+        comparison.part = part
+        comparison.compare(exchange, ("img", 5), 5, EVEN, torch.device("cpu"))
+        return told == [exchange]
+
+    assert all(compares(own, part) for part in range(3)) and not compares(own, 2)
+    assert compares(joined, 9) and not compares(joined, 9)
+    assert compares(own, 3) and compares(own, 2), "what is more than the bound is compared again"
+
+
+def test_memory_of_messages_stays_from_run_to_run_where_it_is_little():
+    comm = standin(Layout(ulysses=2), 0)
+    for room, stays in ((-1, False), (1 << 30, True)):
+        comm.ulysses.all_to_all([to_all(torch.ones(8), 2)], [torch.empty(2, 8)])
+        comm.end_run(room)
+        assert bool(comm.buffers) is stays
+
+
 class TakesNothing(TorchDispatchMode):
     """Notes every operation that makes a tensor with memory of its own while ``is_on``."""
 
@@ -117,25 +147,13 @@ class TakesNothing(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(
-    "again", [False, True], ids=["at first", "as a rank goes through it that has failed"]
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["exchange", "ring"])
-def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monkeypatch, kind, dtype, again):
-    """A rank that had none would fail behind a message that the others have seen, and send it once
-    more.
-    """
-    steps, known, watch = (
-        InStep(told_by_one, lambda flag: None),
-        KnownSteps(),
-        TakesNothing(),
-    )
-    steps.begin(known, Expected("kind"))
+def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monkeypatch, kind, dtype):
+    """A rank that had none would fail inside a message, and no other can be at that place."""
+    watch = TakesNothing()
     tensor = torch.ones(2, 1, 4, 8, 16, dtype=dtype)
     exchange, ring = StandinExchange(0, 2), StandinRing(0, 2)
-    steps.join(exchange)
-    steps.join(ring)
     for of, name in ((exchange, "_exchange"), (ring, "_pass_on")):
         real = getattr(of, name)
 
@@ -152,14 +170,9 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
             list(ring.walk(tensor, [8, 8], 0.0))
 
     take()
-    steps.end(1)
     watch.is_on = False
     with watch:
-        if again:
-            steps.begin(known, Expected("kind", steps.confirmed))
-            steps.fail()
-        else:
-            take()
+        take()
         assert watch.is_on, "nothing was sent"
         assert watch.taken == []
 
@@ -191,16 +204,9 @@ def test_the_stand_in_makes_the_calls_of_real_ranks_and_counts_their_bytes(ranks
         assert {name for name, *_ in real["calls"]} == {"_pass", *(["_pass_on"] if ring > 1 else [])}
 
 
-def told_by_one(has_failed, number):
-    return Told(has_failed, number, number)
-
-
 def walked(monkeypatch, size, wishing):
     """The kernels of a walk beside its messages, and the largest wish, where one rank wishes."""
-    ring, steps = StandinRing(0, size), InStep(told_by_one, lambda flag: None)
-    kernels, at = Kernels(), count(1)
-    steps.begin(KnownSteps(), Expected("kind"))
-    steps.join(ring)
+    ring, kernels, at = StandinRing(0, size), Kernels(), count(1)
 
     def passed_on(current, arriving):
         before = kernels.count
@@ -210,13 +216,14 @@ def walked(monkeypatch, size, wishing):
 
     monkeypatch.setattr(ring, "_pass_on", passed_on)
     walk = ring.walk(torch.ones(2, 1, 4, 8, 16), [8] * size, 0.0)
+    blocks = iter(walk)
     for source in (0, *range(size - 1, 0, -1)):
         with kernels:
-            block = next(walk)
+            block = next(blocks)
         assert block.source == source and block.kv.eq(-1.0 if source else 1.0).all()
     with kernels:
-        assert next(walk, None) is None
-    return kernels.count, float(steps.flag)
+        assert next(blocks, None) is None
+    return kernels.count, float(walk.flag)
 
 
 @pytest.mark.parametrize("size", [3, 4, 7, 8])

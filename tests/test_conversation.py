@@ -24,8 +24,8 @@ from .fake_pools import MAKE
 from .test_verdict import MEMORY
 
 LONG_S, NEVER_S = 100.0, 1e9
-DONE, ERROR, FULL, UNEVEN, UNTOUCHED = "done", "error", "memory", "some", "none"
-UNEVEN_FULL, DIES = "memory, some", "dies"
+DONE, ERROR, FULL = "done", "error", "memory"  # behind the last message
+UNEVEN, UNEVEN_FULL, UNTOUCHED, DIES = "inside a message", "memory, inside", "before the first", "dies"
 
 
 class Clock:
@@ -66,11 +66,9 @@ def answer(number, deed):
     if deed == DONE:
         return Done(request=number, memory=MEMORY)
     where = {"request": number, "phase": "computing", "memory": MEMORY, "text": "that", "trace": ""}
-    if deed in (UNEVEN, UNTOUCHED):
-        return Failed(kind=ERROR, messages_done=deed, **where)
-    if deed == UNEVEN_FULL:
-        return Failed(kind=FULL, messages_done=UNEVEN, **where)
-    return Failed(kind=deed, at=(0, 0), **where)
+    if deed in (UNEVEN, UNEVEN_FULL):
+        return Failed(kind=FULL if deed == UNEVEN_FULL else ERROR, at=None, **where)
+    return Failed(kind=ERROR if deed == UNTOUCHED else deed, at=(0, 0), complete=deed != UNTOUCHED, **where)
 
 
 @pytest.fixture

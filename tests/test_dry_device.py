@@ -297,7 +297,7 @@ def test_residuals_of_a_controlnet_come_to_the_device_without_waiting_for_it(mod
 def test_a_wish_to_stop_is_read_in_the_evaluation_it_is_made_in_however_few_its_attentions(
     mode, layout, blocks
 ):
-    # The first time ranks ask each other
+    # The first time ranks compare their tokens
     parts = [WARM, PATCHES[0], PATCHES[0]] if layout.pipefusion > 1 else [WARM, WARM]
     with pytest.raises(Stopped):
         run(mode, layout, 0, parts, value=1.0, blocks=blocks)

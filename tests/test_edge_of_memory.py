@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize, with_room
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
-from pipemesh.parallel_runtime.errors import OutOfMemory, PoolSpent
+from pipemesh.parallel_runtime.errors import OutOfMemory, PoolSpent, Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.counts import Counts, NotCounted
 from pipemesh.parallel_runtime.planner.prediction import beside_bytes
@@ -204,6 +204,102 @@ def test_what_is_counted_too_low_costs_one_start_and_the_next_prompts_ask_for_mo
     for _prompt in range(4):
         prompts.gpus.of_ui = int(0.1 * prompts.need)
         prompts()
+    assert prompts.gpus.starts == 1
+
+
+def uncounted():
+    pending = Future()
+    pending.set_exception(NotCounted("its twin cannot be made"))
+    return pending
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "pipeline"])
+def test_ranks_that_run_out_of_memory_cost_one_pool_and_the_image_is_stocks(method):
+    """In the first evaluation, in the third, and with other models in the pool that ended."""
+    prompts = Prompts(METHODS[method], spare=4 * GIB, weights="offloaded", count=uncounted())
+    prompts.gpus.takes = 2 * GIB + (1 << 29)  # what is left free without a count is less
+    prompts()
+    assert prompts.gpus.starts == 1
+    prompts()
+    assert prompts.gpus.starts == 1, "the weights leave more by now"
+
+    def grows(step, *_):
+        prompts.gpus.takes += (step == 1) * (GIB + (1 << 29))
+
+    prompts(callback=grows)
+    assert prompts.gpus.starts == 2
+    whole = Prompts(METHODS[method], count=uncounted())
+    whole()
+    whole.hold("other", 0.5 * whole.need)
+    whole()
+    assert whole.gpus.starts == 1, "the other model went with its pool"
+
+
+def test_what_has_no_room_in_a_fresh_pool_either_is_told_and_repeated_no_more():
+    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded", count=uncounted())
+    prompts.gpus.takes = 100 * GIB
+    starts = []
+    for _prompt in range(3):
+        with pytest.raises(PoolSpent, match="ran out of memory"):
+            prompts()
+        starts.append(prompts.gpus.starts)
+    assert starts == [1, 2, 3], "one for the first prompt, and each of the others needs its own"
+    prompts.gpus.takes = 0
+    prompts()
+    prompts.gpus.takes = prompts.ranks.free(0) + 1
+    prompts()
+    assert prompts.gpus.starts == 5, "one for the prompt that had room, and one repeat again"
+
+
+def test_a_run_goes_on_in_a_fresh_pool_once():
+    """It had room in that; in a later step it has none again."""
+    prompts = Prompts(Layout(ulysses=2), spare=6 * GIB, weights="offloaded", count=uncounted())
+    prompts.gpus.takes = 0
+    prompts()
+
+    def grows(step, *_):
+        prompts.gpus.takes = prompts.ranks.free(0) + 1
+
+    with pytest.raises(PoolSpent):
+        prompts(callback=grows)
+    assert prompts.gpus.starts == 1
+
+
+@pytest.mark.parametrize("why", ["a node's code in the blocks", "the file was overwritten"])
+def test_a_run_that_cannot_go_on_in_a_fresh_pool_says_so_and_starts_none(why, monkeypatch):
+    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded", count=uncounted())
+    prompts.gpus.takes = 0
+    prompts()
+    remote, changed = prompts.model.remote, []
+    sentence = "run again, and they will leave more free"
+
+    def refuse():
+        if changed:
+            raise Refused("The checkpoint changed on disk.")
+
+    def grows(step, *_):
+        prompts.gpus.takes = prompts.ranks.free(0) + 1
+        if why == "a node's code in the blocks":
+            remote.pool.runs.stateful[remote.model] = remote.pool.residency.loads[remote.model]
+        else:
+            changed.append(True)
+
+    if why != "a node's code in the blocks":
+        sentence = "The checkpoint changed on disk"
+        monkeypatch.setattr(remote, "require_same_file", refuse)
+    with pytest.raises((OutOfMemory, Refused), match=sentence):
+        prompts(callback=grows)
+    assert prompts.gpus.starts == 0
+
+
+def test_patches_that_rely_on_those_before_them_are_not_repeated():
+    prompts = Prompts(Layout(pipefusion=2), spare=4 * GIB, count=uncounted())
+    prompts.gpus.takes = prompts.gpus.nbytes + 1
+    with pytest.raises(PoolSpent):
+        prompts()
+    assert prompts.gpus.starts == 0
+    prompts.gpus.takes = 0
+    prompts()
     assert prompts.gpus.starts == 1
 
 

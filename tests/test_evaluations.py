@@ -10,7 +10,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error
 from pipemesh.parallel_runtime.client.branch import Branch
-from pipemesh.parallel_runtime.client.evaluations import Work, chosen_in, one_thread
+from pipemesh.parallel_runtime.client.evaluations import Work, one_thread
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families.every import PLAIN
@@ -144,9 +144,3 @@ def test_torch_computes_on_one_thread_inside_and_on_as_many_as_before_afterwards
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_options_that_choose_blocks_tell_kinds_of_evaluations_apart_and_what_counts_calls_does_not():
-    assert chosen_in({"skipped": {1, 2}, "on": True}) == chosen_in({"on": True, "skipped": {2, 1}})
-    assert chosen_in({"skipped": {1}}) != chosen_in({"skipped": {1, 2}}) != chosen_in({})
-    assert chosen_in({"call": 3, "scale": [0.5]}) == chosen_in({"call": 4, "scale": [0.7]})

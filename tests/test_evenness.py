@@ -1,5 +1,5 @@
-"""That all ranks have failed, or at one number of messages, proves nothing by itself. Each row is a
-way in which such ranks are not even, and what tells.
+"""How far a rank came in an evaluation's messages, as it tells when it has failed. The pool judges
+by that whether its ranks can go on.
 """
 
 from types import SimpleNamespace
@@ -8,60 +8,23 @@ import pytest
 import torch
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
-from pipemesh.parallel_runtime.comm.in_step import Traffic
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.comm.parts import to_all
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
+from pipemesh.parallel_runtime.comm.traffic import Traffic, Unlike
+from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.method import EvaluationFacts
 from pipemesh.parallel_runtime.methods.ring_attention import RingAttention
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.wire.messages import EndRun, Forward
+from pipemesh.parallel_runtime.wire.messages import EndRun, Failed, Forward
+from pipemesh.parallel_runtime.worker.arena_io import Written
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
-from pipemesh.parallel_runtime.worker.handler import RequestHandler, Stand
+from pipemesh.parallel_runtime.worker.handler import RequestHandler, Skipped, Stand
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
-from pipemesh.pool.verdict import Meets
-
-from .evenness import answered, done, failed, is_even
 
 CPU = torch.device("cpu")
-HERE, THERE, OTHER_ROAD = (3, 77), (4, 78), (3, 79)
-ALONE, TOGETHER, STAGED = Meets.NOBODY, Meets.SEQUENCE, Meets.STAGES
-BEHIND = {"complete": True}
-
-TABLE = [
-    # whom ranks meet, what they said, whether the group can go on
-    (TOGETHER, [done(HERE), done(HERE)], True),
-    (ALONE, [failed(None), done(None)], True),
-    (TOGETHER, [failed(HERE), failed(HERE)], True),
-    (TOGETHER, [failed(HERE), failed(THERE)], False),
-    (TOGETHER, [failed(HERE), failed(OTHER_ROAD)], False),  # as many messages along other axes
-    (TOGETHER, [failed(None, "some"), failed(None, "some")], False),  # unfinished, or a dead device, on all
-    (TOGETHER, [failed(HERE), failed(None, "some")], False),
-    # One has learnt what the other has not, such as which block follows which
-    (TOGETHER, [failed(HERE), done(HERE)], False),
-    (TOGETHER, [failed(HERE, **BEHIND), done(HERE)], True),  # such as the output's writer, without room
-    (TOGETHER, [failed(HERE, **BEHIND), failed(HERE, **BEHIND)], True),
-    (TOGETHER, [failed(HERE, **BEHIND), failed(THERE)], False),
-    (TOGETHER, [failed(None, "some", **BEHIND), done(HERE)], False),  # the device died behind the forward
-    (TOGETHER, [failed(HERE), done(HERE, cancelled=True)], False),
-    (TOGETHER, [failed(HERE, **BEHIND), done(HERE, cancelled=True)], False),
-    # Stages have unlike messages, and receive ahead
-    (STAGED, [failed(HERE), failed(HERE)], False),
-    (STAGED, [failed((0, 0), "none"), failed((0, 0), "none")], True),
-    (STAGED, [failed((0, 0), "none"), done((1, 5))], False),
-    (STAGED, [failed(HERE, **BEHIND), done(THERE)], True),
-]
-
-
-@pytest.mark.parametrize(("meets", "said", "even"), TABLE)
-def test_the_places_of_ranks_say_whether_a_group_can_go_on(meets, said, even):
-    assert is_even(answered(meets, dict(enumerate(said)))) is even
-
-
-def test_a_group_of_which_one_owes_an_answer_is_not_even():
-    request = answered(TOGETHER, {0: failed(HERE)})
-    request.owing.add(1)
-    assert not is_even(request)
+HERE = (3, 77)
 
 
 # -- a message that is left unfinished
@@ -78,8 +41,9 @@ def ring():
 
 def leave_a_walk_behind_its_first_hop(monkeypatch):
     made, walk = ring()
-    next(walk), next(walk)
-    del walk  # its receive is posted, and what comes next would find the message
+    blocks = iter(walk)
+    next(blocks), next(blocks)
+    del blocks  # its receive is posted, and what comes next would find the message
     return made.traffic
 
 
@@ -111,7 +75,7 @@ def fail_in_a_gather(monkeypatch):
     made = ShardGather(None, 0, 2, via_cpu=False)
     monkeypatch.setattr(made, "_send", fail)
     with pytest.raises(ZeroDivisionError):
-        made.start(1, 0, torch.ones(8), torch.empty(16))
+        made.start(torch.ones(8), torch.empty(16))
     return made.traffic
 
 
@@ -135,6 +99,16 @@ def test_a_rank_that_leaves_a_message_unfinished_is_at_no_place(leave, monkeypat
     assert traffic.at == (0, 0)
 
 
+def test_a_rank_with_a_receive_on_its_way_is_at_no_place():
+    """A stage posts the next patch's ahead: it would take a message of another."""
+    traffic = Traffic()
+    traffic.posted = 1
+    traffic.clear()
+    assert traffic.at == (0, 0) and traffic.place is None
+    traffic.is_complete = True  # the request that follows takes it
+    assert traffic.place == (0, 0)
+
+
 def test_ranks_are_at_one_place_after_as_many_messages_along_the_same_axes_in_one_order():
     def after(*axes):
         traffic = Traffic()
@@ -148,17 +122,15 @@ def test_ranks_are_at_one_place_after_as_many_messages_along_the_same_axes_in_on
     assert after("ring", "ulysses") == after("ring", "ulysses")
 
 
-def test_a_whole_walk_and_its_going_through_are_one_message_each():
+def test_a_whole_walk_is_one_message():
     made, walk = ring()
     assert len(list(walk)) == 3 and made.traffic.at[0] == 1
-    made.go_through(next(iter(made._laid)), 1.0)
-    assert made.traffic.at[0] == 2
 
 
 # -- what a rank answers
 
 
-def handler(on_rank=lambda arguments, number: None, write=lambda output, out: None, **more):
+def handler(on_rank=lambda arguments, number: None, write=lambda output, out: Written):
     comm = SequenceComm(
         StandinExchange(0, 1), StandinRing(0, 1), StandinExchange(0, 1, "gather"), StopFlag(bool)
     )
@@ -171,11 +143,12 @@ def handler(on_rank=lambda arguments, number: None, write=lambda output, out: No
     )
     mesh = SimpleNamespace(rank=0, layout=Layout(), sequence=comm)
     made = RequestHandler(mesh, CPU, SimpleNamespace(), io)
-    method = SimpleNamespace(
-        fail=lambda number: None, facts=SimpleNamespace(messages_done="all", confirmed=0)
-    )
     made.models["m"] = SimpleNamespace(
-        method=method, begin=lambda *_: None, patches_id="", kept=None, on_rank=on_rank, **more
+        method=SimpleNamespace(facts=EvaluationFacts()),
+        begin=lambda _: None,
+        patches_id="",
+        kept=None,
+        on_rank=on_rank,
     )
     return made, comm.traffic
 
@@ -183,9 +156,15 @@ def handler(on_rank=lambda arguments, number: None, write=lambda output, out: No
 RANK = SimpleNamespace(tick=lambda: None)
 
 
-def forward(model="m"):
+def forward(model="m", **part):
     return Forward(
-        request=1, model=model, part=Part(1, 0), arguments=b"", arena_bytes=0, patches_id="", out=(0, 0)
+        request=1,
+        model=model,
+        part=Part(1, 0, **part),
+        arguments=b"",
+        arena_bytes=0,
+        patches_id="",
+        out=(0, 0),
     )
 
 
@@ -193,7 +172,7 @@ def test_a_rank_that_fails_behind_its_forward_says_that_it_was_complete():
     made, _ = handler(write=fail)
     with pytest.raises(ZeroDivisionError):
         made.handle(forward(), [], RANK)
-    assert made.stand(forward()) == Stand("all", (0, 0), complete=True)
+    assert made.stand(forward()) == Stand((0, 0), complete=True)
     inside, _ = handler(on_rank=fail)
     with pytest.raises(ZeroDivisionError):
         inside.handle(forward(), [], RANK)
@@ -207,8 +186,55 @@ def test_a_rank_that_fails_before_it_begins_does_not_tell_where_it_was_the_last_
     with pytest.raises(ZeroDivisionError):
         made.handle(forward(), [], RANK)
     with pytest.raises(KeyError):
-        made.handle(forward("released"), [], RANK)
-    assert made.stand(forward("released")) == Stand("none", (0, 0), complete=False)
+        made.handle(forward("released", attempt=1), [], RANK)
+    assert made.stand(forward("released")) == Stand((0, 0), complete=False)
+
+
+def test_a_rank_that_left_others_waiting_takes_part_in_no_more_of_that_attempt():
+    """It would send messages of the next evaluation to ranks that wait for those of this one."""
+    called = []
+
+    def on_rank(arguments, number):
+        called.append(number)
+        raise ZeroDivisionError
+
+    made, _ = handler(on_rank)
+    for error in (ZeroDivisionError, Skipped, Skipped):
+        with pytest.raises(error):
+            made.handle(forward(), [], RANK)
+        assert made.stand(forward()) == Stand((0, 0))
+    with pytest.raises(ZeroDivisionError):
+        made.handle(forward(attempt=1), [], RANK)
+    assert len(called) == 2
+    loop = RankLoop(None, None, 0, DeviceMemory(CPU, 0))
+    answer = loop._answered(
+        forward(), lambda: made.handle(forward(), [], RANK), lambda: made.stand(forward())
+    )
+    assert (answer.kind, answer.at, answer.complete) == ("skipped", (0, 0), False)
+    behind, _ = handler(write=fail)
+    for _ in range(2):  # no rank waits for it
+        with pytest.raises(ZeroDivisionError):
+            behind.handle(forward(), [], RANK)
+
+
+def test_a_lack_of_memory_is_told_before_the_cache_is_emptied():
+    """That waits for the device, which may wait for another rank."""
+    happened = []
+    channel = SimpleNamespace(send=lambda answer: happened.append(answer.kind))
+    memory = SimpleNamespace(empty_cache=lambda: happened.append("emptied"))
+    loop = RankLoop(channel, None, 0, memory)
+    for kind in ("memory", "error"):
+        loop._send(Failed(request=1, kind=kind, phase="computing", text=""))
+    assert happened == ["memory", "emptied", "error"]
+
+
+def test_unlike_ranks_answer_with_the_sentence():
+    def differ(arguments, number):
+        raise Unlike(ModelError("The workers of one image differ."))
+
+    made, _ = handler(differ)
+    with pytest.raises(ModelError, match="differ"):
+        made.handle(forward(), [], RANK)
 
 
 @pytest.mark.parametrize(
@@ -239,5 +265,5 @@ def test_a_rank_whose_device_is_dead_is_at_no_place(text, answers, dead, monkeyp
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     loop = RankLoop(None, None, 0, DeviceMemory(torch.device("cuda"), 0))
-    answer = loop._answered(EndRun(request=1, model="m"), raise_it, lambda: Stand("all", HERE))
+    answer = loop._answered(EndRun(request=1, model="m"), raise_it, lambda: Stand(HERE))
     assert answer.at == (None if dead else HERE)

@@ -56,12 +56,12 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
         memory,
         SimpleNamespace(conditioning=KeptConditioning(0), arena=SimpleNamespace(nbytes=512, cut=cuts.append)),
     )
-    handler.models["m"] = SimpleNamespace(end_run=lambda *args: ended.append(args) or True)
-    answer = handler.handle(EndRun(request=1, model="m", cleared=cleared, arena_bytes=128), [], None)
-    assert memory.done == [(keeps, 0 in cleared)] and not answer.keeps
-    assert handler.handle(EndRun(request=2, model="m", steps=(3,)), [], None).keeps
+    handler.models["m"] = SimpleNamespace(end_run=ended.append)
+    handler.handle(EndRun(request=1, model="m", cleared=cleared, arena_bytes=128), [], None)
+    assert memory.done == [(keeps, 0 in cleared)]
+    handler.handle(EndRun(request=2, model="m"), [], None)
     assert cuts == [128, 512], "shared memory behind what its owner names, or none of it"
-    assert ended == [((), -1), ((3,), 64)], "nothing is to stay where no steps are named"
+    assert ended == [64, 64], "what little memory of messages may stay"
 
 
 def test_shared_memory_and_prompts_are_let_go_of_though_a_node_s_cleanup_fails():
@@ -143,10 +143,11 @@ def test_memory_that_an_evaluation_ran_out_of_is_free_again_before_the_gpus_cach
             raise torch.OutOfMemoryError("out of memory") from error
 
     activations = weakref.ref(evaluate)
-    loop = RankLoop(None, None, 0, Watched())
+    loop = RankLoop(SimpleNamespace(send=lambda answer: None), None, 0, Watched())
     handler = SimpleNamespace(handle=evaluate)
     request = EndRun(request=1, model="m")
     answer = loop._answered(request, lambda: loop._handle(handler, request, []), Stand)
+    loop._send(answer)
     assert (answer.kind, answer.text) == ("memory", "out of memory")
     assert alive == [None]
 

@@ -288,14 +288,14 @@ def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(
 
 def test_weights_that_were_asked_to_leave_more_and_do_not_are_loaded_anew_no_further_time():
     held = SimpleNamespace(weights=SimpleNamespace(leaves=GIB, kept="offloaded", budget=GIB))
-    sessions, released = SimpleNamespace(live=SimpleNamespace(models={"m": held})), []
+    sessions, released = SimpleNamespace(latest=SimpleNamespace(models={"m": held})), []
     made = beside.Beside(sessions, SimpleNamespace(release=released.append), None)
     assert [made.leave_more("m") for _ in range(3)] == [True, False, False] and released == ["m"]
 
 
 def test_a_model_is_loaded_anew_three_times_for_an_evaluation_and_then_the_error_says_what_to_do():
     weights = SimpleNamespace(leaves=GIB, kept="offloaded", budget=GIB)
-    sessions = SimpleNamespace(live=SimpleNamespace(models={"m": SimpleNamespace(weights=weights)}))
+    sessions = SimpleNamespace(latest=SimpleNamespace(models={"m": SimpleNamespace(weights=weights)}))
 
     def reload(model):
         weights.leaves = made._more[model]

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from pipemesh.nodes.status.figures import MemoryFigures, SharedFigures
 from pipemesh.parallel_runtime.client import ahead, calls, runs
-from pipemesh.parallel_runtime.comm import in_step, stage_link
+from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.wire import arena
 from pipemesh.parallel_runtime.worker import device_memory, patched_sets
 
@@ -28,7 +28,6 @@ BOUNDS = {
     "Copies of these": ("the same as above",),
     "A run's prompts": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
     "Memory of messages": (f"1/{device_memory.LITTLE} of",),
-    "The order of": (f"{in_step.KEPT_KINDS} kinds of a model between runs",),
     "Sets of patched": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Such sets": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Rows on their way": (f"{stage_link.IN_FLIGHT} messages",),

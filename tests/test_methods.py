@@ -14,7 +14,7 @@ import pytest
 import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.parallel_runtime.comm import stage_link
-from pipemesh.parallel_runtime.comm.in_step import KnownSteps
+from pipemesh.parallel_runtime.comm.exchange import Comparison
 from pipemesh.parallel_runtime.comm.mesh import Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
@@ -163,12 +163,12 @@ def tensors():
 
 def sizes(method):
     """Of every container that the method holds, by its place; those of the model are left out, and
-    what is known of steps, which stays with it.
+    what was compared, which a number bounds.
     """
     found, seen, todo = {}, set(), [("", method)]
     while todo:
         path, one = todo.pop()
-        if isinstance(one, torch.nn.Module | torch.Tensor | type | KnownSteps) or id(one) in seen:
+        if isinstance(one, torch.nn.Module | torch.Tensor | type | Comparison) or id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, dict | list | set | deque):
@@ -183,7 +183,7 @@ def sizes(method):
 def begin_the_next(method):
     """The memory of messages stays: ranks have told that they have it."""
     method.begin(Part(9, 0))
-    method._comm.free_buffers()
+    method._comm.end_run()
 
 
 @pytest.mark.cover(3)
@@ -311,24 +311,24 @@ def test_a_layout_that_a_method_cannot_run_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("receives", "sends", "progress"),
+    ("receives", "sends", "are_all"),
     [
-        (True, True, ["none", "some", "all"]),
-        (True, False, ["none", "all", "all"]),
-        (False, True, ["none", "none", "all"]),
-        (False, False, ["all", "all", "all"]),
+        (True, True, [False, False, True]),
+        (True, False, [False, True, True]),
+        (False, True, [False, False, True]),
+        (False, False, [True, True, True]),
     ],
     ids=["in the middle", "last", "first", "only"],
 )
-def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, sends, progress):
+def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, sends, are_all):
     done = MessagesDone(receives, sends)
     for run in (1, 1, 2):
         done.begin(run)
-        seen = [done.progress]
+        seen = [done.are_all]
         done.received()
-        seen.append(done.progress)
+        seen.append(done.are_all)
         done.sent()
-        assert [*seen, done.progress] == progress
+        assert [*seen, done.are_all] == are_all
 
 
 def test_a_patch_is_refused_while_messages_of_its_run_are_pending_and_another_run_is_not():
@@ -337,9 +337,8 @@ def test_a_patch_is_refused_while_messages_of_its_run_are_pending_and_another_ru
     done.received()
     with pytest.raises(ModelError, match="A patch before this one failed"):
         done.begin(1)
-    assert done.progress == "some", "of the patch that failed"
     done.begin(2)
-    assert done.progress == "none"
+    assert not done.are_all
 
 
 class Apart(torch.nn.Module):

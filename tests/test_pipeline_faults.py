@@ -7,7 +7,7 @@ from pipemesh.lab.commands.parity import BOUND, relative_error, sample
 from pipemesh.nodes.report.text import run_text
 from pipemesh.nodes.status.sums import run_figures
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, PoolSpent, Refused
 from pipemesh.parallel_runtime.families.every import PLAIN
 
 from .conftest import ALL, running_clients
@@ -100,7 +100,6 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doome
             ModelError,
             r"failed while computing: ZeroDivisionError: made\. .*; the workers are ready for the next run\.",
         ),
-        ("cannot_read_its_input", OutOfMemory, r"ran out of memory while computing .*"),
         (
             "has_no_memory_left",
             OutOfMemory,
@@ -118,6 +117,14 @@ def test_a_stage_that_fails_before_its_message_came_takes_it_all_the_same(
     with pytest.raises(error, match=rf"^Rank 1 on cpu {words}"):
         sample(model, case())
     assert client.session.pool is pool and pool.idle
+
+
+def test_a_stage_that_fails_before_its_forward_ends_the_pool_with_one_sentence(broken_pipeline):
+    """It takes no message then, and the stage before it has sent one."""
+    model, client = broken_pipeline("cannot_read_its_input")
+    with pytest.raises(PoolSpent, match=r"^Rank 1 on cpu ran out of memory while computing "):
+        sample(model, case())
+    assert client.session is None
 
 
 def test_a_forward_that_leaves_out_a_stages_block_is_refused_before_a_step_is_made_of_it(broken_pipeline):

@@ -15,7 +15,14 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, SharedMemoryFull
+from pipemesh.parallel_runtime.errors import (
+    ModelError,
+    OutOfMemory,
+    PoolFailed,
+    PoolSpent,
+    Refused,
+    SharedMemoryFull,
+)
 from pipemesh.parallel_runtime.families.every import FAMILIES
 from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.pool import WorkerPool
@@ -252,15 +259,29 @@ def test_every_rank_out_of_memory_is_one_sentence_and_the_same_pool_goes_on(hand
     pool.arena.give(low, 8 << 20)
 
 
-def test_one_rank_out_of_memory_inside_a_forward_is_named_and_the_same_pool_goes_on(handle, parallel, truth):
+def test_one_rank_out_of_memory_inside_a_forward_is_named_and_the_next_run_is_right(handle, parallel, truth):
     assert is_right(parallel, truth)
     pool = handle.live()
     with (
         confined(pool.ranks.pids[1:], room=8 << 20),
-        pytest.raises(OutOfMemory, match=OUT_OF_MEMORY.format(1, ".*can't allocate memory.*")),
+        pytest.raises(PoolSpent, match=OUT_OF_MEMORY.format(1, ".*can't allocate memory.*")),
     ):
         picture(parallel, (128, 128))
-    assert handle.live() is pool
+    assert pool.state == "failed"
+    assert is_right(parallel, truth)
+
+
+def test_one_rank_out_of_memory_beside_another_model_computes_again_in_a_fresh_pool(
+    handle, client, parallel, checkpoint, truth
+):
+    """That has the other model's room. The image is stock's, by one pool."""
+    other = parallelize(stock_model(1), client, holds_ui_device=False)
+    picture(other)
+    assert is_right(parallel, truth)
+    pool, large = handle.live(), picture(load(checkpoint), (128, 128))
+    with confined(pool.ranks.pids[1:], room=8 << 20):
+        assert relative_error(picture(parallel, (128, 128)), large) <= BOUND
+    assert handle.live() is not pool and client.last_run.restarts == 1
     assert is_right(parallel, truth)
 
 

@@ -32,7 +32,6 @@ from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.pool import WorkerPool
 
 from .conftest import ALL
-from .evenness import watched
 from .fake_pools import DEADLINE_S, cpus, fake_setup, gate, handled, is_alive, opens, stages, submitted
 from .holdings import NOTHING, Holdings
 
@@ -76,7 +75,6 @@ def limits(pool: WorkerPool, hangs: bool):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversation, "CANCEL_WAIT_S", 0.2)
-        watched(patch)
         if hangs:
             patch.setattr(pool._conversation, "stall_s", 0.3)
             patch.setattr(verdict, "LEAVE_WAIT_S", 0.3)

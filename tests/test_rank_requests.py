@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
-from pipemesh.parallel_runtime.comm.in_step import Stopped, Traffic
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm, connect
+from pipemesh.parallel_runtime.comm.traffic import Stopped
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
@@ -39,7 +39,7 @@ class Rank:
     """A rank's handler, and what is asked of it."""
 
     def __init__(self):
-        self._arena = Arena()
+        self._arena, self._attempt = Arena(), 0
         mesh = connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False)
         self.handler = RequestHandler(mesh, CPU, DeviceMemory(CPU, 0), ArenaIO(self._arena.segment, CPU))
 
@@ -60,7 +60,7 @@ class Rank:
         return self.ask(SetWeightPatches, model, {"patches": {}, "objects": {}}, patches_id=patches_id)
 
     def evaluate(self, model, patches_id, **fields):
-        arena_bytes = self._arena.nbytes
+        arena_bytes, self._attempt = self._arena.nbytes, self._attempt + 1
         return self.ask(
             Forward,
             model,
@@ -69,7 +69,7 @@ class Rank:
             arguments=b"",
             arena_bytes=arena_bytes,
             out=OUT,
-            part=Part(1, 0),
+            part=Part(1, 0, attempt=self._attempt),
         )
 
     def close(self):
@@ -142,29 +142,15 @@ def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):
     assert rank.ask(Release, "other").memory.model == 0
 
 
-def test_a_rank_that_fails_goes_through_the_messages_that_others_wait_for():
-    def fail(*_):
-        raise ZeroDivisionError
-
-    went = []
-    model = SimpleNamespace(begin=fail, method=SimpleNamespace(fail=went.append))
-    handler = SimpleNamespace(
-        models={"m": model},
-        _mesh=SimpleNamespace(sequence=SimpleNamespace(use=lambda width: None, traffic=Traffic())),
-        _io=SimpleNamespace(settle=lambda: went.append("settled")),
-        _evaluated=fail,
-    )
-    with pytest.raises(ZeroDivisionError):
-        RequestHandler._forward(handler, SimpleNamespace(model="m", width=1, request=7), IdleRank())
-    assert went == [7, "settled"]
-
-
 def test_on_another_machine_the_checkpoint_is_the_one_that_lies_there(monkeypatch):
     looked = []
     monkeypatch.setattr(handler_module, "find_here", lambda path: "/there/model.safetensors")
     monkeypatch.setattr(handler_module, "check_copy", lambda *args: looked.append(args))
     args = RequestHandler._checked(
-        SimpleNamespace(_away=True), ("/here/model.safetensors", 1), ("/here/model.safetensors", 5), b"ends"
+        SimpleNamespace(_machines=(0, 1), _mesh=SimpleNamespace(rank=1)),
+        ("/here/model.safetensors", 1),
+        ("/here/model.safetensors", 5),
+        b"ends",
     )
     assert args == ("/there/model.safetensors", 1)
     assert looked == [("/there/model.safetensors", ("/here/model.safetensors", 5), b"ends")]

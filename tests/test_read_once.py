@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.comm.in_step import Stopped
 from pipemesh.parallel_runtime.comm.readers import readers_of
+from pipemesh.parallel_runtime.comm.traffic import Stopped
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.weights.device_weights import DeviceWeights

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pipemesh.lab.dry_run.device import dry_device
 from pipemesh.lab.dry_run.released_model import empty_model
-from pipemesh.parallel_runtime.comm.in_step import Expected, Stopped
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
+from pipemesh.parallel_runtime.comm.traffic import Stopped
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families.every import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
@@ -69,15 +69,14 @@ def computed(monkeypatch):
                 if not asked(mesh.rank, rank.at):
                     continue
                 mesh.sequence.use(widths[rank.at] if widths else 1)
-                method.begin(part, Expected(part.branch, lasts=weights.turns.are_known))
+                method.begin(part)
                 try:
-                    outputs[mesh.rank, rank.at] = method.forward(model, CONDS[part.branch], rank.at + 1)
-                    weights.turns.learn()
+                    with weights.turns.evaluation():
+                        outputs[mesh.rank, rank.at] = method.forward(model, CONDS[part.branch], rank.at + 1)
+                        weights.turns.learn()
                 except (Stopped, ModelError, ZeroDivisionError) as error:
                     outputs[mesh.rank, rank.at] = type(error)
                 outputs[mesh.rank, rank.at, "sent"] = mesh.sequence.traffic.sent_bytes["weights"]
-                weights.turns.end_evaluation()
-                assert method.facts.messages_done == "all"
             weights.turns.end_run()
             method.end_run()
 
@@ -127,22 +126,25 @@ def due(layout, rank, weights):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-@pytest.mark.parametrize("layout", [Layout(ulysses=3), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
-def test_a_rank_that_fails_still_gives_its_part_of_the_weights(computed, layout, backend):
-    requests = [Part(1, 0), Part(1, 0), Part(1, 0), Part(2, 0)]
-    outputs, _ = computed(layout, backend, requests, fails=lambda rank, at: rank == 1 and at in (0, 2))
+@pytest.mark.parametrize("layout", [Layout(ulysses=3), Layout(ring=2)], ids=Layout.equation)
+def test_where_all_ranks_fail_with_weights_on_their_way_the_next_evaluation_is_right(
+    computed, layout, backend
+):
+    """Before they know which block follows which, and when they send for one ahead."""
+    requests = [Part(1, 0, attempt=attempt) for attempt in (0, 1, 1, 2)]
+    outputs, _ = computed(layout, backend, requests, fails=lambda rank, at: at in (0, 2))
     assert outputs[1, 0] is outputs[1, 2] is ZeroDivisionError
-    assert torch.allclose(outputs[layout.writer, 3], truth(0), atol=1e-5)
+    assert all(torch.allclose(outputs[layout.writer, at], truth(0), atol=1e-5) for at in (1, 3))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_groups_that_share_a_sequence_are_in_step_whichever_has_learned_more(computed, backend):
-    """A rank fails, one group goes on alone, then both again."""
+def test_groups_that_share_a_sequence_have_one_order_whichever_has_learned_more(computed, backend):
+    """All fail, one group goes on alone, then both again."""
     outputs, _ = computed(
         Layout(ulysses=2, cfg=2),
         backend,
-        [Part(1, 0)] * 5,
-        fails=lambda rank, at: rank == 1 and at in (0, 3),
+        [Part(1, 0, attempt=attempt) for attempt in (0, 1, 1, 1, 2)],
+        fails=lambda rank, at: at in (0, 3),
         widths=(2, 1, 2, 2, 2),
         asked=lambda rank, at: at != 1 or rank < 2,
     )
@@ -232,9 +234,13 @@ def turns(alone, monkeypatch):
     monkeypatch.setattr(
         ShardGather,
         "start",
-        lambda self, model, layer, *more: happened.append(layer) or start(self, model, layer, *more),
+        lambda self, part, whole: happened.append(index_of(part)) or start(self, part, whole),
     )
     weights.turns.attach()
+
+    def index_of(part):
+        return next(index for index, one in enumerate(weights.turns._blocks) if one.part is part)
+
     layers = [*(block.qkv for block in model.blocks), model.head]
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, index=index: happened.append(("computes", index)))
@@ -261,6 +267,18 @@ def test_the_weights_of_the_next_layer_are_sent_for_before_one_computes(turns):
     assert evaluated() == [0, ("computes", 0), 1, ("computes", 1), 2, ("computes", 2), 3, ("computes", 3)]
     known = [0, 1, ("computes", 0), 2, ("computes", 1), 3, ("computes", 2), ("computes", 3)]
     assert evaluated() == evaluated() == known
+
+
+def test_a_rank_that_fails_does_not_wait_for_a_gather_that_the_others_may_never_start(turns, monkeypatch):
+    own, evaluated = turns
+    waited = []
+    monkeypatch.setattr(ShardGather, "wait", lambda self: waited.append(True))
+    for error, waits in ((ZeroDivisionError, False), (Stopped, True)):
+        with pytest.raises(error), own.evaluation():
+            raise error
+        assert bool(waited) is waits
+    monkeypatch.undo()
+    evaluated()
 
 
 def test_a_layer_that_is_left_out_was_sent_for_in_vain(turns):

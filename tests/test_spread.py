@@ -73,10 +73,10 @@ class TwoArenas:
     def tree(self, **refs) -> bytes:
         return encode_tree({name: torch.empty(0) for name in refs}, lambda path, _tensor: refs[path])
 
-    def request(self, arguments: bytes, kind: int = 0):
+    def request(self, arguments: bytes, model: str = "m"):
         self.numbers += 1
-        message = forward(self.numbers, "m", self.here.nbytes)
-        return msgspec.structs.replace(message, arguments=arguments, kind=kind)
+        message = forward(self.numbers, model, self.here.nbytes)
+        return msgspec.structs.replace(message, arguments=arguments)
 
     def send(self, arguments: bytes) -> list[int]:
         """Sends an evaluation, takes it there, and returns the bytes of each tensor that came."""
@@ -145,7 +145,7 @@ def test_a_machine_without_room_for_inputs_says_that_its_ranks_have_begun_nothin
     with largest_file(1 << 20):
         assert arenas.send(arguments) == [1 << 21]
     failure = arenas.heard()
-    assert (failure.kind, failure.messages_done) == ("error", "none")
+    assert (failure.kind, failure.at, failure.complete) == ("error", (0, 0), False)
     assert failure.text.startswith("Shared memory is full: ")
 
 

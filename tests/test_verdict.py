@@ -26,24 +26,22 @@ from pipemesh.pool.verdict import (
 )
 
 MEMORY = Memory(1 << 20, 2 << 20, 3 << 20)
-DONE, SILENT = "done", None
-ERROR, MEMORY_FULL, REFUSED, ROOM = "error", "memory", "refused", "room"
+DONE, LEFT, SILENT = "done", "cancelled", None
+DEAD = "dead"  # the device, behind the last message
+START, HERE, THERE, INSIDE = (0, 0), (3, 77), (4, 78), None  # places; the last: in an unfinished message
+OTHER_ROAD = (3, 79)  # as many messages, along other axes
+ERROR, MEMORY_FULL, REFUSED, ROOM, SKIPPED = "error", "memory", "refused", "room", "skipped"
 
 
 def answer(said: Any) -> Done | Failed:
-    """``said``: a kind of failure, or (kind, messages done)."""
-    if said == DONE:
-        return Done(request=1, memory=MEMORY)
-    kind, messages_done = said if isinstance(said, tuple) else (said, "all")
-    return Failed(
-        request=1,
-        kind=kind,
-        phase="computing",
-        text="that",
-        trace="",
-        memory=MEMORY,
-        messages_done=messages_done,
-    )
+    """``said``: a kind of failure, behind the last message, or (kind, place)."""
+    if said in (DONE, LEFT):
+        return Done(request=1, memory=MEMORY, cancelled=said == LEFT)
+    kind, at = said if isinstance(said, tuple) else (said, HERE)
+    where = {"kind": kind, "at": at, "complete": not isinstance(said, tuple)}
+    if said == DEAD:
+        where = {"kind": ERROR, "at": INSIDE, "complete": True}
+    return Failed(request=1, phase="computing", text="that", trace="", memory=MEMORY, **where)
 
 
 def request(meets: Meets, *said: Any, ranks: tuple[int, ...] = ()) -> SentRequest:
@@ -68,26 +66,40 @@ TABLE = [
     (ALONE, [DONE, REFUSED], {}, Refused, 1),
     (ALONE, [DONE, MEMORY_FULL], {}, OutOfMemory, 1),
     (ALONE, [ERROR, SILENT], {}, PoolFailed, 0),
-    (TOGETHER, [ERROR, ERROR], {}, ModelError, 0),
-    (TOGETHER, [REFUSED, REFUSED], {}, Refused, 0),
-    (TOGETHER, [ROOM, ROOM], {}, NoRoom, 0),
-    (TOGETHER, [MEMORY_FULL, MEMORY_FULL], {}, OutOfMemory, 0),
-    (TOGETHER, [ERROR, MEMORY_FULL], {}, OutOfMemory, 1),  # which the other one's error follows from
-    (TOGETHER, [DONE, ERROR], {}, ModelError, 1),  # it went through the messages that others wait for
-    (TOGETHER, [DONE, MEMORY_FULL], {}, OutOfMemory, 1),
-    (TOGETHER, [DONE, (ERROR, "some")], {}, PoolFailed, 1),
-    # Messages may be left that only some have issued
-    (TOGETHER, [(ERROR, "some"), (ERROR, "some")], {}, PoolFailed, 0),
-    (TOGETHER, [SILENT, ERROR], {}, PoolFailed, 1),
+    (ALONE, [(ERROR, INSIDE), DONE], {}, ModelError, 0),
+    # All at one place, whose lack of memory is told first
+    (TOGETHER, [(ERROR, HERE), (ERROR, HERE)], {}, ModelError, 0),
+    (TOGETHER, [(REFUSED, START), (REFUSED, START)], {}, Refused, 0),
+    (TOGETHER, [(ROOM, HERE), (ROOM, HERE)], {}, NoRoom, 0),
+    (TOGETHER, [(ERROR, HERE), (MEMORY_FULL, HERE)], {}, OutOfMemory, 1),
+    (TOGETHER, [(SKIPPED, START), (ERROR, START)], {}, ModelError, 1),
+    (TOGETHER, [(ERROR, HERE), (ERROR, THERE)], {}, PoolFailed, 0),
+    (TOGETHER, [(ERROR, HERE), (ERROR, OTHER_ROAD)], {}, PoolFailed, 0),
+    (TOGETHER, [(ERROR, HERE), (ERROR, HERE), (ERROR, THERE)], {}, PoolFailed, 0),
+    (TOGETHER, [(ERROR, INSIDE), (ERROR, INSIDE)], {}, PoolFailed, 0),  # or a dead device, on all
+    (TOGETHER, [(ERROR, HERE), (MEMORY_FULL, INSIDE)], {}, PoolSpent, 1),
+    # One has learnt what the other has not, such as which block follows which
+    (TOGETHER, [DONE, (ERROR, HERE)], {}, PoolFailed, 1),
+    (TOGETHER, [DONE, (MEMORY_FULL, HERE)], {}, PoolSpent, 1),
+    (TOGETHER, [LEFT, (ERROR, HERE)], {}, PoolFailed, 1),
+    (TOGETHER, [SILENT, (ERROR, HERE)], {}, PoolFailed, 1),
     (TOGETHER, [SILENT, MEMORY_FULL], {}, PoolSpent, 1),
-    (TOGETHER, [(ERROR, "some"), (MEMORY_FULL, "some")], {}, PoolSpent, 1),
+    # Behind the last message, such as the output's writer, without room
+    (TOGETHER, [DONE, ERROR], {}, ModelError, 1),
+    (TOGETHER, [DONE, MEMORY_FULL], {}, OutOfMemory, 1),
+    (TOGETHER, [ERROR, MEMORY_FULL], {}, OutOfMemory, 1),
+    (TOGETHER, [(ERROR, HERE), MEMORY_FULL], {}, PoolSpent, 1),
+    (TOGETHER, [DONE, DEAD], {}, PoolFailed, 1),
+    (TOGETHER, [LEFT, ERROR], {}, PoolFailed, 1),
+    # A stage that fails takes and sends its messages all the same
     (STAGED, [ERROR, DONE], {"stages": 2}, ModelError, 0),
-    (STAGED, [REFUSED, DONE], {"stages": 2}, Refused, 0),
-    (STAGED, [DONE, (ERROR, "some")], {"stages": 2}, PoolFailed, 1),  # the next patch would find its message
-    (STAGED, [DONE, (ERROR, "none")], {"stages": 2}, PoolFailed, 1),
-    (STAGED, [(ERROR, "none"), (ERROR, "none")], {"stages": 2}, ModelError, 0),
-    (STAGED, [(REFUSED, "none"), SILENT], {"stages": 2}, PoolFailed, 0),
-    (STAGED, [DONE, (MEMORY_FULL, "some")], {"stages": 2}, PoolSpent, 1),
+    (STAGED, [REFUSED, LEFT], {"stages": 2}, Refused, 0),
+    (STAGED, [DONE, (ERROR, THERE)], {"stages": 2}, PoolFailed, 1),  # the next patch would find its message
+    (STAGED, [(ERROR, HERE), (ERROR, HERE)], {"stages": 2}, PoolFailed, 0),  # stages have unlike messages
+    (STAGED, [(ERROR, START), (ERROR, START)], {"stages": 2}, ModelError, 0),
+    (STAGED, [(ERROR, START), DONE], {"stages": 2}, PoolFailed, 0),
+    (STAGED, [(REFUSED, START), SILENT], {"stages": 2}, PoolFailed, 0),
+    (STAGED, [DONE, (MEMORY_FULL, INSIDE)], {"stages": 2}, PoolSpent, 1),
     (STAGED, [ERROR, DONE, DONE, DONE], {"stages": 2}, ModelError, 0),
 ]
 
@@ -108,7 +120,7 @@ def test_what_ranks_say_decides_whether_the_pool_goes_on(meets, said, pool, erro
     [
         ([ERROR, ERROR], None),
         ([ERROR, SILENT], PoolFailed),
-        ([DONE, (ERROR, "some")], PoolFailed),
+        ([DONE, (ERROR, INSIDE)], PoolFailed),
         ([DONE, ERROR], None),
     ],
 )
@@ -127,9 +139,11 @@ def test_the_earliest_request_names_what_went_wrong_first():
     [
         ([request(ALONE, ERROR, SILENT)], math.inf),
         ([request(TOGETHER, ERROR, SILENT)], math.inf),
-        ([request(TOGETHER, (ERROR, "some"), SILENT)], OTHERS_WAIT_S),
+        ([request(ALONE, (ERROR, INSIDE), SILENT)], math.inf),
+        ([request(TOGETHER, (ERROR, HERE), SILENT)], OTHERS_WAIT_S),
+        ([request(TOGETHER, DEAD, SILENT)], OTHERS_WAIT_S),
         ([request(STAGED, ERROR, SILENT)], LEAVE_WAIT_S),
-        ([request(STAGED, (ERROR, "none"), SILENT)], OTHERS_WAIT_S),
+        ([request(STAGED, (ERROR, START), SILENT)], OTHERS_WAIT_S),
     ],
 )
 def test_the_others_are_waited_for_as_long_as_they_may_still_answer(failing, wait_s):
@@ -137,7 +151,8 @@ def test_the_others_are_waited_for_as_long_as_they_may_still_answer(failing, wai
 
 
 SAID = st.sampled_from(
-    [DONE, SILENT, ERROR, MEMORY_FULL, REFUSED, ROOM, (ERROR, "none"), (ERROR, "some"), (REFUSED, "none")]
+    [DONE, LEFT, SILENT, ERROR, MEMORY_FULL, REFUSED, ROOM]
+    + [(kind, at) for kind in (ERROR, MEMORY_FULL, REFUSED) for at in (START, HERE, INSIDE)]
 )
 
 
@@ -151,7 +166,8 @@ def test_a_pool_never_goes_on_with_a_rank_that_owes_an_answer_or_a_message_left_
     verdict = judge([asked], facts(), forgiven=forgiven)
     failed = any(isinstance(one, Failed) for one in asked.answers.values())
     assert verdict is None or failed
-    if failed and (asked.owing or (ERROR, "some") in said):
+    is_unfinished = any(isinstance(one, tuple) and one[1] is INSIDE for one in said)
+    if failed and (asked.owing or (is_unfinished and meets is not ALONE)):
         assert isinstance(verdict[0], (PoolFailed, PoolSpent))
 
 

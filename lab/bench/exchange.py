@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from ...parallel_runtime.attention.kernels import TORCHS
 from ...parallel_runtime.comm.exchange import Exchange, StopFlag
-from ...parallel_runtime.comm.in_step import Expected, KnownSteps
 from ...parallel_runtime.comm.mesh import SequenceComm
 from ...parallel_runtime.comm.ring import Ring
 from ...parallel_runtime.families import plan_for
 from ...parallel_runtime.families.every import sample_with
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceSharding
+from ...parallel_runtime.patches import Part
 from ..dry_run.ranks import joined
 from .figures import CaseFigures, Figure, Goal, Options, ratio
 
@@ -33,7 +33,10 @@ GOAL = Goal(at_most=1.2)
 
 
 class FromNobody(Exchange):
-    """Receives zeros: nobody wishes to stop."""
+    """Receives zeros: nobody wishes to stop, or differs."""
+
+    def largest(self, flag: torch.Tensor) -> torch.Tensor:
+        return flag
 
     def _buffer(self, use: Hashable, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return super()._buffer(use, count, dtype, device).zero_()
@@ -48,26 +51,23 @@ def among(ranks: int) -> SequenceComm:
 
 
 class Attentions:
-    """The attentions of one rank's evaluations, whose messages all ranks know."""
+    """The attentions of one rank's evaluations."""
 
     def __init__(self, comm: SequenceComm):
         sample, size = sample_with("bench")
         plan = plan_for(type(sample.form.random_model(size).model.diffusion_model))
         assert plan is not None
-        self._comm, self._known = comm, KnownSteps()
+        self._comm = comm
         self._sharding = SequenceSharding(plan, comm, lambda: None, TORCHS)
         self._tokens = dict.fromkeys(plan.streams, TOKENS)
         local = len(plan.streams) * TOKENS // comm.size
         self._q, self._k, self._v = torch.randn(3, 1, HEADS, local, DIM)
-        self.evaluate(0)
-        comm.in_step.end(1)
+        self.evaluate()  # in which ranks compare their tokens
 
-    def evaluate(self, confirmed: int) -> float:
+    def evaluate(self) -> float:
         """Return the CPU's seconds for the attentions of an evaluation."""
         with torch.inference_mode():
-            self._comm.begin(ATTENTIONS)
-            self._comm.in_step.begin(self._known, Expected(confirmed=confirmed))
-            self._comm.in_step.agree()
+            self._comm.begin(ATTENTIONS, Part(1, 0))
             rows = self._sharding.choose_rows(self._tokens)
             assert rows is not None
             began = time.process_time()
@@ -86,7 +86,7 @@ def bench(options: Options) -> Iterator[Figure]:
     torch.set_num_threads(1)
     with joined(Layout(ulysses=max(RANKS.values())), 0):
         made = {name: Attentions(among(ranks)) for name, ranks in RANKS.items()}
-        rounds = [{name: one.evaluate(1) for name, one in made.items()} for _ in range(options.rounds)]
+        rounds = [{name: one.evaluate() for name, one in made.items()} for _ in range(options.rounds)]
     made = CaseFigures("exchange", "an attention", rounds)
     yield made.estimated("ranks_ratio", ratio("eight", "two"), "ratio", GOAL)
     for name in RANKS:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from ...parallel_runtime.comm.exchange import Exchange, StopFlag
-from ...parallel_runtime.comm.in_step import Expected
 from ...parallel_runtime.comm.mesh import SequenceComm
+from ...parallel_runtime.comm.parts import unit_of
 from ...parallel_runtime.comm.ring import Ring
 from ...parallel_runtime.comm.shares import shares_of
 from ...parallel_runtime.families import plan_for
@@ -87,8 +87,8 @@ def unslowed() -> None:
 class OwnRank:
     """This process as a rank of the mesh of ``comm``: evaluates a model under sequence parallelism.
 
-    Ranks learn the messages of an evaluation in the first one and rely on them in every later one,
-    as in a run. ``on_progress``: as the method has it.
+    Ranks compare their tokens in the first evaluation alone, as in a run. ``on_progress``: as the
+    method has it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class OwnRank:
     ):
         plan = plan_for(type(model))
         assert plan is not None, f"{type(model).__name__} has no plan"
-        self._forward, self._confirmed = forward, 0
+        self._forward = forward
         self._method = SequenceParallel(model, plan, comm, on_progress)
 
     @contextmanager
@@ -113,10 +113,8 @@ class OwnRank:
 
     def evaluate(self, arguments: dict[str, Any]) -> Any:
         """Return the output on rank 0. Call it while ``attached``."""
-        self._method.begin(Part(1, 0), Expected(confirmed=self._confirmed))
-        output = self._method.forward(self._forward, dict(arguments), 1)
-        self._confirmed = self._method.facts.confirmed
-        return output
+        self._method.begin(Part(1, 0))
+        return self._method.forward(self._forward, dict(arguments), 1)
 
 
 class Forwards:
@@ -195,8 +193,8 @@ class StandinExchange(Exchange):
         end = 0
         for size in receive_sizes:
             end += size
-            if size:
-                receiving[end - 1] = 0.0  # nobody wishes to stop
+            if size:  # nobody wishes anything: to stop, behind a message, or what such a short one says
+                receiving[end - size if size <= unit_of(receiving.dtype) else end - 1 : end] = 0.0
 
 
 class StandinRing(Ring):

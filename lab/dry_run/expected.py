@@ -26,7 +26,7 @@ from .ranks import RankFigures
 from .rows import WholeByRows
 
 WITHIN = 0.02
-ASKS = "_ask"  # ranks ask each other so before the messages of a first evaluation
+COMPARES = "compare"  # in the first evaluation ranks compare their tokens so
 Stage = tuple[int, int]  # blocks [first, end)
 
 
@@ -132,5 +132,8 @@ def misses(whole: WholeByRows, layout: Layout, figures: RankFigures, is_sharded:
         )
     if figures.watched.unaligned:
         found.append(f"{figures.watched.unaligned} places of messages that are not aligned")
-    waits = {*figures.watched.later_waits, *(one for one in figures.watched.waits if one.function != ASKS)}
+    waits = {
+        *figures.watched.later_waits,
+        *(one for one in figures.watched.waits if one.function != COMPARES),
+    }
     return found + [f"waits for the device: {wait}" for wait in waits if wait.is_ours]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from ...parallel_runtime.attention.kernels import TORCHS
 from ...parallel_runtime.attention.merge_operation import in_one
-from ...parallel_runtime.comm.in_step import Expected
 from ...parallel_runtime.comm.mesh import Mesh, connect, open_weights
 from ...parallel_runtime.families.plan import TokenPlan
 from ...parallel_runtime.forward import forward_name
@@ -111,7 +110,7 @@ class DryRanks(DryModel):
             method = make_method(transformer, self.plan, mesh, idle, sizes, AS_TRIED)
             if kept == "sharded":
                 open_weights(mesh)
-            if layout.stages == 1:  # where ranks ask each other, as on a GPU
+            if layout.stages == 1:  # where ranks compare their tokens, as on a GPU
                 mesh.sequence.device = DEVICE
             sent = Sent(mesh)
             try:
@@ -144,16 +143,13 @@ class DryRanks(DryModel):
                         dict(counts.waits),
                     )
                     if layout.stages == 1:
-                        confirmed, next_run = method.facts.confirmed, Part(2, 0)
-                        if turns is None:  # else the memory of gathered weights goes, and all ask once
-                            method.end_run((confirmed,), counts.memory.live)
                         counts.launches = counts.spared = counts.unaligned = 0
                         counts.waits.clear()
-                        method.begin(WARM_UP if turns else next_run, Expected(confirmed=confirmed))
+                        method.begin(WARM_UP)
                         with nullcontext() if turns is None else turns.evaluation():
                             method.forward(forward, dict(self.arguments), TURN * (len(parts) + 1))
                     if turns is not None:
-                        mesh.sequence.free_buffers()
+                        mesh.sequence.end_run()
                         without_room = counts.memory.live
                         turns.end_run()
                         held += without_room - counts.memory.live

@@ -18,7 +18,14 @@ from ...parallel_runtime.client.coroutines import RandomState
 from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
 from ...parallel_runtime.client.run import Run as PoolRun
-from ...parallel_runtime.errors import LayoutError, PipeMeshError, PoolFailed, Refused, RunCancelled
+from ...parallel_runtime.errors import (
+    LayoutError,
+    PipeMeshError,
+    PoolFailed,
+    PoolSpent,
+    Refused,
+    RunCancelled,
+)
 from ..here import why_one_gpu
 from ..latest import Latest
 from ..notices import Notices, executed_now
@@ -94,7 +101,7 @@ class PoolSampling:
                     raise
                 again = again and isinstance(error, PoolFailed)
                 self._tell(error, again)
-                if isinstance(error, PoolFailed) and not again:
+                if isinstance(error, (PoolFailed, PoolSpent)) and not again:
                     self._given_up = executed_now()[1]
             random.restore()
             if not again:

@@ -18,6 +18,7 @@ from ..planner.counts import Counts, NotCounted
 from ..planner.keeping import LEFT_FREE, are_cpus, as_gib
 from ..planner.prediction import beside_bytes
 from .residency import Residency
+from .run import Run
 from .runs import tell
 from .session import Resident, Sessions
 from .too_large import TooLarge
@@ -79,6 +80,7 @@ class Beside:
         self._counts = counts
         self._more: dict[str, int] = {}  # of each model, for as long as ComfyUI runs
         self.reloads: Counter[str] = Counter()  # of each model since an evaluation had room
+        self.restarted: set[str] = set()  # models for which a fresh pool was started, likewise
         self._enough: dict[str, Enough] = {}  # of each model, likewise
         self.too_large = TooLarge(sessions)
 
@@ -161,6 +163,7 @@ class Beside:
     def had_room(self, model: str, sampled: Sampled | None = None) -> None:
         """Notes that an evaluation was computed, or that no further one is tried."""
         self.reloads.pop(model, None)
+        self.restarted.discard(model)
         if part := self._free_part(sampled):
             self._enough[model] = self._enough_of(model).ran(part)
 
@@ -181,6 +184,21 @@ class Beside:
         return min(session.room) / needed
 
     # -- after ranks ran out of memory
+
+    def may_start_again(self, run: Run) -> bool:
+        """Returns whether a run may go on in a fresh pool after a lack of memory has ended the
+        other: once a run, and not if the last time that brought no evaluation of the model.
+        """
+        if run.restarts or run.model in self.restarted:
+            return False
+        run.restarts += 1
+        self.restarted.add(run.model)
+        return True
+
+    def held_others(self, model: str) -> bool:
+        """Returns whether the pool that ended held other models: a fresh one has their room."""
+        session = self._sessions.latest
+        return session is not None and bool(session.models.keys() - {model})
 
     def leave_more(self, model: str) -> bool:
         """Releases a model whose weights left too little free, so that they are loaded anew and
@@ -210,7 +228,7 @@ class Beside:
         """Returns what is known of a model if ranks hold it, and would leave more free of it if it
         was loaded anew.
         """
-        session = self._sessions.live
+        session = self._sessions.latest  # its pool may have ended for the lack of memory
         held = session.models.get(model) if session is not None else None
         if (
             held is None

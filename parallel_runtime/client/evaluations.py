@@ -7,7 +7,7 @@ flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..crossing.kept_tokens import KEPT
 from ..crossing.rows import latents_of, tensors_in
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from ..layout import ALONE
@@ -81,7 +80,7 @@ class Evaluations:
                 tickets: list[Ticket] = []
                 try:
                     for work in works:
-                        part = Part(run.id, run.number_of(work.branch), attempt=self._failed.get(run, 0))
+                        part = Part(run.id, run.number_of(work.branch))
                         tickets.append(self.submit(run, work, part, assume=True, began=began))
                     if all([ticket.written.is_right() for ticket in tickets]):
                         answered = [self._await_output(ticket, interrupted) for ticket in tickets]
@@ -125,6 +124,7 @@ class Evaluations:
                 "The pool was lost in the middle of a run: run again, a fresh one will be started."
             )
         began = time.perf_counter() if began is None else began
+        part = part._replace(attempt=self._failed.get(run, 0))
         latent = next(iter(arguments.values()))
         latents = latent if isinstance(latent, list) else [latent]
         latent_bytes = sum(aligned(one.numel() * 4) for one in latents)
@@ -139,11 +139,8 @@ class Evaluations:
             frame.release()
             raise
         ranks = work.ranks or session.pool.facts.everyone
-        # Tokens that ranks kept spare them messages from a branch's second evaluation on
-        keeps = KEPT in arguments.get("transformer_options", {}) and part in self._looked_at.get(run, ())
-        kind = hash((written.kind, part.patch, keeps, work.in_fp32))
         number, device = session.pool.next_request(), latents[0].device
-        ticket = Ticket(number, run, part, written, frame, latent_bytes, device, began, kind, ranks)
+        ticket = Ticket(number, run, part, written, frame, latent_bytes, device, began)
         session.tickets.append(ticket)
         request = Forward(
             request=number,
@@ -154,8 +151,6 @@ class Evaluations:
             out=out,
             part=part,
             width=work.width,
-            kind=kind,
-            confirmed=session.known_steps(run.model, kind, ranks),
             in_fp32=work.in_fp32,
         )
         try:
@@ -181,11 +176,13 @@ class Evaluations:
     def _await_output(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
         """Waits for the output. Raises what ``collect`` raises."""
         session = self._sessions.latest
-        assert session is not None and ticket in session.tickets
+        if session is None or ticket not in session.tickets:  # it was abandoned with another run's
+            raise PoolFailed(
+                "An evaluation of another MODEL in the same pool failed, and ended this one: run again."
+            )
         replies = session.pool.collect(ticket.number, interrupted)
         if any(reply.cancelled for reply in replies.values()):
             raise RunCancelled("The run was cancelled.")
-        session.confirm(ticket, replies.values())
         reply = next((reply for reply in replies.values() if reply.output), None)
         if reply is None:
             raise PoolFailed(
@@ -255,32 +252,11 @@ def own_tensors(segment: Segment, output: bytes, device: torch.device, *, is_own
     return made
 
 
-def chosen_in(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the options that may decide which messages ranks exchange: switches, and collections,
-    such as the numbers of blocks that leave out their attention. Not single numbers: some nodes
-    count their calls in one, and no kind of evaluation would be known then.
-    """
-    return [
-        (name, frozen(value))
-        for name, value in sorted(options.items())
-        if isinstance(value, (bool, list, tuple, set, frozenset))
-    ]
-
-
-def frozen(value: Any) -> Hashable:
-    if isinstance(value, (set, frozenset)):
-        return frozenset(map(frozen, value))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(frozen, value))
-    return value if isinstance(value, (bool, int, str)) else None
-
-
 def write_arguments(
     session: Session, arguments: dict[str, Any], branch: Branch, assume: bool
 ) -> WrittenArguments:
     """Writes into a frame what may differ in every evaluation; names conditioning, which is written
-    when its content is new, and looked at unless what is in flight has the very same tensor. How
-    many tokens ranks cut follows from the shapes, and from numbers among the arguments.
+    when its content is new, and looked at unless what is in flight has the very same tensor.
     """
     frame = Frame(session.pool.arena)
     session.conditioning.collected.clear()  # what of it comes again is in flight from now on
@@ -288,14 +264,9 @@ def write_arguments(
     checks: list[Callable[[], bool]] = []
     places: dict[tuple, tuple[torch.Tensor, TensorRef]] = {}
     versions: set[int] = set()
-    kind: list[Any] = [
-        (name, value) for name, value in arguments.items() if isinstance(value, (bool, int, str))
-    ]
-    kind += chosen_in(arguments.get("transformer_options", {}))
 
     def put(path: str, tensor: torch.Tensor) -> TensorRef:
         argument = path.partition("/")[0]
-        kind.append((path, tensor.shape, tensor.dtype))
         if argument in changing:
             return frame.put(tensor, in_place=argument in IN_PLACE)
         if assume:
@@ -322,7 +293,6 @@ def write_arguments(
             places,
             versions,
             lambda: all([is_right() for is_right in checks]),
-            hash(tuple(kind)),
         )
     except BaseException as error:
         frame.release()

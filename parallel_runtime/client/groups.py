@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..branches import plan_branches
 from ..crossing.rows import Constants, NotAlike, batched, joined_outputs, latents_of, take, tensors_in
-from ..errors import ModelError, OutOfMemory
+from ..errors import ModelError, OutOfMemory, PoolSpent
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
 from .alone import Change, Shared, Watch, as_it_is, nobody
@@ -168,8 +168,13 @@ class InGroups:
         """Computes the evaluations of several prompts. No other model makes room for them: all but
         the first can wait.
         """
-        outputs = self._compute(calls, makes_room=False)
-        evaluations = self._pool.runs.of(self._model).evaluations
+        run = self._pool.runs.of(self._model)
+        try:
+            outputs = self._compute(calls, makes_room=False)
+        except PoolSpent:  # the first image goes on alone, in the fresh pool that the run may have
+            self._pool.beside.may_start_again(run)
+            raise
+        evaluations = run.evaluations
         images = len({call.branch.call for call in calls})
         evaluations[-1] = replace(evaluations[-1], images=images)
         return outputs

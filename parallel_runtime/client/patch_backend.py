@@ -15,6 +15,8 @@ from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
 from .session import Ticket
 
+NO_LOAD = -1
+
 
 class PipelineBackend:
     """Computes the patches of a model that a pipeline holds: a ``PatchBackend``. ``model``: its
@@ -81,5 +83,11 @@ class PipelineBackend:
     def make_room(self) -> bool:
         return self._pool.residency.make_room(self._model)
 
+    def may_start_again(self) -> bool:
+        return self._pool.beside.may_start_again(self._pool.runs.of(self._model))
+
     def abandon(self) -> None:
+        """What stages kept of an evaluation that failed is void: the next one is whole."""
         self._pool.evaluations.abandon()
+        if self._load is not None:
+            self._load = NO_LOAD

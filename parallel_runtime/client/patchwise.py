@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,13 +19,13 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ..crossing.in_block import why_all_rows
-from ..errors import ModelError, NoRoom, OutOfMemory
+from ..errors import ModelError, NoRoom, OutOfMemory, PoolSpent
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
 from .alone import Watch, nobody
 from .branch import SampleCall
 from .calls import Calls
-from .conds import Conds
+from .conds import Conds, WithRoom
 from .coroutines import RandomState
 from .free_gpu import unload_unused
 from .off_gpu import CPU, arguments_on_cpu, draws_there, guider_on_cpu, on_cpu, on_device
@@ -47,14 +47,25 @@ SAMPLING = (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PR
 MOVED = "; whole where a latent has little in common with that of the evaluation before"
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a run is sampled. ``text``: tokens that go with the first patch; ``looks_at_all``: a
+    patch of a node needs all tokens. ``can_repeat``: an evaluation can be computed again, whole, as
+    one sampler samples all patches; else it relies on keys and values of those before it, and on
+    where other patches are.
+    """
+
+    text: int = 0
+    looks_at_all: bool = False
+    can_repeat: bool = False
+
+
 class Patchwise:
     """Samples one MODEL in patches. ``patch_size`` and ``plan`` are its transformer's,
     ``patching`` the user's.
 
     ``notice`` gets the mode of every run, and the reason where it is not free-running.
     """
-
-    can_repeat = False  # an evaluation relies on keys and values of those before it
 
     def __init__(
         self,
@@ -63,6 +74,7 @@ class Patchwise:
         plan: TokenPlan,
         patching: Patching,
         notice: Callable[[str], None] = log.info,
+        with_room: WithRoom = lambda _, compute: compute(),
     ):
         if patching.warm_up < 1:
             raise ModelError(
@@ -72,13 +84,12 @@ class Patchwise:
         self._backend = backend
         self._patch_size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
         self._plan = plan
-        self._text = 0  # tokens that go with the first patch in this run
+        self._sampled = Way()
         self._patching = patching
         self._notice = notice
         self._calls = Calls()
-        self._looks_at_all = False  # whether a patch of a node needs all tokens in this run
         self._begun = False  # True once the sampler has got an output of this run
-        self.conds = Conds(self._compute, backend.constants, lambda: self._looks_at_all)
+        self.conds = Conds(self._compute, backend.constants, lambda: self._sampled.looks_at_all, with_room)
 
     def attach(self, patcher: Any) -> None:
         """Adds its wrappers to a clone of the MODEL."""
@@ -87,6 +98,10 @@ class Patchwise:
         # Ours is outermost: what it calls is of one evaluation
         inside = patcher.wrappers.get(WrappersMP.PREDICT_NOISE, {})
         patcher.wrappers[WrappersMP.PREDICT_NOISE] = {WRAPPER_KEY: [self.predict_noise], **inside}
+
+    @property
+    def can_repeat(self) -> bool:
+        return self._sampled.can_repeat
 
     def free(self) -> None:
         """Has nothing that outlives a run."""
@@ -115,9 +130,8 @@ class Patchwise:
         **kwargs,
     ):
         """A SAMPLER_SAMPLE wrapper."""
-        self._text = text_tokens(guider.conds) if len(self._plan.streams) > 1 else 0
+        text = text_tokens(guider.conds) if len(self._plan.streams) > 1 else 0
         options = extra_args["model_options"].get("transformer_options", {})
-        self._looks_at_all = bool(why_all_rows(self._plan, options))
         whole = why_whole(self._plan, guider.conds, options)
         reason = whole or why_single_timeline(
             executor.class_obj, guider, extra_args["model_options"], noise, self._plan.together.refiners
@@ -127,6 +141,7 @@ class Patchwise:
         draws = draws_there(executor.class_obj) if beside else ""
         stays = f"{FREE_RUNNING}; on the GPU, where {draws} draws its noise" if draws else FREE_RUNNING
         mode = f"{together}, because of {reason}" if reason else stays
+        self._sampled = Way(text, bool(why_all_rows(self._plan, options)), bool(reason))
         self._notice(mode)
         cuts = not whole and has_foreign_code(executor.class_obj, guider, extra_args["model_options"])
         self._calls.watch((lambda: self._notice(f"{mode}{MOVED}")) if cuts else None)
@@ -162,8 +177,8 @@ class Patchwise:
         while True:
             try:
                 return run()
-            except (NoRoom, OutOfMemory):
-                if self._begun:
+            except (NoRoom, OutOfMemory) as error:
+                if self._begun or (isinstance(error, PoolSpent) and not self._backend.may_start_again()):
                     raise
                 if not self._backend.make_room():
                     if host_asked or not unload_unused(guider, is_known=known_guider(guider)):
@@ -207,14 +222,14 @@ class Patchwise:
         together = self._plan.together
         uncut = (
             together.always
-            or self._looks_at_all
+            or self._sampled.looks_at_all
             or any(is_set(arguments.get(name)) for name in together.arguments)
         )
         whole = uncut or number < self._patching.warm_up
         return (None,) if whole else self._cut(next(iter(arguments.values())).shape)[1]
 
     def _cut(self, shape: torch.Size) -> tuple[TokenGrid, tuple[Patch, ...]]:
-        return cut_latent(shape, self._patch_size, self._patching.patches, self._text)
+        return cut_latent(shape, self._patch_size, self._patching.patches, self._sampled.text)
 
 
 @lru_cache(maxsize=32)

@@ -254,8 +254,8 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
 def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequence[int] = ()) -> Any:
     """Returns what ``compute`` returns: outputs of evaluations. Brings the pool up first where it
     failed, was closed or serves another clone, and again with more memory left free where an
-    evaluation needs that. ``latent``: the shape of its first latent, to ask for room; empty if that
-    was done.
+    evaluation needs that: once a run in a fresh pool, if ranks ran out of it where others waited
+    for them. ``latent``: the shape of its first latent, to ask for room; empty if that was done.
     """
     remote, runs, unloads = patcher.remote, patcher.remote.pool.runs, True
     with remote.computing():
@@ -273,8 +273,9 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
                 outputs = compute()
                 if patcher.in_block is not None and patcher.in_block.objects:
                     runs.stateful[remote.model] = load_of(remote.pool.residency, remote.model)
-                if remote.pool.beside.reloads or (sampled is not None and sampled.needed):
-                    remote.pool.beside.had_room(remote.model, sampled)
+                beside = remote.pool.beside
+                if beside.reloads or beside.restarted or (sampled is not None and sampled.needed):
+                    beside.had_room(remote.model, sampled)
                 return outputs
             except OutOfMemory as error:
                 unloads = require_more_room(patcher, error, unloads)
@@ -378,7 +379,7 @@ def parallelize(
         beside_ui = holds_ui_device > 0
         backend = PipelineBackend(pool, source.model, Constants(pool.layout.groups), beside_ui)
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
-        sampling = Patchwise(backend, patch_size, plan, patching, notice)
+        sampling = Patchwise(backend, patch_size, plan, patching, notice, with_room)
     else:
         rows = None
         if not plan.blocks and pool.layout.groups > 1:

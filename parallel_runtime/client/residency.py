@@ -127,7 +127,6 @@ class Residency:
         stages = self._balance.sizes_of(source.model)
         if wish.depends_on_room:
             drop_sets(session)
-            session.end_run()
             # Of no run: ranks tell of their memory as it is now
             session.ask(EndRun, (), interrupted, model=source.model)
         ranks = session.pool.facts.names, self._sessions.layout, session.pool.memory

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ..errors import OutOfMemory
+from ..errors import OutOfMemory, PoolSpent
 from .free_gpu import unload_unused
 from .patched_weights import drop_sets
 from .separable import known_guider
@@ -38,22 +38,31 @@ def find_room(patcher: Any, latent: Sequence[int], bring_up: Callable[[Any], Non
 
 
 def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
-    """Frees memory after ranks ran out of it, for the evaluation to be computed again. Raises the
-    error if no more can be freed, or the run cannot go on so. ``unloads``: ComfyUI was not asked
-    yet; returns whether that is so still.
+    """Frees memory after ranks ran out of it, for the evaluation to be computed again: in a fresh
+    pool if that ended the other, which the other models that it held have left. Raises the error
+    if no more can be freed, or the run cannot go on so. ``unloads``: ComfyUI was not asked yet;
+    returns whether that is so still.
     """
     remote, beside = patcher.remote, patcher.remote.pool.beside
     beside.lacked_room(remote.model, remote.sampled)
-    freed = drop_sets(remote.pool.session)
+    freed, is_over = drop_sets(remote.pool.session), isinstance(error, PoolSpent)
+    if is_over:
+        remote.require_same_file()
+        if not beside.may_start_again(remote.pool.runs.of(remote.model)):
+            raise error
+        freed = beside.held_others(remote.model)
     if not freed and unloads and remote.sampling.can_repeat:
         unloads, freed = False, unload(patcher)
-    if not freed and not beside.leave_more(remote.model):
-        raise error
-    if not can_repeat(patcher):
-        raise OutOfMemory(
-            f"{error} The weights left it too little: run again, and they will leave more free."
-        ) from error
+    move = "Other models had the rest of it: run again, and a fresh pool has their room."
     if not freed:
+        if not beside.leave_more(remote.model):
+            raise error
+        move = "The weights left it too little: run again, and they will leave more free."
+    if not can_repeat(patcher):
+        raise OutOfMemory(f"{error} {move}") from error
+    if is_over:
+        log.warning("[PipeMesh] %s The evaluation is computed again in a fresh pool.", error)
+    elif not freed:
         log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
     return unloads
 

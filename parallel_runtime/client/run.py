@@ -52,7 +52,7 @@ class Run:
     a new one where what ranks keep of it is void. ``mode`` of a pipeline; empty where the ranks
     are none. ``groups``: of each branch of a pipeline's, its group of ranks and what it costs.
     ``is_sampled``: a sampler announced it, and will end it. ``joined``: the models whose runs end
-    with this one.
+    with this one. ``restarts``: pools that were started for it after a lack of memory.
 
     The report may look at any moment, so an evaluation is added whole.
     """
@@ -69,6 +69,7 @@ class Run:
     ended_s: float = 0.0  # 0 while it goes on
     is_told = True  # of its figures, and of numbers that are not finite
     queued = Queued()
+    restarts = 0
 
     @property
     def images(self) -> int:

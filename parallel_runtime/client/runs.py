@@ -161,27 +161,16 @@ def tell(session: Session, model: str, cleared: Collection[int] | None) -> None:
     is decoded next. Logs errors.
     """
     until = time.monotonic() + END_WAIT_S
-    steps, arena_bytes = session.lasting_steps(model), session.cut_arena()
-    stays = have_cut = False
+    arena_bytes, have_cut = session.cut_arena(), False
     cleared = session.pool.facts.everyone if cleared is None else tuple(cleared)
     try:
-        answers = session.ask(
-            EndRun,
-            (),
-            lambda: time.monotonic() > until,
-            model=model,
-            steps=steps,
-            cleared=cleared,
-            arena_bytes=arena_bytes,
-        )
-        stays, have_cut = bool(answers) and all(answer.keeps for answer in answers), True
+        is_late = lambda: time.monotonic() > until  # noqa: E731
+        session.ask(EndRun, (), is_late, model=model, cleared=cleared, arena_bytes=arena_bytes)
+        have_cut = True
     except RunCancelled:  # they need longer: the next request waits for them
         pass
     except Exception as error:  # noqa: BLE001 - the run's own error is told, not this one
         have_cut = session.pool.idle and isinstance(error, (ModelError, Refused))  # a rank's: all answered
         log.warning("[PipeMesh] Freeing the memory of a run: %s", error)
-    finally:
-        if not stays:
-            session.end_run()
     if arena_bytes and have_cut:
         session.pool.arena.shrink()

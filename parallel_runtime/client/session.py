@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ..comm.in_step import KEPT_KINDS
 from ..comm.shares import group_speeds, stage_speeds
 from ..errors import PoolFailed, PoolSpent
 from ..layout import Layout
@@ -84,8 +83,6 @@ class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``weights``: what was asked for of them, and what came of it.
     ``objects_id``: a name of the object patches' content.
-    ``confirmed``: which steps of a kind of evaluation all these ranks have told that they know;
-    they have had memory for the messages since.
     """
 
     stages: tuple[int, ...] = ()
@@ -94,7 +91,6 @@ class Resident:
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
     objects_id: str = ""
-    confirmed: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +98,6 @@ class WrittenArguments:
     """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether
     conditioning that was assumed to be known is. ``places`` of conditioning, by ``identity``;
     ``versions`` of all of it.
-    ``kind`` is the same hash for all evaluations of such names, shapes and switches.
     """
 
     arguments: dict[str, Any]
@@ -111,14 +106,13 @@ class WrittenArguments:
     places: Mapping[tuple, tuple[torch.Tensor, TensorRef]]
     versions: Collection[int]
     is_right: Callable[[], bool]
-    kind: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
     """Names a submission: its request, and the arena's memory that it holds until it is collected.
     ``latent_bytes``: what an output takes that is as large as its latent. ``began``: seconds of the
-    UI's performance counter. ``kind``: equal where ranks exchange the same messages, as a rule.
+    UI's performance counter.
     """
 
     number: int
@@ -129,8 +123,6 @@ class Ticket:
     latent_bytes: int
     device: torch.device
     began: float
-    kind: int
-    ranks: tuple[int, ...]
 
 
 class Session:
@@ -176,35 +168,6 @@ class Session:
         self.conditioning.collected.clear()
         self.evict(end)
         return end or 0
-
-    def known_steps(self, model: str, kind: int, ranks: tuple[int, ...]) -> int:
-        """Returns the steps of such evaluations that all ``ranks`` know, 0 where none are known."""
-        return self.models[model].confirmed.get((kind, ranks), 0) if model in self.models else 0
-
-    def confirm(self, ticket: Ticket, answers: Collection[Done]) -> None:
-        """Notes which steps all ranks of an evaluation know now."""
-        known = {answer.confirmed for answer in answers}
-        if ticket.run.model in self.models:
-            model = self.models[ticket.run.model]
-            model.confirmed[ticket.kind, ticket.ranks] = known.pop() if len(known) == 1 else 0
-
-    def lasting_steps(self, model: str) -> tuple[int, ...]:
-        """Returns the steps that ranks are to know in the next run of ``model``: the latest that
-        they have confirmed. No others are named any more.
-        """
-        if model not in self.models:
-            return ()
-        known = self.models[model].confirmed
-        latest = sorted(filter(None, known.values()))[-KEPT_KINDS:]
-        self.models[model].confirmed = {key: steps for key, steps in known.items() if steps in latest}
-        return tuple(latest)
-
-    def end_run(self) -> None:
-        """Notes that ranks free the memory of messages: they ask each other once for what they know
-        before they rely on it again.
-        """
-        for resident in self.models.values():
-            resident.confirmed.clear()
 
     def ask(
         self,

@@ -56,6 +56,12 @@ class PatchBackend(Protocol):
         """Frees memory that something else has. False: nothing has."""
         ...
 
+    def may_start_again(self) -> bool:
+        """Says whether the run may begin anew in a fresh pool, after ranks ran out of memory; notes
+        that it does.
+        """
+        ...
+
     def abandon(self) -> None:
         """Ends what was submitted and not collected."""
         ...

@@ -1,4 +1,5 @@
-"""Exchange tensors of unequal sizes among all ranks of a group, and agree on when to stop.
+"""Exchange tensors of unequal sizes among all ranks of a group, agree on when to stop, and compare
+what is about to be computed.
 
 Each rank's wish to stop travels behind its parts of an attention's message. So all ranks learn of
 it at the same attention, and leave at the same block.
@@ -14,11 +15,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import Flag, Mover, Stopped
+from ..errors import ModelError
 from .late import LateValue
 from .parts import Parts, Runs, counts_of, flags_of, padded
+from .shares import Shares
+from .traffic import Flag, Mover, Stopped, Unlike, digest
 
 LOOK_AHEAD = 8
+MOST_COMPARED = 4096  # parts of runs: windows that shift are new parts at every step
 
 
 class StopFlag:
@@ -50,8 +54,7 @@ class StopFlag:
         else:
             stops = float(flag)
         if stops:
-            self._later.clear()  # ranks that had other things to tell go on from here
-            raise Stopped(stops)
+            raise Stopped
 
 
 class Message(NamedTuple):
@@ -89,7 +92,6 @@ class Exchange(Mover):
     def all_to_all(self, sent: Sequence[Runs], into: Runs, wish: float | None = None) -> Flag:
         """Send each rank its part of all tensors ``sent``, one after another; have what comes from
         each ``into`` its place. Return the largest ``wish`` of the group; 0 where none goes along.
-        Raises Stopped where a rank has failed.
         """
         message = Message(
             counts_of(sent),
@@ -105,23 +107,11 @@ class Exchange(Mover):
         here.to.put(sent)
         if here is not places:
             places.to.buffer.copy_(here.to.buffer)
-        if self.in_step is not None:
-            self.in_step.enter(self.axis, message)
         flag = self._pass(places, wish or 0.0)
-        if self.in_step is not None:
-            self.in_step.leave_with(flag)
         if here is not places:
             here.come.buffer.copy_(places.come.buffer)
         here.come.take(into)
         return 0.0 if flag is None else flag
-
-    def make_room(self, what: Hashable) -> None:
-        assert isinstance(what, Message)
-        self._places(what)
-
-    def go_through(self, what: Hashable, wish: Flag) -> Flag | None:
-        assert isinstance(what, Message)
-        return self._pass(self._places(what), wish)
 
     def _pass(self, places: Places, wish: Flag) -> torch.Tensor | None:
         """Move what lies in ``places``, with ``wish``; return the group's largest. None where none
@@ -156,9 +146,7 @@ class Exchange(Mover):
         return self._laid[message]
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
-        """Return the largest of each element of ``flag`` (n,) in the group, by a message that is no
-        step.
-        """
+        """Return the largest of each element of ``flag`` (n,) in the group."""
         flags = flag.repeat(self.size)
         if self.size > 1:
             counts = [flag.numel() * (rank != self.rank) for rank in range(self.size)]
@@ -170,7 +158,7 @@ class Exchange(Mover):
         return flags.view(self.size, -1).amax(0)
 
     def swap(self, sent: torch.Tensor) -> torch.Tensor:
-        """Send each rank its row of (ranks, n), by a message that is no step; return what came."""
+        """Send each rank its row of (ranks, n), uncounted; return what came."""
         came, counts = torch.zeros_like(sent), [sent.shape[1]] * self.size
         self._exchange(came.view(-1), sent.view(-1), counts, counts)
         return came
@@ -199,3 +187,41 @@ class Exchange(Mover):
                 works.append(dist.isend(outgoing, peer, self.group))
         for work in works:
             work.wait()
+
+
+class Comparison:
+    """What was compared: of each part of a run once, by the ranks that compute it. Of these ranks
+    all know the same. ``part`` of the evaluation at hand.
+    """
+
+    def __init__(self) -> None:
+        self.part: Hashable = ()
+        self._known: dict[Exchange, set[Hashable]] = {}
+
+    def compare(
+        self, ranks: Exchange, tokens: Hashable, count: int, shares: Shares, device: torch.device
+    ) -> None:
+        """Compare among ``ranks``, all of which must call it, which ``tokens`` each computes,
+        ``count`` of them, and the shares that each takes. Only the first evaluation of a part has a
+        message, on ``device``. Raises Unlike on all ranks if they differ.
+        """
+        known = self._known.setdefault(ranks, set())
+        if ranks.size == 1 or self.part in known:
+            return
+        own = [count, digest(tokens), digest(shares)]
+        told = torch.tensor([*own, *(-one for one in own)], device=device)
+        *most, least, tokens_least, shares_least = ranks.largest(told).tolist()
+        if most == [-least, -tokens_least, -shares_least]:
+            if len(known) >= MOST_COMPARED:
+                known.clear()
+            known.add(self.part)
+            return
+        what = f"the tokens that they compute ({-least} on one, {most[0]} on another)"
+        if most[:2] == [-least, -tokens_least]:
+            what = "the shares that each takes"
+        raise Unlike(
+            ModelError(
+                f"The workers of one image differ in {what}: queue again, and if they differ again, bypass"
+                " Parallelize for this MODEL and report it."
+            )
+        )

@@ -6,7 +6,7 @@ collective, and so is its first message, at which NCCL connects its members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,35 +16,32 @@ import torch
 import torch.distributed as dist
 
 from ..layout import ALONE, OF_A_SEQUENCE, Layout
-from .exchange import Exchange, StopFlag
-from .in_step import InStep, Told, Traffic
+from .exchange import Comparison, Exchange, StopFlag
 from .parts import runs_of, to_all
 from .ring import Ring
 from .shard_gather import ShardGather
 from .shares import EVEN, Shares, shares_of
 from .stage_link import CPU, StageLink
+from .traffic import Traffic
 
 Groups = Mapping[str, dist.ProcessGroup | None]  # axis of a sequence -> its group
 STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
 
 
 class Paths(NamedTuple):
-    """The communicators of one sequence, the steps that its ranks take in them, and their shares
-    of it.
-    """
+    """The communicators of one sequence, and its ranks' shares of it."""
 
     ulysses: Exchange
     ring: Ring
     world: Exchange
-    in_step: InStep
     shares: Shares
 
 
 class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
-    axes, ``world`` among all of them; ``in_step`` where one fails; ``weights`` once a model has its
-    weights shared out. ``shares`` of the tokens and heads. ``device``: where messages lie.
-    ``traffic``: what the messages of the evaluation at hand cost, those of ``world`` as ``gather``.
+    axes, ``world`` among all of them; ``weights`` once a model has its weights shared out.
+    ``shares`` of the tokens and heads. ``device``: where messages lie. ``traffic``: what the
+    messages of the evaluation at hand cost, those of ``world`` as ``gather``.
 
     Neighbouring groups may share a longer sequence for an evaluation: ``use`` says how many do, of
     the numbers that were given to ``join``; ``ALONE``: this rank by itself.
@@ -64,24 +61,23 @@ class SequenceComm:
         self.device = device
         self.traffic = Traffic()
         self._by_width: dict[int, Paths] = {}
+        self._comparison = Comparison()
         self.join(1, ulysses, ring, world, shares)
         self.use(1)
 
     def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange, shares: Shares = EVEN) -> None:
         """Have these be used where ``width`` neighbouring groups share a sequence."""
-        in_step = InStep(self._ask, self.stop.decide, width, shares)
-        self._by_width[width] = Paths(ulysses, ring, world, in_step, shares)
+        self._by_width[width] = Paths(ulysses, ring, world, shares)
         for mover in (ulysses, ring, world):
             mover.traffic = self.traffic
-            in_step.join(mover)
 
     def use(self, width: int) -> None:
         """Communicate with the ranks of ``width`` neighbouring groups from the next evaluation on.
         All of these ranks must call it.
         """
-        self.ulysses, self.ring, self.world, self.in_step, self.shares = self._by_width[width]
+        self.ulysses, self.ring, self.world, self.shares = self._by_width[width]
         if self.weights is not None:
-            self.weights.in_step = self.in_step
+            self.weights.width = width
 
     @property
     def rank(self) -> int:
@@ -95,35 +91,31 @@ class SequenceComm:
         """Have weights gathered in ``group``, which is of the ranks of this sequence."""
         self.weights = gather = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu)
         gather.traffic = self.traffic
-        for paths in self._by_width.values():
-            paths.in_step.join(gather)
-        gather.in_step = self.in_step
         return gather
 
-    def _ask(self, has_failed: bool, number: int) -> Told:
-        """Ask all ranks of the sequence, as ``InStep`` has it."""
-        if self.size == 1:
-            return Told(has_failed, number, number)
-        told = torch.tensor([int(has_failed), number, -number], device=self.device)
-        any_failed, most, least = self.world.largest(told).tolist()
-        return Told(bool(any_failed), -least, most)
+    def compare(self, tokens: Hashable, count: int) -> None:
+        """Compare with the other ranks which ``tokens`` each computes, ``count`` of them, and the
+        share that it takes, as ``Comparison`` does.
+        """
+        self._comparison.compare(self.world, tokens, count, self.shares, self.device)
 
     def any_wishes(self, wish: bool) -> bool:
         """Return whether any rank of the sequence wishes it. All of them must ask, in the middle of
-        an evaluation. Raises Stopped.
+        an evaluation. Raises Stopped on all ranks alike.
         """
         if self.size == 1:
             return wish
         own = torch.tensor([float(wish)], device=self.device)
         all_of = own.new_empty(self.size)
         into = runs_of(all_of, 0, [1] * self.size)
-        self.in_step.decide(self.world.all_to_all([to_all(own, self.size)], into, self.stop.wish()))
+        self.stop.decide(self.world.all_to_all([to_all(own, self.size)], into, self.stop.wish()))
         return bool(all_of.any())
 
-    def begin(self, attentions: int) -> None:
-        """Begin an evaluation of so many attentions: set the counters to zero."""
+    def begin(self, attentions: int, part: Hashable) -> None:
+        """Begin the evaluation of ``part``, of so many attentions: set the counters to zero."""
         self.traffic.clear()
         self.stop.begin(attentions)
+        self._comparison.part = part
 
     @property
     def _movers(self) -> list[Exchange | Ring]:
@@ -136,14 +128,11 @@ class SequenceComm:
         """The memory of messages."""
         return [buffer for part in self._movers for buffer in part.buffers]
 
-    def free_buffers(self, room: int = -1) -> bool:
-        """Free the memory of messages, unless it is at most ``room`` bytes; return whether it
-        stays. What the ranks know of them does in any case: it belongs to models.
-        """
-        stays = sum(buffer.nbytes for buffer in self.buffers) <= room
-        for part in () if stays else self._movers:
-            part.free_buffers()
-        return stays
+    def end_run(self, room: int = -1) -> None:
+        """Free the memory of messages unless it is at most ``room`` bytes."""
+        if sum(buffer.nbytes for buffer in self.buffers) > room:
+            for part in self._movers:
+                part.free_buffers()
 
 
 @dataclass(frozen=True)

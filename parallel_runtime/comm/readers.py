@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from .in_step import Stopped
 from .late import Reached
 from .mesh import Mesh
+from .traffic import Stopped
 
 LEAST_BYTES = 1 << 16  # of a tensor that is read in parts: a message costs more than to read less
 

@@ -9,7 +9,7 @@ that one kernel reads all wishes at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .in_step import Flag, Mover
 from .parts import unit_of
+from .traffic import Flag, Mover
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,26 @@ class Places(NamedTuple):
     wishes: torch.Tensor
 
 
+class Walk:
+    """The blocks of all ranks of ``ring``. Walk it to its end: others wait for what is passed on.
+    ``flag``: this rank's, at the end the largest of all.
+    """
+
+    def __init__(self, ring: Ring, places: Places, kv: torch.Tensor, flag: Flag):
+        self.flag = flag
+        self._ring = ring
+        self._places = places
+        self._kv = kv
+        self._largest = places.wishes.new_empty(())
+
+    def __iter__(self) -> Iterator[Block]:
+        own, wishes = self._places.hops[0], self._places.wishes
+        with self._ring.traffic.message(self._ring.axis):
+            for hop in self._ring.go_around(self._places, self.flag):
+                yield Block(hop.source, self._kv if hop is own else hop.kv)
+        self.flag = torch.amax(wishes, (), out=self._largest)
+
+
 class Ring(Mover):
     """Passes blocks among the ranks of ``group``, all of which must walk the ring together.
     ``ranks`` are their global ranks in ring order.
@@ -67,27 +87,15 @@ class Ring(Mover):
         self._ranks = ranks
         self._next, self._previous = (index + 1) % self.size, (index - 1) % self.size
 
-    def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: Flag) -> Iterator[Block]:
-        """Yield every rank's block, the own one first. Walk it to its end: others wait for what is
-        passed on, and the ranks' largest flag is that of ``in_step`` then. Raises Stopped where a
-        rank has failed, before the first.
-
-        ``kv`` (2, B, h, K, D); ``keys``: K of each rank of the ring; ``flag``: this rank's wish to
-        stop.
+    def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: Flag) -> Walk:
+        """Return every rank's block, the own one first. ``kv`` (2, B, h, K, D); ``keys``: K of each
+        rank of the ring; ``flag``: this rank's wish to stop.
         """
         *form, _, dim = kv.shape
         device = torch.device("cpu") if self.via_cpu else kv.device
-        message = RingMessage((*form, dim), tuple(keys), kv.dtype, device)
-        places = self._places(message)
+        places = self._places(RingMessage((*form, dim), tuple(keys), kv.dtype, device))
         places.hops[0].kv.copy_(kv)
-        largest = places.wishes.new_empty(())
-        if self.in_step is not None:
-            self.in_step.enter(self.axis, message)
-        with self.traffic.message(self.axis):
-            for hop in self._go_around(places, flag):
-                yield Block(hop.source, kv if hop is places.hops[0] else hop.kv)
-        if self.in_step is not None:
-            self.in_step.leave_with(torch.amax(places.wishes, (), out=largest))
+        return Walk(self, places, kv, flag)
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
         """Send ``token`` (1,) as messages go; return what came."""
@@ -96,21 +104,7 @@ class Ring(Mover):
             work.wait()
         return came
 
-    def make_room(self, what: Hashable) -> None:
-        assert isinstance(what, RingMessage)
-        self._places(what)
-
-    def go_through(self, what: Hashable, wish: Flag) -> torch.Tensor:
-        """Walk the ring with whatever lies there as the own block; return the largest flag."""
-        assert isinstance(what, RingMessage)
-        places = self._places(what)
-        largest = places.wishes.new_empty(())
-        with self.traffic.message(self.axis):
-            for _ in self._go_around(places, wish):
-                pass
-        return torch.amax(places.wishes, (), out=largest)
-
-    def _go_around(self, places: Places, flag: Flag) -> Iterator[Hop]:
+    def go_around(self, places: Places, flag: Flag) -> Iterator[Hop]:
         """Yield each hop while the next block arrives."""
         places.wishes.fill_(flag)
         for step, hop in enumerate(places.hops):

@@ -46,7 +46,7 @@ class RowExchange:
             [part.unsqueeze(0) for part in come],
             self._comm.stop.wish(),
         )
-        self._comm.in_step.decide(flag)
+        self._comm.stop.decide(flag)
 
     def beside(
         self, x: torch.Tensor, window: Window

@@ -7,69 +7,39 @@ each group on a stream of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
 
-from .in_step import Flag, Mover
-
-# A layer -> this rank's part (n,), and room for all parts (size * n,)
-PlacesOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+from .traffic import Mover
 
 
 class ShardGather(Mover):
     """Gathers among the ranks of ``group``, all of which must start the same gathers in the same
     order. ``rank`` is within the group.
 
-    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``in_step``: of
-    the sequence that computes the evaluation, which may be longer than the group.
-
-    What it gathers belongs to models, each under a number of its own, until it is taken away.
+    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``width``: how
+    many neighbouring groups compute the evaluation together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
         super().__init__("weights", size, via_cpu=via_cpu)
         self.rank = rank
         self._group = group
-        self._models: dict[int, PlacesOf] = {}
+        self.width = 1
         self._works: list[dist.Work] = []
-
-    def add(self, model: int, places_of: PlacesOf) -> None:
-        self._models[model] = places_of
-
-    def take_away(self, model: int) -> None:
-        self._models.pop(model, None)
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
         """Gather ``token`` (1,) of each rank, as messages go; return what came."""
         came = token.new_zeros(self.size)
-        self._start(token, came)
+        self.start(token, came)
         self.wait()
         return came
 
-    def make_room(self, what: Hashable) -> None:
-        self._places(what)
-
-    def go_through(self, what: Hashable, wish: Flag) -> None:
-        self._start(*self._places(what))
-
-    def _places(self, what: Hashable) -> tuple[torch.Tensor, torch.Tensor]:
-        assert isinstance(what, tuple)
-        model, layer = what
-        return self._models[model](layer)
-
-    def start(self, model: int, layer: int, part: torch.Tensor, whole: torch.Tensor) -> None:
+    def start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Start to gather every rank's ``part`` (n,) of a layer into ``whole`` (size * n,), in rank
-        order. Both must stay as they are until ``wait``. Raises Stopped where a rank has failed.
+        order. Both must stay as they are until ``wait``.
         """
-        if self.in_step is not None:
-            self.in_step.enter(self.axis, (model, layer))
-        self._start(part, whole)
-        if self.in_step is not None:
-            self.in_step.leave_with(None)
-
-    def _start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         self.wait()
         with self.traffic.message(self.axis):
             self._send(part, whole)

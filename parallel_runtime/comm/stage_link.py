@@ -1,8 +1,9 @@
 """Send the hidden rows of patches from one stage of a pipeline to the next, in the order in which
 patches were submitted.
 
-A stage receives once and sends once for every patch, even for one that fails there, so both ends
-always agree on what comes next. No stage can wait for itself: the last one sends to none.
+A stage receives once and sends once for every patch, also for one that fails there if the stage is
+one rank, so both ends agree on what comes next; else the pool ends. No stage can wait for itself:
+the last one sends to none.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from .in_step import Traffic
 from .late import LateValue
+from .traffic import Traffic
 
 CHUNK_BYTES = 32 << 20  # transports stall above 64 MiB
 IN_FLIGHT = 4  # sends whose memory is kept
@@ -115,6 +116,7 @@ class StageLink:
             buffer = torch.empty(count, dtype=dtype, device="cpu" if self._via_cpu else device)
         works = [dist.irecv(chunk, self._previous, self._from_before) for chunk in chunks_of(buffer)]
         self._posted.append((works, buffer))
+        self.traffic.posted = len(self._posted)
 
     def prepare(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for the next patch, as ``expect`` does: nothing else of a receive can fail for
@@ -163,6 +165,7 @@ class StageLink:
         if not self._posted:
             self.expect(count + 1, dtype, device)
         works, buffer = self._posted.popleft()
+        self.traffic.posted = len(self._posted)
         self._wait(works)
         return buffer
 

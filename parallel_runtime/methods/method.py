@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
-from ..comm.in_step import Expected
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
 
-ALONE = Expected()  # nothing is known of the steps to come
-Progress = Literal["none", "some", "all"]
-
 
 @dataclass(frozen=True)
 class EvaluationFacts:
-    """Figures of the evaluation at hand. ``messages_done``: how many of its messages to other ranks
-    have gone through; a later evaluation would find the others. ``block_s`` returns the seconds in
-    each block that was timed, when the device has come to the evaluation's end. ``confirmed``: as
-    ``InStep`` has it. ``kept_bytes`` returns those of all that it keeps for later evaluations.
+    """Figures of the evaluation at hand. ``block_s`` returns the seconds in each block that was
+    timed, when the device has come to the evaluation's end. ``kept_bytes`` returns those of all
+    that it keeps for later evaluations.
     """
 
-    messages_done: Progress = "all"
-    confirmed: int = 0
     block_s: Callable[[], Mapping[int, float]] = dict
     kept_bytes: Callable[[], int] = int
 
@@ -67,30 +60,24 @@ class Method(Protocol):
     def detach(self) -> None:
         """Remove all that ``attach`` installed. ``attach`` may follow."""
 
-    def begin(self, part: Part, expected: Expected = ALONE) -> None:
-        """Open an evaluation. What was kept for one of another run is void. Call before anything
-        that can raise, so that ``facts`` are of this evaluation. ``expected``: the same on all
-        ranks.
+    def begin(self, part: Part) -> None:
+        """Open an evaluation. What was kept for one of another run, or of another attempt of this
+        one, is void. Call before anything that can raise, so that ``facts`` are of this
+        evaluation.
         """
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named; return the output where this rank has it.
 
-        ``number`` is the request's, the same on all ranks. Raises Stopped on all ranks alike. Where
-        it raises anything else, this rank has gone through the messages that others wait for.
+        ``number`` is the request's, the same on all ranks. Raises Stopped and Unlike on all ranks
+        alike. If it raises anything else, other ranks may wait for messages of this one: how far it
+        came, and whether any is left, is told by the ``Traffic`` of its communicators.
         """
 
-    def fail(self, number: int) -> None:
-        """Go through the messages of the evaluation that ``begin`` opened, because this rank failed
-        before it came to ``forward``. Nothing happens after ``forward``. ``number``: as there.
+    def end_run(self, room: int = -1) -> None:
+        """Free all that was kept for later evaluations of the run, and the memory of messages
+        unless it is at most ``room`` bytes.
         """
-
-    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
-        """Free all that was kept for later evaluations of the run, and the memory of messages, but
-        not where it is at most ``room`` bytes; return whether it stays. What is known of their
-        steps does, all that may be ``named`` of it.
-        """
-        ...
 
     @property
     def facts(self) -> EvaluationFacts:

@@ -13,8 +13,8 @@ import torch
 
 from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, partial_attention
-from ..comm.in_step import Flag
 from ..comm.mesh import SequenceComm
+from ..comm.traffic import Flag
 from .override import AttentionCall
 from .shards import KeysByFrame
 
@@ -50,7 +50,8 @@ class RingAttention:
         scale, host = call.options.get("scale"), inexact(call.attention, call.options, call.mask is not None)
         partial: Partial | None = None
         failure: Exception | None = None
-        for block in self._comm.ring.walk(kv_2BhKD, keys, flag):
+        walk = self._comm.ring.walk(kv_2BhKD, keys, flag)
+        for block in walk:
             self._on_progress()
             if failure is not None:
                 continue
@@ -69,7 +70,7 @@ class RingAttention:
                 failure = error
         if failure is not None:
             raise failure
-        self._comm.in_step.decide(self._comm.in_step.flag)
+        self._comm.stop.decide(walk.flag)
         assert partial is not None
         return partial.out.to(q_BhgD.dtype)
 

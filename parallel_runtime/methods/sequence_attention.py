@@ -16,10 +16,10 @@ import torch
 
 from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, partial_attention
-from ..comm.in_step import Flag
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.parts import Runs, runs_of, to_all
+from ..comm.traffic import Flag
 from ..errors import ModelError
 from ..families.plan import TokenPlan
 from ..layout import Split
@@ -132,7 +132,7 @@ class SequenceAttention(ABC):
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels, host)
         own = torch.cat((part.out.float(), part.lse.unsqueeze(-1)), -1)
         parts = own.new_empty(self._comm.size, *own.shape)
-        self._comm.in_step.decide(self._from_all(own, [parts], self._comm.stop.wish()))
+        self._comm.stop.decide(self._from_all(own, [parts], self._comm.stop.wish()))
         whole = reduce(
             self._kernels.merge,
             (
@@ -154,19 +154,13 @@ class SequenceAttention(ABC):
         heads = Split.by(self._comm.shares.heads, q_BHQD.shape[1], exchange.size)
         own = q_BHQD.narrow(1, heads.starts[exchange.rank], heads.sizes[exchange.rank])
         (k_BhLD, v_BhLD), flag = self._heads_for_tokens(kv, heads, joint)
-        self._decide(flag)
+        self._comm.stop.decide(flag)
         if own.shape[1]:
             options = {**options, "skip_reshape": True, "skip_output_reshape": True}
             own = attention(own, k_BhLD, v_BhLD, own.shape[1], None, **options)
         out = own.new_empty(own.shape[0], heads.total, *own.shape[2:])
         self._from_all(own, runs_of(out, 1, heads.sizes))
         return out
-
-    def _decide(self, flag: Flag) -> None:
-        """Decide on the flag that came last, where ranks share the sequence: a rank that has failed
-        knows no other.
-        """
-        self._comm.in_step.decide(self._comm.in_step.flag if self._comm.size > 1 else flag)
 
     def _joint_of(self, rows: Shards, count: int) -> Joint:
         """Return the streams that attend together, told by how many local rows they have."""

@@ -10,7 +10,7 @@ Legend: B batch, l tokens of one rank, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from ..attention.kernels import TORCHS, Kernels
-from ..comm.in_step import Expected, Flag, KnownSteps, Unlike
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
+from ..comm.traffic import Flag
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
 from .blocks import blocks_of
 from .fit import require_fit
 from .hooks import TokenHooks
-from .method import ALONE, EvaluationFacts, free_frames
+from .method import EvaluationFacts
 from .sequence_attention import QKV, AttentionCall, SequenceAttention, in_order
 from .shards import Shards, part_of_mask, permute_mask
 
@@ -37,7 +37,7 @@ EVERYTHING = slice(None)
 
 class SequenceParallel:
     """The method of a sequence that all ranks share. No evaluation depends on one before it: only
-    buffers for messages are kept, and what is known of their steps.
+    buffers for messages are kept.
 
     ``on_progress`` is called at every block and before every message, so that a rank that waits for
     another has come further than that one.
@@ -55,7 +55,6 @@ class SequenceParallel:
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
         self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
-        self._known = KnownSteps()
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -67,42 +66,26 @@ class SequenceParallel:
     def detach(self) -> None:
         self._hooks.detach()
 
-    def begin(self, part: Part, expected: Expected = ALONE) -> None:
+    def begin(self, part: Part) -> None:
         before = self._part
         # Of an attempt that failed some ranks have kept what others have not
         if before is None or (part.run, part.attempt) != (before.run, before.attempt):
             self._hooks.end_run()
         self._part = part
-        self._comm.begin(self._attentions)
-        self._comm.in_step.begin(self._known, expected)
+        self._comm.begin(self._attentions, part)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        try:
-            self._comm.in_step.agree()
-            output = forward(**self._hooks.arguments(arguments))
-            self._hooks.patches.entered.require_all(arguments)
-            self._comm.in_step.end(number)
-            return output
-        except Unlike as unlike:
-            free_frames(unlike)
-            raise unlike.error from unlike
-        except Exception as error:
-            free_frames(error)
-            self.fail(number)
-            raise
+        output = forward(**self._hooks.arguments(arguments))
+        self._hooks.patches.entered.require_all(arguments)
+        return output
 
-    def fail(self, number: int) -> None:
-        self._comm.in_step.fail()
-
-    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
+    def end_run(self, room: int = -1) -> None:
         self._hooks.end_run()
-        self._known.end_run(named)
-        return self._comm.free_buffers(room)
+        self._comm.end_run(room)
 
     @property
     def facts(self) -> EvaluationFacts:
-        in_step = self._comm.in_step
-        return EvaluationFacts("all" if in_step.is_even else "some", in_step.confirmed)
+        return EvaluationFacts()
 
 
 class SequenceSharding(SequenceAttention):
@@ -111,13 +94,13 @@ class SequenceSharding(SequenceAttention):
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards | None:
         if self._comm.size == 1:
             return None
-        self._comm.in_step.expect(tuple(all_tokens.items()), sum(all_tokens.values()))
+        self._comm.compare(tuple(all_tokens.items()), sum(all_tokens.values()))
         return Shards(all_tokens, self._comm.rank, self._comm.size, weights=self._comm.shares.tokens)
 
     def enter_block(self) -> None:
         self._on_progress()
         if self._comm.size == 1:
-            self._comm.in_step.decide(self._comm.stop.wish())
+            self._comm.stop.decide(self._comm.stop.wish())
 
     def acts_behind(self, path: str, block: int) -> bool:
         return True
@@ -128,7 +111,7 @@ class SequenceSharding(SequenceAttention):
             mask = call.rows.memoise(host_mask, ("mask",), lambda: permute_mask(host_mask, call.joint))
         if self._comm.ring.size > 1:
             return self._around_the_ring(call, qkv, mask, flag)
-        self._decide(flag)
+        self._comm.stop.decide(flag)
         if not call.own_heads:
             return qkv[0]
         if order is not None:

@@ -8,7 +8,7 @@ Legend: B batch, C channels, R rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -19,14 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..comm.bands import ROWS, Bands, Window
-from ..comm.in_step import Expected, KnownSteps, Unlike
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.rows import RowExchange
 from ..errors import Refused
 from ..patches import Part
 from ..vae_modules import CHUNK_SIZE, IN_CHUNKS
-from .method import ALONE, EvaluationFacts, free_frames
+from .method import EvaluationFacts
 from .vae_windows import NEEDED, Windows
 
 Own = Callable[..., torch.Tensor]
@@ -56,7 +55,6 @@ class BandsOfRows:
         self._comm = comm
         self._on_progress = on_progress
         self._is_cut = is_cut
-        self._known = KnownSteps()
         self._rows = RowExchange(comm)
         self._put: list[tuple[nn.Module, str, Any]] = []
 
@@ -96,50 +94,33 @@ class BandsOfRows:
             if before is not None:
                 setattr(module, name, before)
 
-    def begin(self, part: Part, expected: Expected = ALONE) -> None:
-        self._comm.begin(len(self._put))
-        self._comm.in_step.begin(self._known, expected)
+    def begin(self, part: Part) -> None:
+        self._comm.begin(len(self._put), part)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Compute this rank's band of ``samples``; the first rank returns all of the picture.
         ``strides``: how all of it lies in the UI's memory, because kernels are chosen by that.
         """
-        samples, in_step = arguments["samples"], self._comm.in_step
-        try:
-            in_step.agree()
-            in_step.expect(tuple(samples.shape), samples.numel())
-            rows, size = samples.shape[ROWS], self._comm.size
-            weights = self._comm.shares.tokens or ()
-            bands = Bands.of(rows, arguments["unit"], size, weights) if size > 1 else Bands((rows,))
-            if bands is None:
-                raise Refused(f"{rows} rows cannot be cut into bands for {size} ranks.")
-            self._rows.bands, rank = bands, self._comm.rank
-            own = samples.narrow(ROWS, bands.start(rank), bands.rows[rank])
-            strides = arguments.get("strides") or torch.empty_like(own, device="meta").stride()
-            own = own.new_empty_strided(own.shape, strides).copy_(own)  # another copy than the arena's
-            output = forward(to_device(own, self._device), **arguments["options"])
-            output = self._rows.gathered(output) if size > 1 else output
-            in_step.end(number)
-            return output
-        except Unlike as unlike:
-            free_frames(unlike)
-            raise unlike.error from unlike
-        except Exception as error:
-            free_frames(error)
-            self.fail(number)
-            raise
+        samples = arguments["samples"]
+        self._comm.compare(tuple(samples.shape), samples.numel())
+        rows, size = samples.shape[ROWS], self._comm.size
+        weights = self._comm.shares.tokens or ()
+        bands = Bands.of(rows, arguments["unit"], size, weights) if size > 1 else Bands((rows,))
+        if bands is None:
+            raise Refused(f"{rows} rows cannot be cut into bands for {size} ranks.")
+        self._rows.bands, rank = bands, self._comm.rank
+        own = samples.narrow(ROWS, bands.start(rank), bands.rows[rank])
+        strides = arguments.get("strides") or torch.empty_like(own, device="meta").stride()
+        own = own.new_empty_strided(own.shape, strides).copy_(own)  # another copy than the arena's
+        output = forward(to_device(own, self._device), **arguments["options"])
+        return self._rows.gathered(output) if size > 1 else output
 
-    def fail(self, number: int) -> None:
-        self._comm.in_step.fail()
-
-    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
-        self._known.end_run(named)
-        return self._comm.free_buffers(room)
+    def end_run(self, room: int = -1) -> None:
+        self._comm.end_run(room)
 
     @property
     def facts(self) -> EvaluationFacts:
-        in_step = self._comm.in_step
-        return EvaluationFacts("all" if in_step.is_even else "some", in_step.confirmed)
+        return EvaluationFacts()
 
     # -- in the VAE's modules
 
@@ -147,7 +128,7 @@ class BandsOfRows:
         """Note progress; where this rank has all rows, leave here if that is wished."""
         self._on_progress()
         if self._comm.size == 1:
-            self._comm.in_step.decide(self._comm.stop.wish())
+            self._comm.stop.decide(self._comm.stop.wish())
         return self._comm.size == 1
 
     def _convolve(

@@ -4,19 +4,18 @@ nobody has written a plan for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..comm.in_step import Expected
 from ..comm.mesh import SequenceComm
 from ..errors import LayoutError, Refused
 from ..families.plan import TokenPlan
 from ..layout import OF_A_GROUP, Layout, listed
 from ..patches import Part
-from .method import ALONE, EvaluationFacts
+from .method import EvaluationFacts
 
 
 class WholeForward:
@@ -58,8 +57,8 @@ class WholeForward:
         self._on_progress()
         self._comm.stop.decide(self._comm.stop.wish())
 
-    def begin(self, part: Part, expected: Expected = ALONE) -> None:
-        self._comm.begin(0)
+    def begin(self, part: Part) -> None:
+        self._comm.begin(0, part)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Residuals of a ControlNet lie in the arena: they are moved to where the latent is."""
@@ -81,11 +80,8 @@ class WholeForward:
             raise on_one_gpu(self._model, f"keeps {name} from one evaluation to the next")
         return output
 
-    def fail(self, number: int) -> None:
-        """No rank waits for another."""
-
-    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
-        return self._comm.free_buffers(room)
+    def end_run(self, room: int = -1) -> None:
+        self._comm.end_run(room)
 
     @property
     def facts(self) -> EvaluationFacts:

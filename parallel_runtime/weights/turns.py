@@ -1,13 +1,14 @@
 """Give each layer its weights while it computes. They come block by block: those of the next block
 are on their way while one computes.
 
-All ranks compute the same blocks in the same order. The first evaluation that succeeds, which it
-does on all ranks or on none, shows which block follows which.
+All ranks compute the same blocks in the same order. The first evaluation that succeeds shows which
+block follows which. A rank learns it behind the last message, and if another has not come so far,
+the pool ends: no two ranks of a pool know another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -50,30 +51,25 @@ class Room:
 
 
 class Order:
-    """Which block follows which. ``within``: the sequence that computes an evaluation, all of whose
+    """Which block follows which. ``width``: how many groups compute an evaluation together; their
     ranks learn of the same ones.
     """
 
     def __init__(self) -> None:
-        self._follows: dict[Hashable, dict[tuple[int, int], int]] = {}  # after a block and the one before it
+        self._follows: dict[int, dict[tuple[int, int], int]] = {}  # after a block and the one before it
         self._seen: list[int] = [NONE]  # the blocks of this evaluation, as far as it has come
 
-    def following(self, index: int, within: Hashable) -> int:
+    def following(self, index: int, width: int) -> int:
         """Notes that a block's turn has come, and returns the next; NONE where it is not known."""
         self._seen.append(index)
-        return self._follows.get(within, {}).get((self._seen[-2], index), NONE)
+        return self._follows.get(width, {}).get((self._seen[-2], index), NONE)
 
-    def learn(self, within: Hashable) -> None:
-        """Notes the order of an evaluation that succeeded. Only of the first: where one rank alone
-        fails later, all must still send for the same.
-        """
-        if within not in self._follows:
-            self._follows[within] = {
+    def learn(self, width: int) -> None:
+        """Notes the order of the first evaluation that succeeded."""
+        if width not in self._follows:
+            self._follows[width] = {
                 (before, here): after for (before, here), (_, after) in pairwise(pairwise(self._seen))
             }
-
-    def is_known(self, within: Hashable) -> bool:
-        return within in self._follows
 
     def end_evaluation(self) -> None:
         self._seen = [NONE]
@@ -97,7 +93,6 @@ class Turns:
         self._take_away: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        self._gather.add(id(self), self._places_of)
         for index, block in enumerate(self._blocks):
             for layer in block.layers:
                 own = index, layer
@@ -110,16 +105,24 @@ class Turns:
         for take_away in self._take_away:
             take_away()
         self._take_away.clear()
-        self._gather.take_away(id(self))
+        self._gather.wait()  # after a failure one may be on its way, and would keep what is released
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """One evaluation is computed inside."""
+        """One evaluation is computed inside. If this rank alone fails, the others may never start
+        the gather that it has started: it is waited for when they are known to be at one place,
+        before the next.
+        """
         with casts_in_turn():
             try:
                 yield
-            finally:
+            except Exception:
+                self._end_evaluation()
+                raise
+            except BaseException:  # Stopped, on all ranks alike
                 self.end_evaluation()
+                raise
+            self.end_evaluation()
 
     def _cast(self, index: int, layer: ShardedLayer, cast: Cast) -> Any:
         """Computes a cast of the layer's weights. Outside of its forward that is its block's turn,
@@ -149,7 +152,7 @@ class Turns:
             if self._coming != NONE:
                 room.arrived(self._coming, self._blocks[self._at[self._coming]].nbytes)
                 self._coming = NONE
-            following = self._order.following(index, self._gather.in_step)
+            following = self._order.following(index, self._gather.width)
             if following != NONE and following not in self._at and self._fit(index, following):
                 self._send_for(following)
         layer.put(self._end, room.content(self._end, self._blocks[index].nbytes))
@@ -161,14 +164,6 @@ class Turns:
             )
         return self._room
 
-    def _places_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns this rank's part of a block, and room for all parts: for a rank that computes
-        nothing, and gives the others what they wait for. What lies in the room is overwritten.
-        """
-        self._at, self._coming = [NONE, NONE], NONE
-        block = self._blocks[index]
-        return block.part, self._open_room().place(0, block.nbytes)
-
     def _fit(self, one: int, other: int) -> bool:
         return self._blocks[one].nbytes + self._blocks[other].nbytes <= self.room_bytes
 
@@ -179,23 +174,21 @@ class Turns:
         self._at[end] = self._coming = NONE
         if self._at[self._end] != NONE and not self._fit(self._at[self._end], index):
             self._at[self._end] = NONE  # it has computed, and is overwritten
-        self._gather.start(
-            id(self), index, self._blocks[index].part, self._room.place(end, self._blocks[index].nbytes)
-        )
+        self._gather.start(self._blocks[index].part, self._room.place(end, self._blocks[index].nbytes))
         self._at[end], self._coming = index, end
 
     def learn(self) -> None:
         """Notes that the evaluation succeeded."""
-        self._order.learn(self._gather.in_step)
-
-    @property
-    def are_known(self) -> bool:
-        """Whether the next block's weights are sent for while one computes."""
-        return self._order.is_known(self._gather.in_step)
+        self._order.learn(self._gather.width)
 
     def end_evaluation(self) -> None:
-        """Puts away what an evaluation that ended early left in place."""
+        """Puts away what an evaluation that ended early left in place. Raises what the gather does
+        that is on its way.
+        """
         self._gather.wait()
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
         self._at, self._coming = [NONE, NONE], NONE
         self._order.end_evaluation()
         for block in self._blocks:

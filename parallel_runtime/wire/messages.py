@@ -114,16 +114,14 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Free all that is kept for the run of a model, which is over. ``steps``: those that a later
-    request may name in ``confirmed``: what they need stays, where it is little, and the answer says
-    so in ``keeps``. ``cleared``: ranks that must call ``torch.cuda.empty_cache()``, because another
-    process needs memory on their GPU. ``arena_bytes``: what lies behind is let go of, because
-    ComfyUI's process gives it back; 0 for nothing.
+    """Free all that is kept for the run of a model, which is over. ``cleared``: ranks that must
+    call ``torch.cuda.empty_cache()``, because another process needs memory on their GPU.
+    ``arena_bytes``: what lies behind is let go of, because ComfyUI's process gives it back; 0 for
+    nothing.
     """
 
     request: int
     model: str
-    steps: tuple[int, ...] = ()
     cleared: tuple[int, ...] = ()
     arena_bytes: int = 0
 
@@ -132,8 +130,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
     has the output writes it into ``out`` if it fits, else into memory of its own. ``width``: how
     many neighbouring groups compute this evaluation as one longer sequence; ``layout.ALONE``: a
-    single rank computes it. ``kind`` and ``confirmed``: as ``Expected`` has them. ``in_fp32``:
-    compute it in fp32, whatever numbers the weights are in.
+    single rank computes it. ``in_fp32``: compute it in fp32, whatever numbers the weights are in.
     """
 
     request: int
@@ -144,8 +141,6 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     out: TensorRef
     part: Part
     width: int = 1
-    kind: int = 0
-    confirmed: int = 0
     in_fp32: bool = False
 
 
@@ -189,15 +184,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers a request that was carried out. ``output`` is a tree, of the rank that has it;
-    ``apart``: the memory in which its tensors lie, if they did not fit into the arena. ``at``: as
-    ``Traffic`` has it.
+    ``apart``: the memory in which its tensors lie, if they did not fit into the arena.
 
     ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
     taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
-    for other ranks' messages, by axis. ``confirmed``: as ``InStep`` has it. ``keeps``: as
-    ``EndRun`` has it. ``unread``: the model is built, and its ``ReadWeights`` is to follow.
-    ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the output's tensors
-    lie, as offset and bytes.
+    for other ranks' messages, by axis. ``unread``: the model is built, and its ``ReadWeights`` is
+    to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the output's
+    tensors lie, as offset and bytes.
     """
 
     request: int
@@ -206,14 +199,11 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     wrote: tuple[int, int] = (0, 0)
     apart: Carried | None = None
     cancelled: bool = False
-    at: tuple[int, int] | None = None
     began_s: float = 0.0
     compute_s: float = 0.0
     waited_s: dict[str, float] = {}
     sent_bytes: int = 0
     block_s: dict[int, float] = {}
-    confirmed: int = 0
-    keeps: bool = False
     unread: bool = False
     lacks: bool = False
 
@@ -222,19 +212,22 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return sum(self.waited_s.values())
 
 
+# room: so much is not free, and nothing was begun. skipped: for an earlier failure of this rank
+Kind = Literal["memory", "room", "refused", "error", "skipped"]
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answers a request that failed on this rank. ``messages_done``: of the messages that a stage
-    takes and sends for every patch, whether none, all or only some have gone through. ``at``: as
-    ``Traffic`` has it, and None where the device is dead. ``complete``: behind the forward.
+    """Answers a request that failed on this rank. ``at``: how far it came in the evaluation's
+    messages, as ``Traffic`` has it; None also if the device is dead. ``complete``: it left no
+    message that other ranks wait for, as all were over, or it went through those that were left.
     """
 
     request: int
-    kind: Literal["memory", "room", "refused", "error"]  # room: so much is not free, and nothing was begun
+    kind: Kind
     phase: str
     text: str
     trace: str = ""
     memory: Memory = Memory(0, 0, 0)
-    messages_done: Literal["none", "some", "all"] = "all"
     at: tuple[int, int] | None = None
     complete: bool = False
 

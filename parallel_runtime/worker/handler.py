@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,16 +14,16 @@ import torch
 
 from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
-from ..comm.in_step import Stopped, Traffic
 from ..comm.late import Reached
 from ..comm.mesh import Mesh, open_weights
 from ..comm.readers import readers_of
+from ..comm.traffic import Unlike
 from ..crossing.source import build_from_state, build_vae, call_factory, find_here
 from ..crossing.upscalers import build_upscaler
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..layout import ALONE
-from ..methods.method import Progress, free_frames
+from ..methods.method import free_frames
 from ..wire.messages import (
     Done,
     DropSets,
@@ -43,11 +44,18 @@ from .patched_sets import PatchedSets
 from .resident import CountingRank, ResidentModel, counted, in_fp32
 from .resident_vae import ResidentVAE
 
+MOST_FAILED = 16  # attempts: requests of older ones are answered
+
+
+class Skipped(Exception):
+    """The evaluation belongs to an attempt in which this rank has failed: it takes part in no more
+    messages of that, which the others could take for those that they wait for.
+    """
+
 
 class Stand(NamedTuple):
     """How far this rank has come in a request's messages: each as ``Failed`` has it."""
 
-    messages_done: Progress = "all"
     at: tuple[int, int] | None = (0, 0)
     complete: bool = False
 
@@ -84,13 +92,14 @@ class RequestHandler:
         self._mesh = mesh
         self._device = device
         self._memory, self._io = memory, io
-        self._away = bool(machines) and machines[mesh.rank] > 0
-        self._spans_machines = len({*machines}) > 1
+        self._machines = machines
         self._joining = joining
         self._kernels = kernels
         # Whether this rank has the output, by how many groups compute it together
         self._writes = {width: mesh.layout.joined(width).writes(mesh.rank) for width in mesh.layout.widths}
         self._writes[ALONE] = True
+        # Run and attempt, where this rank left others waiting
+        self._failed: deque[tuple[int, int]] = deque(maxlen=MOST_FAILED)
         memory.kept_bytes = lambda: kept_bytes(self.models.values(), mesh)
         memory.set_bytes = lambda on_device: sum(one.nbytes(on_device) for one in sets_of(self.models))
 
@@ -124,7 +133,8 @@ class RequestHandler:
 
     def stand(self, request: Request) -> Stand:
         """Returns how far this rank has come in the messages of the request at hand."""
-        return stand_in(request, self.models, self._mesh.sequence.traffic)
+        traffic = self._mesh.sequence.traffic
+        return Stand(traffic.place, traffic.is_complete) if isinstance(request, Forward) else Stand()
 
     def _load(self, request: Load, segments: list[Segment], rank: CountingRank) -> None:
         if request.model in self.models:
@@ -146,7 +156,7 @@ class RequestHandler:
             patcher = call_factory(source["factory"], args, source["index"], source["dtypes"])
         else:
             patcher = build_from_state(source)
-        readers = None if self._spans_machines else readers_of(self._mesh)
+        readers = None if len({*self._machines}) > 1 else readers_of(self._mesh)
         free_bytes = partial(self._memory.free_on, ranks=self._mesh.layout.world_size)
         self.models[request.model] = ResidentModel(
             patcher, self._device, self._mesh, rank, request, self._kernels, readers, free_bytes
@@ -167,7 +177,7 @@ class RequestHandler:
         """Returns the factory's arguments, with the checkpoint's path on this machine. Raises
         Refused if it is not the file that the UI loaded.
         """
-        if file is None or not self._away:
+        if file is None or not (self._machines and self._machines[self._mesh.rank]):
             check_file(file)
             return args
         here = find_here(file[0])
@@ -210,37 +220,40 @@ class RequestHandler:
         """
         self._forget_conditioning()
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
-        stays, model = False, self.models.get(request.model)
+        model = self.models.get(request.model)
         if model is not None:
-            stays = model.end_run(request.steps, self._memory.little() if request.steps else -1)
+            model.end_run(self._memory.little())
         needed = self._mesh.rank in request.cleared
         for sets in sets_of(self.models) if needed else ():
             sets.leave_gpu()
         self._memory.end_run(keeps_freed=self._mesh.layout.stages == 1, needed=needed)
-        return Done(request=request.request, memory=self._memory.now(), keeps=stays and bool(request.steps))
+        return Done(request=request.request, memory=self._memory.now())
 
     def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
-        """Where it fails before the method computes, this rank still goes through the messages that
-        others wait for.
+        """Raises Skipped, and whatever the evaluation fails with: then ``stand`` tells whether
+        other ranks may wait for messages of this one.
         """
-        self._mesh.sequence.traffic.clear()
-        model = self.models[request.model]
-        self._mesh.sequence.use(request.width)
+        traffic, attempt = self._mesh.sequence.traffic, (request.part.run, request.part.attempt)
+        traffic.clear()
+        if attempt in self._failed:
+            raise Skipped("This worker failed in an evaluation that was asked for with this one.")
         try:
+            model = self.models[request.model]
+            self._mesh.sequence.use(request.width)
             return self._evaluated(model, request, rank)
-        except Exception as error:
+        except BaseException as error:
+            self._io.settle()
             free_frames(error)
-            model.method.fail(request.request)
-            self._io.settle()
-            raise
-        except Stopped:
-            self._io.settle()
-            raise
+            if isinstance(error, Unlike):
+                error = error.error
+            if isinstance(error, Exception) and not traffic.is_complete:
+                self._failed.append(attempt)
+            raise error
 
     def _evaluated(
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
-        model.begin(request.part, request.kind, request.confirmed)
+        model.begin(request.part)
         self._io.arena.follow(request.arena_bytes)
         if model.patches_id != request.patches_id:
             raise Refused(
@@ -262,7 +275,6 @@ class RequestHandler:
         rank.tick()  # the answer waits until the GPU has computed it
         finish = self._io.write(output, request.out) if self._writes[request.width] else Written
         traffic, facts = self._mesh.sequence.traffic, model.method.facts
-        at = traffic.at
         waited_s = {axis: spent_s for axis, spent_s in traffic.waited_s.items() if spent_s}
         sent_bytes = traffic.sent_bytes.total()
 
@@ -279,21 +291,11 @@ class RequestHandler:
                 waited_s=waited_s,
                 sent_bytes=sent_bytes,
                 block_s=dict(facts.block_s()),
-                confirmed=facts.confirmed,
-                at=at,
             )
 
         if self._device.type == "cuda":
             return Enqueued(request, Reached(self._device), done, self.stand(request))
         return done()
-
-
-def stand_in(request: Request, models: Mapping[str, ResidentModel | ResidentVAE], traffic: Traffic) -> Stand:
-    if not isinstance(request, (Forward, EndRun)):
-        return Stand()
-    model = models.get(request.model)
-    done = "none" if model is None else model.method.facts.messages_done
-    return Stand(done) if isinstance(request, EndRun) else Stand(done, traffic.at, traffic.is_complete)
 
 
 def kept_bytes(models: Iterable[ResidentModel | ResidentVAE], mesh: Mesh) -> int:

@@ -16,7 +16,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -25,10 +24,10 @@ from ..errors import NoRoom, PipeMeshError
 from ..patches import Part
 from ..wire.arena import Board
 from ..wire.channel import Channel
-from ..wire.messages import PHASE, Close, Done, Failed, Forward, Request
+from ..wire.messages import PHASE, Close, Done, Failed, Forward, Kind, Request
 from ..wire.segment import Segment
 from .device_memory import DeviceMemory, is_out_of_memory
-from .handler import Enqueued, RequestHandler, Stand
+from .handler import Enqueued, RequestHandler, Skipped, Stand
 from .trail import Trail
 
 AHEAD = 2  # evaluations, or patches of one, that a GPU may have before it: a cancel waits for them
@@ -139,7 +138,7 @@ class RankLoop:
             else:
                 while self._enqueued:
                     self._send_first()
-                self._channel.send(answer)
+                self._send(answer)
             del answer  # the memory of an output is ComfyUI's from now on
             gc.collect(1 if isinstance(message, Forward) else 2)  # 1: of what is new
 
@@ -179,7 +178,16 @@ class RankLoop:
 
         answer = self._answered(first.request, compute, lambda: first.stand)
         assert not isinstance(answer, Enqueued)
+        self._send(answer)
+
+    def _send(self, answer: Done | Failed) -> None:
+        """Sends an answer. After a lack of memory the cache is emptied behind it: that waits for
+        the device, which may wait for other ranks.
+        """
         self._channel.send(answer)
+        if isinstance(answer, Failed) and answer.kind == "memory":
+            gc.collect()
+            self._memory.empty_cache()
 
     def _answered(
         self, request: Request, compute: Callable[[], Done | Enqueued], stand: Callable[[], Stand]
@@ -190,16 +198,12 @@ class RankLoop:
         try:
             return compute()
         except Stopped:
-            return Done(request=request.request, memory=self._memory.now(), cancelled=True, at=stand().at)
+            return Done(request=request.request, memory=self._memory.now(), cancelled=True)
         except Exception as error:  # noqa: BLE001
             kind, trace = kind_of(error), traceback.format_exc()
             text = f"{type(error).__name__}: {error}" if kind == "error" else str(error)
             place = stand()
             at = None if self._memory.is_dead(error) else place.at
-        # Only here are the error and its frames gone, which held all that was being computed.
-        if kind == "memory":
-            gc.collect()
-            self._memory.empty_cache()
         return Failed(
             request=request.request,
             kind=kind,
@@ -207,7 +211,6 @@ class RankLoop:
             text=text,
             trace=trace,
             memory=self._memory.now(),
-            messages_done=place.messages_done,
             at=at,
             complete=place.complete,
         )
@@ -230,8 +233,10 @@ def look_rarely() -> None:
     gc.set_threshold(ALLOWED, *gc.get_threshold()[1:])
 
 
-def kind_of(error: Exception) -> Literal["memory", "room", "refused", "error"]:
+def kind_of(error: Exception) -> Kind:
     """Returns the error's ``Failed.kind``."""
+    if isinstance(error, Skipped):
+        return "skipped"
     if is_out_of_memory(error):
         return "memory"
     if isinstance(error, NoRoom):

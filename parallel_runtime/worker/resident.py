@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 
 from ..attention.kernels import TORCHS, Kernels
-from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
 from ..comm.readers import Readers
 from ..comm.shard_gather import ShardGather
@@ -189,14 +188,11 @@ class ResidentModel:
         with self.weights.in_place(key):
             return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
-    def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
-        """Open an evaluation. Where weights are gathered, the first shows which layer follows
-        which: the next one sends for them earlier.
-        """
-        turns = self.weights.turns
+    def begin(self, part: Part) -> None:
+        """Open an evaluation."""
         if self.kept is not None:
             self.kept.begin((part.run, part.attempt))
-        self.method.begin(part, Expected(kind, confirmed, turns is None or turns.are_known))
+        self.method.begin(part)
         if part.run != self._run:
             self._tell(part.run)
 
@@ -241,19 +237,18 @@ class ResidentModel:
             "transformer_options": {name: value for name, value in options.items() if name != COMPILE},
         }
 
-    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
-        """Free all that was kept for later evaluations of the run; ``named``, ``room`` and what is
-        returned as the method has it. Memory in which weights arrive is always freed.
+    def end_run(self, room: int = -1) -> None:
+        """Free all that was kept for later evaluations of the run; ``room`` as the method has it.
+        Memory in which weights arrive is always freed.
         """
         clean_up(self._objects.in_block.patches)
         if self.kept is not None:
             self.kept.free()
         if self.weights.turns is not None:
             self.weights.turns.end_run()
-            room = -1
         self._tell(None)
         self.sets.end_run()
-        return self.method.end_run(named, room)
+        self.method.end_run(room)
 
 
 def in_fp32(model: ResidentModel, arguments: dict[str, Any], number: int) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from ..comm.in_step import Expected
 from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..methods.method import Rank
@@ -34,16 +32,16 @@ class ResidentVAE:
         self.nbytes = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
         self.method.attach()
 
-    def begin(self, part: Part, kind: int = 0, confirmed: int = 0) -> None:
-        self.method.begin(part, Expected(kind, confirmed))
+    def begin(self, part: Part) -> None:
+        self.method.begin(part)
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """``arguments["work"]``: decode, encode or upscale."""
         work = getattr(self._model, arguments["work"])
         return self.method.forward(work, arguments, number)
 
-    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
-        return self.method.end_run(named, room)
+    def end_run(self, room: int = -1) -> None:
+        self.method.end_run(room)
 
     def detach(self) -> None:
         self.method.detach()

@@ -62,9 +62,9 @@ def at_every_method(change, rank_of=lambda rank: rank):
             method, now = real(model, plan, mesh, rank_of(rank), stages, *kernels), SimpleNamespace(part=None)
             begin = method.begin
 
-            def noted_begin(part, *expected):
+            def noted_begin(part):
                 now.part = part
-                begin(part, *expected)
+                begin(part)
 
             method.begin = noted_begin
             change(method, mesh, now)

@@ -53,10 +53,13 @@ def falls_over(error=ZeroDivisionError):
     def change(method, mesh, now):
         evaluate = method.forward
 
-        def fall_over(*args):
-            if mesh.rank == 1 and now.part.patch is not None:
-                raise error("made")
-            return evaluate(*args)
+        def fall_over(forward, *args):
+            def falls(**given):
+                if mesh.rank == 1 and now.part.patch is not None:
+                    raise error("made")
+                return forward(**given)
+
+            return evaluate(falls, *args)
 
         method.forward = fall_over
 
@@ -107,8 +110,8 @@ def cannot_read_its_input():
     def change(method, mesh, _now):
         begin, patches = method.begin, set()
 
-        def fail(part, *expected):
-            begin(part, *expected)
+        def fail(part):
+            begin(part)
             if part.patch is not None:
                 patches.add(part.patch)
             if mesh.rank == 1 and len(patches) == 2:
@@ -216,9 +219,9 @@ def counts_what_it_keeps():
         of_rank["now"] = now
         begin, evaluate, run = method.begin, method.forward, [None]
 
-        def checked_begin(part, *expected):
+        def checked_begin(part):
             kept = part.run != run[0] and [buffer for buffer in buffers.values() if buffer() is not None]
-            begin(part, *expected)
+            begin(part)
             assert not kept, "kept beyond its run"
             if part.run != run[0]:
                 buffers.clear()

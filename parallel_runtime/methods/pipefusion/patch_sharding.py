@@ -17,9 +17,10 @@ from functools import partial
 import torch
 
 from ...attention.kernels import Kernels
-from ...comm.in_step import Flag
 from ...comm.late import to_device
 from ...comm.mesh import SequenceComm
+from ...comm.traffic import Flag, Stopped
+from ...errors import NoRoom
 from ...families.plan import TokenPlan
 from ...patches import Patch
 from ...stages import Stage
@@ -61,7 +62,7 @@ class PatchSharding(SequenceAttention):
         if patch is not None:
             active = {stream: (0, count if patch.first else 0) for stream, count in all_tokens.items()}
             active[image] = (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)
-        self._comm.in_step.expect(tuple(all_tokens.items()), sum(all_tokens.values()))
+        self._comm.compare(tuple(all_tokens.items()), sum(all_tokens.values()))
         return Shards(all_tokens, self._comm.rank, self._comm.size, active, self._comm.shares.tokens)
 
     def enter_block(self) -> None:
@@ -93,7 +94,7 @@ class PatchSharding(SequenceAttention):
     def over_all_keys(self, call: AttentionCall, qkv: QKV, flag: Flag) -> torch.Tensor:
         """Attend to all keys as they were last seen."""
         if self._comm.ring.size == 1:
-            self._decide(flag)
+            self._comm.stop.decide(flag)
         q_BhgD, *kv = qkv
         layer, rows = self._kv.next_layer(), self._kept(call.rows, call.joint)
         if layer == 0 and self._kv.is_new:
@@ -172,11 +173,18 @@ class PatchSharding(SequenceAttention):
 
     def _reserve(self, rows: Shards, like: torch.Tensor, tokens: int) -> None:
         """Reserve the memory of a branch's K/V buffers before its first attention, each of
-        ``tokens``. Raises NoRoom where this rank has not enough for all layers.
+        ``tokens``. Raises NoRoom if this rank has not enough for all layers, and Stopped if another
+        of the stage has not.
         """
         alone = sum(self._kept(rows, rows.joint((stream,))).tokens for stream in self._plan.also_attend_alone)
         kept = self._layers * tokens + self._layers_alone * alone
-        self._rank.reserve(2 * like.shape[0] * like.shape[1] * kept * like.shape[3] * like.element_size())
+        lack: NoRoom | None = None
+        try:
+            self._rank.reserve(2 * like.shape[0] * like.shape[1] * kept * like.shape[3] * like.element_size())
+        except NoRoom as error:
+            lack = error
+        if self._comm.any_wishes(lack is not None):
+            raise lack or Stopped
 
 
 def mask_of_own_queries(mask: torch.Tensor, call: AttentionCall, ranks: range) -> torch.Tensor:

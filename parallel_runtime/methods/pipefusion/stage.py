@@ -6,17 +6,17 @@ Its attention sees all tokens, those of other patches as they were last seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ...attention.kernels import TORCHS, Kernels
-from ...comm.in_step import Expected, Stopped, Unlike
 from ...comm.mesh import SequenceComm
 from ...comm.stage_link import StageLink
-from ...errors import Refused
+from ...comm.traffic import Stopped, Unlike
+from ...errors import NoRoom, Refused
 from ...families.plan import TokenPlan
 from ...layout import Layout
 from ...patches import Part, Patch
@@ -24,7 +24,7 @@ from ...stages import Stage, require_blocks
 from ..blocks import blocks_of
 from ..fit import require_fit
 from ..hooks import TokenHooks
-from ..method import ALONE, EvaluationFacts, Rank, free_frames
+from ..method import EvaluationFacts, Rank, free_frames
 from .clock import BlockClock, block_seconds
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
@@ -87,23 +87,21 @@ class PipeFusion:
         for hooks in (self._hooks, self._stage_hooks):
             hooks.detach()
 
-    def begin(self, part: Part, expected: Expected = ALONE) -> None:
+    def begin(self, part: Part) -> None:
         """Open an evaluation. Raises ModelError after a patch of the same run whose messages are
         still in the link.
         """
         self._messages.begin(part)
-        if part.run != self._part.run:
+        if (part.run, part.attempt) != (self._part.run, self._part.attempt):
             self._forget_run()
         self._part = part
-        self._comm.begin(self._attentions)
-        self._comm.in_step.begin(self._messages.known, expected._replace(kind=(expected.kind, part.patch)))
+        self._comm.begin(self._attentions, part)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Run the part through this stage: the output on the last one, else None."""
         part = self._part
         try:
             self._messages.number = number
-            self._comm.in_step.agree()
             self._clock.start(part)
             self._kv.start(part)
             self._sharding.patch = Patch(*part.patch) if part.patch else None
@@ -112,44 +110,34 @@ class PipeFusion:
                 self._messages.check()
             except StageDone:
                 output = None
-            if self._messages.done.progress != "all":
+            if not self._messages.done.are_all:
                 raise Refused(
                     "This model's forward left out a block at which a stage of the pipeline receives or"
                     " sends: set pipefusion to 1."
                 )
             self._hooks.patches.entered.require_all(arguments)
-            self._comm.in_step.end(number)
             return output
         except Stopped:
             self._messages.go_through()
             raise
-        except Unlike as unlike:
-            free_frames(unlike)
-            self.fail(number)
-            raise unlike.error from unlike
-        except Exception as error:
-            free_frames(error)
-            self.fail(number)
+        except (Exception, Unlike) as error:
+            # Those that leave the whole stage: else its other ranks wait for this one
+            if self._comm.size == 1 or isinstance(error, (NoRoom, Unlike)):
+                free_frames(error)
+                self._go_through()
             raise
 
-    def fail(self, number: int) -> None:
-        """The message of the stage before comes first: the other ranks of this stage take theirs
-        before they meet this one. Only where all ask each other, they meet before.
-        """
+    def _go_through(self) -> None:
+        """Take and send what the other stages wait for: nothing is left of the patch then."""
         try:
-            self._messages.number = number
-            if self._comm.in_step.has_asked:
-                self._messages.take()
-            self._comm.in_step.fail()
             self._messages.go_through()
-        except Exception:  # noqa: BLE001 the failure that came first is told, and ``facts`` say that messages are left
+        except Exception:  # noqa: BLE001 the failure that came first is told
             return
+        self._comm.traffic.is_complete = self._messages.done.are_all
 
-    def end_run(self, named: Collection[int] = (), room: int = -1) -> bool:
-        self._messages.known.end_run(named)
-        stays = self._comm.free_buffers(room)
+    def end_run(self, room: int = -1) -> None:
+        self._comm.end_run(room)
         self._forget_run()  # last, because it may raise
-        return stays
 
     def _forget_run(self) -> None:
         for kept in (self._hooks, self._kv, self._clock):
@@ -158,13 +146,7 @@ class PipeFusion:
 
     @property
     def facts(self) -> EvaluationFacts:
-        in_step = self._comm.in_step
-        return EvaluationFacts(
-            self._messages.done.progress if in_step.is_even else "some",
-            in_step.confirmed,
-            partial(block_seconds, self._clock.times),
-            kept_bytes=self._kv.nbytes,
-        )
+        return EvaluationFacts(partial(block_seconds, self._clock.times), kept_bytes=self._kv.nbytes)
 
 
 def has(block: nn.Module, path: str) -> bool:

@@ -1,7 +1,7 @@
 """Receive a patch's hidden rows from the stage before, send them to the stage after.
 
-Both happen once for every patch, even for one that fails here, so that stages stay in step. Both
-ends know how long a message is from an earlier one of the same part; the first is announced.
+Both happen once for every patch, also for one that all ranks of this stage leave. Both ends know
+how long a message is from an earlier one of the same part; the first is announced.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from ...comm.in_step import KnownSteps
 from ...comm.stage_link import StageLink
 from ...errors import ModelError
 from ...patches import Part
 from ...stages import Stage
-from ..method import Progress
 
 
 class StageDone(BaseException):
@@ -73,11 +71,9 @@ class MessagesDone:
         self.must_send = False
 
     @property
-    def progress(self) -> Progress:
-        if not (self.must_receive or self.must_send):
-            return "all"
-        has_received, has_sent = self._receives and not self.must_receive, self._sends and not self.must_send
-        return "some" if has_received or has_sent else "none"
+    def are_all(self) -> bool:
+        """Whether none is left."""
+        return not (self.must_receive or self.must_send)
 
 
 class StageMessages:
@@ -91,7 +87,6 @@ class StageMessages:
         self._next_part = next_part
         self._part = Part(0, 0)
         self.number = 0  # of its request: both ends check that it is the same
-        self.known = KnownSteps()  # of the ranks of this stage, kept over runs
         # What came of each part of this run, and will come of it again
         self._received: dict[Part, Hidden] = {}
         self._sent: dict[Part, Hidden] = {}  # likewise

@@ -1,0 +1,121 @@
+"""Count the messages of an evaluation, and keep the memory that they travel in.
+
+How far a rank has come is a number of messages and a checksum of their axes. If ranks fail at the
+same place, none of them has a message on its way that another waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from ..errors import ModelError
+
+WISH = 1.0  # to stop
+Flag = float | torch.Tensor  # a wish, or the largest of several; 0: none. A tensor has no dimension
+COUNTED: tuple[str, ...] = ("ulysses", "ring", "gather", "weights", "pipefusion")  # axes of messages
+
+
+class Stopped(BaseException):
+    """All ranks leave the forward here. Not an Exception: host code catches those around
+    attention.
+    """
+
+
+class Unlike(BaseException):
+    """All ranks leave the forward here, and it raises ``error`` in place of this: they were about
+    to exchange unlike messages. Not an Exception, as Stopped is none.
+    """
+
+    def __init__(self, error: ModelError):
+        super().__init__()
+        self.error = error
+
+
+class Traffic:
+    """Which messages there were since the evaluation, or its patch, began, and what they cost: sent
+    bytes, and seconds of waiting, by axis. Both are 0 for axes that nothing went along.
+
+    ``at``: the number of messages that this rank took part in, and a crc of their axes in order.
+    Ranks that have the same are at the same place. None if one is unfinished. ``is_complete``:
+    whether no message is left, because the forward is over. ``posted``: receives on their way, of
+    this evaluation or of the next.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.waited_s: dict[str, float] = dict.fromkeys(COUNTED, 0.0)
+        self.at: tuple[int, int] | None = (0, 0)
+        self.is_complete = False
+        self.posted = 0
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The place that others can be compared with; None also if a receive is on its way that
+        nobody takes any more.
+        """
+        return None if self.posted and not self.is_complete else self.at
+
+    def clear(self) -> None:
+        for axis in COUNTED:
+            self.sent_bytes[axis], self.waited_s[axis] = 0, 0.0
+        self.at, self.is_complete = (0, 0), False
+
+    @contextmanager
+    def message(self, axis: str) -> Iterator[None]:
+        """Take part in one message inside. If that is left by an error, or given up, the message
+        stays unfinished: another rank may wait for its rest, or a later one find it.
+        """
+        before, self.at = self.at, None
+        yield
+        self.at = None if before is None else (before[0] + 1, crc32(axis.encode(), before[1]))
+
+
+class Mover:
+    """What moves the messages of one ``axis`` among ``size`` ranks. ``traffic``: where they are
+    counted. ``via_cpu``: messages go through CPU memory, whatever the ranks compute on.
+
+    All memory that a message takes is there before it begins: a rank that has none fails at a place
+    that others can be at too.
+    """
+
+    def __init__(self, axis: str, size: int, *, via_cpu: bool):
+        self.axis = axis
+        self.size = size
+        self.via_cpu = via_cpu
+        self.traffic = Traffic()
+        self._buffers: dict[tuple, torch.Tensor] = {}
+        self._laid: dict[Hashable, Any] = {}  # message -> its places, views of the buffers
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return list(self._buffers.values())
+
+    def free_buffers(self) -> None:
+        self._buffers.clear()
+        self._laid.clear()
+
+    def _buffer(self, use: Hashable, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the first ``count`` elements of a buffer that is kept for this use."""
+        key = (use, dtype, device)
+        if key not in self._buffers or self._buffers[key].numel() < count:
+            self._laid.clear()  # else a buffer would live on in views of it
+            self._buffers[key] = torch.empty(
+                count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available()
+            )
+        return self._buffers[key][:count]
+
+    def _flags(self, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for every rank's flag, and for the largest."""
+        wishes = torch.empty(self.size, dtype=dtype, device=device)
+        return wishes, wishes.new_empty(())
+
+
+def digest(content: object) -> int:
+    """Return a number above 0 that ranks tell each other in place of the content."""
+    return 1 + crc32(repr(content).encode())
