@@ -321,7 +321,7 @@ def test_the_rank_that_hangs_inside_a_forward_is_named_not_the_one_that_waits_fo
 
 def test_after_all_of_this_nothing_is_left_in_the_ui(handle, parallel, truth, before):
     assert is_right(parallel, truth)
-    assert Holdings.now().since(before).children
+    assert all(map(is_alive, handle.live().ranks.pids))
     handle.close()
     assert Holdings.now().since(before) == NOTHING
 

@@ -4,6 +4,7 @@ each says figure and verdict.
 
 import os
 import re
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -80,11 +81,14 @@ def on_late(monkeypatch, whole):
     def ranks(place, number, share_one, of_rank, limit_s):
         with pytest.MonkeyPatch.context() as patch, late_device() as box:
             world, found = LateWorld(Layout(ulysses=number), box, patch), {}
-            world.members["all"] = tuple(range(number))
+            world.members["all"], came = tuple(range(number)), defaultdict(set)
             for gpu in world.gpus if share_one else ():
                 gpu.device = place.own()
 
             def connected(layout, rank, **_):
+                came[layout].add(rank)
+                while len(came[layout]) < number:  # to join is a message too, which is not played here
+                    world.give_way(None)
                 world.layout = layout
                 return world._join(rank, patch)
 
