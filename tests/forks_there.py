@@ -20,7 +20,9 @@ def main():
     with open(namespace) as there:
         if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
-    Server(socket.socket(fileno=int(control))).serve()
+    control = socket.socket(fileno=int(control))
+    control.send(b"there")
+    Server(control).serve()
     os._exit(0)
 
 

@@ -87,6 +87,7 @@ class Machines:
         with ours, theirs:
             process = start(Command(argv, dict(os.environ), theirs.fileno()))
             theirs.close()
+            assert ours.recv(16) == b"there"  # from then on it is one of that machine's processes
             yield ServerProcess(process, ours, {}, threading.Event()).fork
             process.kill()
             process.wait()
