@@ -26,6 +26,7 @@ from pipemesh.pool.verdict import Facts
 
 from .in_groups import GroupsHere
 from .models import run
+from .patched import together
 from .planned import counts
 from .queues import Workflow, in_line, seeds_of
 from .test_ahead import TWO, Ahead
@@ -290,6 +291,26 @@ def test_a_run_that_cannot_go_on_in_a_fresh_pool_says_so_and_starts_none(why, mo
     with pytest.raises((OutOfMemory, Refused), match=sentence):
         prompts(callback=grows)
     assert prompts.gpus.starts == 0
+
+
+def test_one_sampler_of_all_patches_goes_on_with_a_whole_evaluation_in_a_fresh_pool():
+    """Such ranks compute patches without the keys of others: only what is whole is stock's."""
+    prompts = Prompts(Layout(pipefusion=2), spare=4 * GIB, weights="offloaded", count=uncounted())
+    prompts.model = together(prompts.model)
+    prompts.gpus.takes = 0
+    prompts()
+
+    def whole():
+        return [one.part.patch is None for one in prompts.remote.last_run.evaluations]
+
+    before = sum(whole())
+
+    def grows(step, *_):
+        if step == 1:
+            prompts.gpus.takes = prompts.ranks.free(0) + 1
+
+    assert bool(run(prompts.model, cfg=2.0, callback=grows).isfinite().all())
+    assert prompts.gpus.starts == 1 and sum(whole()) == 2 * before, "it is warm again"
 
 
 def test_patches_that_rely_on_those_before_them_are_not_repeated():
