@@ -132,7 +132,7 @@ def judge(
     lack of memory, and PoolFailed for all else.
     ``forgiven``: the requests belong to a cancelled run, so only that is told.
     """
-    failures = {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
+    failures = first_failures(requests)
     if not failures:
         return None
     even = all(map(are_even, requests))
@@ -202,16 +202,17 @@ def told_before(
     unfinished tells the opposite: the peer was dead already.
     """
     for side in connected(requests):
-        causes = {
-            rank: failure
-            for one in reversed(side)
-            for rank, failure in one.failures.items()
-            if failure.kind != "error" or failure.at is not None
-        }
+        failures = first_failures(side)
+        causes = {rank: one for rank, one in failures.items() if one.kind != "error" or one.at is not None}
         if causes and any(death in one.group for one in side):
             rank, failure = first_cause(causes)
             return error_of(rank, failure, facts, warm=False), rank
     return None
+
+
+def first_failures(requests: Sequence[SentRequest]) -> dict[int, Failed]:
+    """Returns what each rank that failed told first. ``requests``: in the order of submission."""
+    return {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
 
 
 def first_cause(failures: Mapping[int, Failed]) -> tuple[int, Failed]:

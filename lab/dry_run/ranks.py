@@ -110,7 +110,7 @@ class DryRanks(DryModel):
             method = make_method(transformer, self.plan, mesh, idle, sizes, AS_TRIED)
             if kept == "sharded":
                 open_weights(mesh)
-            if layout.stages == 1:  # where ranks compare their tokens, as on a GPU
+            if layout.stages == 1:  # ranks compare their tokens there, as on a GPU
                 mesh.sequence.device = DEVICE
             sent = Sent(mesh)
             try:

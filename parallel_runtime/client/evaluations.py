@@ -140,7 +140,7 @@ class Evaluations:
             raise
         ranks = work.ranks or session.pool.facts.everyone
         number, device = session.pool.next_request(), latents[0].device
-        ticket = Ticket(number, run, part, written, frame, latent_bytes, device, began)
+        ticket = Ticket(number, run, part, written, frame, device, began)
         session.tickets.append(ticket)
         request = Forward(
             request=number,

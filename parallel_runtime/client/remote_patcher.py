@@ -268,7 +268,7 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
                 # Else nothing has changed, but for a loss that those in flight tell of
                 if session is None or not session.tickets:
                     bring_up(patcher)
-                    if sampled is not None and math.prod(latent[2:]) > sampled.elements and latent:
+                    if latent and sampled is not None and math.prod(latent[2:]) > sampled.elements:
                         find_room(patcher, latent, bring_up)
                 outputs = compute()
                 if patcher.in_block is not None and patcher.in_block.objects:

@@ -1,4 +1,4 @@
-"""Find memory for an evaluation in the ranks: by its count before it is sent, and more where ranks
+"""Find memory for an evaluation in the ranks: by its count before it is sent, and more once ranks
 ran out of it.
 """
 

@@ -111,8 +111,7 @@ class WrittenArguments:
 @dataclass(frozen=True, eq=False)
 class Ticket:
     """Names a submission: its request, and the arena's memory that it holds until it is collected.
-    ``latent_bytes``: what an output takes that is as large as its latent. ``began``: seconds of the
-    UI's performance counter.
+    ``began``: seconds of the UI's performance counter.
     """
 
     number: int
@@ -120,7 +119,6 @@ class Ticket:
     part: Part
     written: WrittenArguments
     out: Frame
-    latent_bytes: int
     device: torch.device
     began: float
 

@@ -205,8 +205,10 @@ class Comparison:
         ``count`` of them, and the shares that each takes. Only the first evaluation of a part has a
         message, on ``device``. Raises Unlike on all ranks if they differ.
         """
+        if ranks.size == 1:
+            return
         known = self._known.setdefault(ranks, set())
-        if ranks.size == 1 or self.part in known:
+        if self.part in known:
             return
         own = [count, digest(tokens), digest(shares)]
         told = torch.tensor([*own, *(-one for one in own)], device=device)

@@ -16,7 +16,6 @@ import torch
 
 from ..errors import ModelError
 
-WISH = 1.0  # to stop
 Flag = float | torch.Tensor  # a wish, or the largest of several; 0: none. A tensor has no dimension
 COUNTED: tuple[str, ...] = ("ulysses", "ring", "gather", "weights", "pipefusion")  # axes of messages
 

@@ -113,16 +113,15 @@ class Turns:
         the gather that it has started: it is waited for when they are known to be at one place,
         before the next.
         """
+        waits = True
         with casts_in_turn():
             try:
                 yield
-            except Exception:
-                self._end_evaluation()
+            except Exception:  # Stopped is none: all ranks leave there
+                waits = False
                 raise
-            except BaseException:  # Stopped, on all ranks alike
-                self.end_evaluation()
-                raise
-            self.end_evaluation()
+            finally:
+                self.end_evaluation(waits=waits)
 
     def _cast(self, index: int, layer: ShardedLayer, cast: Cast) -> Any:
         """Computes a cast of the layer's weights. Outside of its forward that is its block's turn,
@@ -181,14 +180,12 @@ class Turns:
         """Notes that the evaluation succeeded."""
         self._order.learn(self._gather.width)
 
-    def end_evaluation(self) -> None:
+    def end_evaluation(self, *, waits: bool = True) -> None:
         """Puts away what an evaluation that ended early left in place. Raises what the gather does
-        that is on its way.
+        that is on its way, if this rank ``waits`` for it.
         """
-        self._gather.wait()
-        self._end_evaluation()
-
-    def _end_evaluation(self) -> None:
+        if waits:
+            self._gather.wait()
         self._at, self._coming = [NONE, NONE], NONE
         self._order.end_evaluation()
         for block in self._blocks:
