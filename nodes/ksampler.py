@@ -13,7 +13,7 @@ from comfy_api.latest import io
 import nodes
 
 from .settings import Choice
-from .sockets import Pool, require_links, schema
+from .sockets import PoolSocket, require_links, schema
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -34,7 +34,7 @@ def sampler_node(runtime: Callable[[], Runtime], stock: type[Any], name: str) ->
         def define_schema(cls) -> io.Schema:
             return schema(
                 name,
-                [*sockets_of(stock), Pool.Input("pool", optional=True)],
+                [*sockets_of(stock), PoolSocket.Input("pool", optional=True)],
                 [io.Latent.Output()],
                 search_aliases=["sampler", "multi gpu", "parallel"],
             )

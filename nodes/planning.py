@@ -36,7 +36,7 @@ from ..parallel_runtime.memory import system_memory
 from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
-from ..parallel_runtime.planner.machine import Known, MachineBox, RankDevice, machine_box, over_machines
+from ..parallel_runtime.planner.machine import HowKnown, MachineBox, RankDevice, machine_box, over_machines
 from ..parallel_runtime.planner.measured import Speeds, keep_devices, read_devices, read_speeds, this_machine
 from ..parallel_runtime.planner.prediction import Prediction
 from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
@@ -122,7 +122,7 @@ class PlannedLayout:
     asked: str = ""
     plan: Plan | None = None
     warm_up: WarmUp = NO_STAGES
-    known: Known | Literal[""] = ""
+    known: HowKnown | Literal[""] = ""
     box: str = ""
     awaits: bool = False
     first_s: float | None = None

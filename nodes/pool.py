@@ -13,7 +13,7 @@ from comfy_api.latest import io
 
 from ..parallel_runtime.layout import OF_A_GROUP
 from .settings import Choice, PoolSettings, Takes
-from .sockets import Pool, require_links, schema
+from .sockets import PoolSocket, require_links, schema
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -35,7 +35,7 @@ def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
             return schema(
                 "PipeMeshPool",
                 [socket(name, takes) for name, takes in PoolSettings.inputs().items()],
-                [Pool.Output()],
+                [PoolSocket.Output()],
                 search_aliases=["multi gpu", "parallel", "sequence parallel", *OF_A_GROUP, "workers"],
             )
 
@@ -55,7 +55,7 @@ def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
         def define_schema(cls) -> io.Schema:
             return schema(
                 "PipeMeshParallelize",
-                [io.Model.Input("model"), Pool.Input("pool", optional=True)],
+                [io.Model.Input("model"), PoolSocket.Input("pool", optional=True)],
                 [io.Model.Output()],
                 search_aliases=["multi gpu", "parallel", "distribute"],
             )
@@ -73,7 +73,7 @@ def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
         def define_schema(cls) -> io.Schema:
             return schema(
                 "PipeMeshParallelizeVAE",
-                [io.Vae.Input("vae"), Pool.Input("pool", optional=True)],
+                [io.Vae.Input("vae"), PoolSocket.Input("pool", optional=True)],
                 [io.Vae.Output()],
                 search_aliases=["multi gpu", "decode", "encode", "tiled"],
             )

@@ -12,7 +12,7 @@ from comfy_api.latest import io
 from ..parallel_runtime.texts import english
 
 UNTRIED = True  # nodes are experimental until lab/docs/CUDA.md has a run on several GPUs
-Pool = io.Custom("PIPEMESH_POOL")
+PoolSocket = io.Custom("PIPEMESH_POOL")
 # Which node makes what a socket takes; else "the node that makes it"
 FROM = {"pool": "PipeMesh Pool", "model": "a loader or PipeMesh Parallelize", "vae": "a loader"}
 

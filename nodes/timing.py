@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..parallel_runtime.client.remote_pool import RemotePool
     from ..parallel_runtime.client.run import Run
 
-Key = tuple[Any, ...]
+TimingKey = tuple[Any, ...]
 OF_ALL = 3  # the place, behind the step's own, in which a sampler tells its callback how many steps there are
 
 
@@ -71,9 +71,9 @@ class StepTimes:
         self._predict = predict
         self._clock = clock
         self._first_step = first_step
-        self._one_gpu: Latest[Key, StepTime] = Latest()
+        self._one_gpu: Latest[TimingKey, StepTime] = Latest()
         self._slower = Slower()
-        self._runs: weakref.WeakKeyDictionary[Run, tuple[Key, float]] = weakref.WeakKeyDictionary()
+        self._runs: weakref.WeakKeyDictionary[Run, tuple[TimingKey, float]] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Run, Stepped] = weakref.WeakKeyDictionary()
 
     def watch(self, guider: Any, noise: Any, sampler: Any, callback: Callable | None) -> Steps:
@@ -109,7 +109,7 @@ class StepTimes:
         elif steps.is_on_one_gpu:
             self._one_gpu[steps.key] = timed
 
-    def why_slower(self, kind: Key, layout: Layout) -> str:
+    def why_slower(self, kind: TimingKey, layout: Layout) -> str:
         """Says that a pool of this layout is slower than one GPU for such samplings; empty where
         that is not certain.
         """
@@ -134,7 +134,7 @@ class Steps:
     def __init__(
         self,
         guider: Any,
-        key: Key,
+        key: TimingKey,
         callback: Callable | None,
         clock: Callable[[], float],
         stepped: MutableMapping[Run, Stepped],
@@ -196,7 +196,7 @@ def pool_of(patcher: Any) -> RemotePool | None:
     return patcher.remote.pool if isinstance(patcher, InPool) else None
 
 
-def key_of(guider: Any, noise: Any, sampler: Any) -> Key:
+def key_of(guider: Any, noise: Any, sampler: Any) -> TimingKey:
     """Names what costs one GPU the same time: model, how it was loaded, size, sampler, whether
     there is a negative prompt to evaluate, and how long each prompt is, with or without a
     ControlNet.

@@ -26,9 +26,9 @@ GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/dxg")  # the last is W
 def main() -> None:
     # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from worker_main import die_with_parent, make_importable  # of this script's folder
+    from worker_main import die_with_parent, make_pack_importable  # of this script's folder
 
-    make_importable()
+    make_pack_importable()
     control, parent, *modules = sys.argv[1:]
     die_with_parent(int(parent))  # even where it is stopped
     if modules and (not preload(modules) or holds_a_gpu(open_files())):
@@ -129,7 +129,7 @@ class Server:
                 report = self._reports.pop(pid)
                 with contextlib.suppress(KeyError):
                     self._poll.unregister(report)
-                tell(report, os.waitstatus_to_exitcode(status))
+                report_word(report, os.waitstatus_to_exitcode(status))
                 os.close(report)
 
     def _fork(self, request: dict, channel: int, output: int, report: int) -> None:
@@ -141,10 +141,10 @@ class Server:
             become(request, channel, output)
         self._reports[pid] = report
         self._poll.register(report, 0)  # which still tells that nobody reads it
-        tell(report, pid)
+        report_word(report, pid)
 
 
-def tell(report: int, word: int) -> None:
+def report_word(report: int, word: int) -> None:
     with contextlib.suppress(BrokenPipeError):
         os.write(report, WORD.pack(word))
 

@@ -20,7 +20,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def make_importable() -> None:
+def make_pack_importable() -> None:
     """Has the pack importable as ``pipemesh``, and no library found in its folders."""
     root = Path(__file__).resolve().parents[1]
     own = str(root / "pool")  # the folder of package.py, and this script's
@@ -35,7 +35,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     # Ctrl-C goes to the whole terminal group: the UI decides when ranks end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    make_importable()
+    make_pack_importable()
     from pipemesh.parallel_runtime.wire.channel import Channel
 
     sock = socket.socket(fileno=int(sys.argv[1]))
@@ -46,14 +46,14 @@ def main() -> None:
         answer_all(Channel(sock, ToCounter))
     elif sys.argv[3:] == ["trial"]:
         from pipemesh.parallel_runtime.wire.messages import ToTrial
-        from pipemesh.pool.trial.trying import run
+        from pipemesh.pool.trial.trying import run_trial
 
-        run(Channel(sock, ToTrial))
+        run_trial(Channel(sock, ToTrial))
     else:
         from pipemesh.parallel_runtime.wire.messages import ToRank
-        from pipemesh.parallel_runtime.worker.main import run
+        from pipemesh.parallel_runtime.worker.main import run_rank
 
-        run(Channel(sock, ToRank))
+        run_rank(Channel(sock, ToRank))
     sys.stdout.flush()
     sys.stderr.flush()
     # Nothing of value is left, and tearing down an interpreter full of extensions takes longer than

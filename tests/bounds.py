@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pipemesh.pool.trial.rounding import FACTOR, ROUNDING, Run, bound, relative_error, wrapped
+from pipemesh.pool.trial.rounding import FACTOR, ROUNDING, SampleModel, bound, relative_error, wrapped
 
 DEVIATIONS = 5.0  # of the largest among a million normal deviates
 ADAPTIVE = ("dpm_adaptive",)  # samplers to replay
 
 
-def assert_same(run: Run, ours: Any, stock: Any) -> None:
+def assert_same(run: SampleModel, ours: Any, stock: Any) -> None:
     """Hold the end of ``run`` on our MODEL to what it is on the stock one."""
     truth = run(stock)
     assert relative_error(run(ours), truth) <= bound(run, stock, truth)
 
 
-def assert_replayed(run: Run, ours: Any, stock: Any) -> None:
+def assert_replayed(run: SampleModel, ours: Any, stock: Any) -> None:
     """Hold every evaluation of our MODEL to stock's of the same inputs: ours gets stock's outputs
     back, so the sampler goes the same way on both. Not for free-running patches, nor where ComfyUI
     evaluates conds together on one side only.

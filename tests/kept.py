@@ -24,7 +24,7 @@ LIFETIMES = {
         " KVBuffers._buffers*,_filled,_left* KeptTokens._made* PoolSampling._lent,_sampled"
         " PromptTimes._runs RowsApart._not_now Run.branches,evaluations,groups,joined"
         " KeptBranch.shapes StageMessages._received,_sent StepTimes._runs,_stepped Steps._ends"
-        " Timeline._counts Waiting.steps"
+        " QueuedSampler.steps Timeline._counts"
     ),
     "a model in the pool, a MODEL or a VAE": (
         "Assembly._made,_modules BandsOfRows._put CompiledBlocks._blocks Constants.names"

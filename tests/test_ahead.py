@@ -436,7 +436,7 @@ def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_ar
         return own(mine, other, node)
 
     monkeypatch.setattr(ahead_module, "differences", counted)
-    monkeypatch.setattr(ahead_module, "on_cpu", copied.append)
+    monkeypatch.setattr(ahead_module, "cpu_copy", copied.append)
     ours = Ahead(Layout(data=3))
     for number in range(6):
         workflow = Workflow()
@@ -552,7 +552,7 @@ def test_a_rank_that_dies_ends_the_prompt_that_runs_and_the_next_one_is_stocks_o
 
 
 def stopping(steps, error):
-    """As ``Waiting.told``, which raises this at the step with that number."""
+    """As ``QueuedSampler.told``, which raises this at the step with that number."""
 
     def told(waiting, step, denoised, noisy, total):
         if step == steps:
@@ -563,7 +563,7 @@ def stopping(steps, error):
 
 
 def test_an_error_of_what_is_sampled_ahead_is_raised_nowhere(monkeypatch):
-    monkeypatch.setattr(ahead_module.Waiting, "told", stopping(1, ZeroDivisionError()))
+    monkeypatch.setattr(ahead_module.QueuedSampler, "told", stopping(1, ZeroDivisionError()))
     prompts, ours = seeds_of(Workflow(), 11, 12), Ahead()
     assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
     assert ours.images == (0, 0) and not suspended()
@@ -571,7 +571,7 @@ def test_an_error_of_what_is_sampled_ahead_is_raised_nowhere(monkeypatch):
 
 def test_a_cancel_that_meets_what_is_sampled_ahead_ends_the_prompt_that_runs(monkeypatch):
     interrupt = comfy.model_management.InterruptProcessingException()
-    monkeypatch.setattr(ahead_module.Waiting, "told", stopping(1, interrupt))
+    monkeypatch.setattr(ahead_module.QueuedSampler, "told", stopping(1, interrupt))
     ours = Ahead()
     ours.line.put(*seeds_of(Workflow(), 11, 12))
     with pytest.raises(comfy.model_management.InterruptProcessingException):

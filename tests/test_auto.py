@@ -13,7 +13,7 @@ from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.sampling import GIVEN_UP, GRADIENTS
-from pipemesh.nodes.auto.seam import UNSEEN, GuiderSeam, HostChanged, Run
+from pipemesh.nodes.auto.seam import UNSEEN, GuiderSeam, HostChanged, StockCall
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.timing import StepTimes
@@ -362,7 +362,7 @@ def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, fi
 
 def stock_run(model, call=lambda: None):
     given = {"noise": None, "sigmas": torch.ones(2)}
-    return Run(call, StepTimes().watch(guider_of(model), None, None, None), given)
+    return StockCall(call, StepTimes().watch(guider_of(model), None, None, None), given)
 
 
 def cancelled_where_stopped(_self, interrupted):

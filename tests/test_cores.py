@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pipemesh.parallel_runtime.comm.cores import GIVE_WAY, bus_of, giving_way, keep_to, near
+from pipemesh.parallel_runtime.comm.cores import GIVE_WAY, bus_of, cores_near, giving_way, keep_to
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
 
@@ -85,5 +85,5 @@ def test_a_gpus_rank_has_the_cores_near_its_gpu(tmp_path, monkeypatch, node, cho
             path.write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(chosen))
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
-    assert bus_of(properties) == BUS and near(BUS, tmp_path) == expected
-    assert bus_of(SimpleNamespace()) == "" and near("", tmp_path) == ()
+    assert bus_of(properties) == BUS and cores_near(BUS, tmp_path) == expected
+    assert bus_of(SimpleNamespace()) == "" and cores_near("", tmp_path) == ()

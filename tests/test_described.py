@@ -8,7 +8,7 @@ import torch
 from comfy.conds import CONDConstant, CONDRegular
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.client.described import described, is_same, on_cpu, tensors_of
+from pipemesh.parallel_runtime.client.described import cpu_copy, described, is_same, tensors_of
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([0.5, 1.0, "a", "b"]))
 TREES = st.recursive(
@@ -40,7 +40,7 @@ def test_trees_of_plain_data_are_the_same_where_types_and_values_are(one, other)
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4), st.integers(0, 3))
 def test_a_tensor_is_the_same_by_its_content_and_is_kept_as_it_was(values, at):
     tensor = torch.tensor(values)
-    kept = described({"deep": [(tensor,)]}, on_cpu)
+    kept = described({"deep": [(tensor,)]}, cpu_copy)
     assert is_same(kept, described({"deep": [(tensor.clone(),)]}))
     assert [one.nbytes for one in tensors_of(kept)] == [tensor.nbytes]
     tensor[at % len(values)] += 1
@@ -69,7 +69,7 @@ def test_a_function_is_the_same_by_its_code_and_what_it_holds():
     assert not is_same(described(closure(2)), described(closure(2, default=3)))
     assert not is_same(described(closure(2)), described(alike))
     held = torch.ones(1)
-    kept = described(closure(held), on_cpu)
+    kept = described(closure(held), cpu_copy)
     held.zero_()
     assert not is_same(kept, described(closure(held)))
 
@@ -88,7 +88,7 @@ def test_conds_are_the_same_by_their_class_and_what_they_hold_under_another_id()
     def cond(kind, value, uuid):
         return [{"model_conds": {"c": kind(value)}, "uuid": uuid}]
 
-    one = described(cond(CONDRegular, torch.ones(2), 1), on_cpu)
+    one = described(cond(CONDRegular, torch.ones(2), 1), cpu_copy)
     assert is_same(one, described(cond(CONDRegular, torch.ones(2), 2)))
     assert not is_same(one, described(cond(CONDRegular, torch.zeros(2), 1)))
     assert not is_same(one, described(cond(CONDConstant, torch.ones(2), 1)))

@@ -13,7 +13,7 @@ import pytest
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.commands import doctor
 from pipemesh.launcher.commands.doctor import (
-    Facts,
+    Environment,
     Finding,
     Gpu,
     Machine,
@@ -29,7 +29,7 @@ from pipemesh.pool.trial.host_trials import HostCode
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
-CPU = Facts(
+CPU = Environment(
     python="3.11.7",
     executable="/usr/bin/python3",
     machine=Machine(
@@ -63,15 +63,15 @@ REFUSED = replace(
 )
 
 
-def machine(facts: Facts, **changed) -> Facts:
+def machine(facts: Environment, **changed) -> Environment:
     return replace(facts, machine=replace(facts.machine, **changed))
 
 
-def torch(facts: Facts, **changed) -> Facts:
+def torch(facts: Environment, **changed) -> Environment:
     return replace(facts, torch=replace(facts.torch, **changed))
 
 
-def at(level: str, facts: Facts) -> list[Finding]:
+def at(level: str, facts: Environment) -> list[Finding]:
     return [finding for finding in findings(facts) if finding.level == level]
 
 
@@ -115,7 +115,7 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
     ],
 )
 def test_what_stops_or_limits_is_named_with_its_remedy(
-    level: str, facts: Facts, names: str, remedy: str
+    level: str, facts: Environment, names: str, remedy: str
 ) -> None:
     (finding,) = at(level, facts)
     assert names in finding.text and remedy in finding.remedy

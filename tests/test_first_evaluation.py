@@ -17,7 +17,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
-from pipemesh.parallel_runtime.client.alone import Admission, Shared, as_it_is
+from pipemesh.parallel_runtime.client.alone import Admission, SharedEvaluation, as_it_is
 from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
@@ -37,7 +37,7 @@ from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.rank_setup import RankSetup
 from pipemesh.pool.trial import host_trials
 from pipemesh.pool.trial.process import try_in_process
-from pipemesh.pool.trial.rounding import error_of
+from pipemesh.pool.trial.rounding import deviation_of
 from pipemesh.pool.trial.sampled import empty_latent_of, sampled
 
 from .bounds import assert_same
@@ -150,7 +150,7 @@ def test_one_gpu_samples_what_differs_and_a_notice_says_why(
     truth = run(model, cfg=2.0)
 
     def judge(shared):
-        found.append(error_of(shared, "bfloat16"))
+        found.append(deviation_of(shared, "bfloat16"))
         raise Refused("Flux is not computed in workers as by ComfyUI alone: update PipeMesh.")
 
     monkeypatch.setattr(client, "admission", Admission(first=lambda _: judge))
@@ -250,7 +250,7 @@ def test_a_rank_that_fails_alone_is_no_verdict_and_a_notice_says_so(trials, erro
     def alone(change=None, in_fp32=False):
         raise error("rank 0 ran out of memory.")
 
-    made.first(model, PAIR)(Shared([torch.zeros(1)], alone, alone))
+    made.first(model, PAIR)(SharedEvaluation([torch.zeros(1)], alone, alone))
     assert why_not(told) == ["rank 0 ran out of memory"]
     assert made.first(model, PAIR) is not None
 
@@ -274,7 +274,7 @@ def test_another_order_is_rounding_in_any_numbers_and_a_fault_is_not(numbers):
 
     def judged(**how):
         again = partial(computed, **how)
-        return error_of(Shared(again(), again, computed), str(numbers).removeprefix("torch."))
+        return deviation_of(SharedEvaluation(again(), again, computed), str(numbers).removeprefix("torch."))
 
     found = judged(parts=(another[:32], another[32:]))
     assert 0 < found.size <= found.allowed and found.computed_in == "float32"

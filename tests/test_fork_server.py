@@ -246,8 +246,8 @@ def shared_dirty_bytes(pid: int) -> int:
 
 ASKS_NO_DEVICE = """
 import sys, torch
-from worker_main import make_importable
-make_importable()
+from worker_main import make_pack_importable
+make_pack_importable()
 def asked(*_): raise SystemExit("asked for a device")
 torch.version.cuda = torch.version.cuda or "13.0"
 torch.cuda._is_compiled = lambda: True

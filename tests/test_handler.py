@@ -223,7 +223,7 @@ def test_a_rank_takes_its_gpu_before_comfyui_is_imported_and_comfyui_computes_th
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: order[0].index)
     monkeypatch.setattr(
-        "pipemesh.parallel_runtime.worker.prepare.make_importable", lambda *_: order.append("ComfyUI")
+        "pipemesh.parallel_runtime.worker.prepare.make_comfyui_importable", lambda *_: order.append("ComfyUI")
     )
     prepare("", {}, 2, torch.device("cuda", 3))
     assert order == [torch.device("cuda", 3), "ComfyUI"]

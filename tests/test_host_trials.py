@@ -378,7 +378,7 @@ def test_this_comfyui_stands_the_trial_in_every_way_to_keep_weights_and_in_stage
     def pool_of(keeper, layout):
         return clients(ulysses=layout.ulysses, pipefusion=layout.pipefusion)
 
-    monkeypatch.setattr(trying, "pool_of", pool_of)
+    monkeypatch.setattr(trying, "pool_with", pool_of)
     samples, told = samples_of(FLUX)[: None if ALL else 1], []
     monkeypatch.setattr(trying, "samples_of", lambda kind: samples)
     said = tried(FLUX, None, told.append)

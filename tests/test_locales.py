@@ -91,14 +91,14 @@ def made_names():
     """The names of texts that are put together of a word of the status."""
     from pipemesh.parallel_runtime.client.session import ResidentState
     from pipemesh.parallel_runtime.layout import AXES, COLOURS
-    from pipemesh.parallel_runtime.planner.machine import Known
+    from pipemesh.parallel_runtime.planner.machine import HowKnown
     from pipemesh.parallel_runtime.wire.arena import PHASES
 
     words = {
         "phase": PHASES,
         "state": ["starting", "ready", "busy", "failed", "closed"],
         "model": [state.name.lower() for state in ResidentState],
-        "known": get_args(Known),
+        "known": get_args(HowKnown),
         "axis": COLOURS,
         "why": [axis.name for axis in AXES],
         "slowed": ["sharded", "offloaded"],

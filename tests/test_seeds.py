@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.client.branch import Branch, SampleCall
 from pipemesh.parallel_runtime.client.coroutines import RandomState
-from pipemesh.parallel_runtime.client.seeds import Seed, Start, sample_together
+from pipemesh.parallel_runtime.client.seeds import Seed, SeedSampler, sample_together
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def start(seed, evaluations, branches=1, fails_at=None):
         return total
 
     torch.manual_seed(seed)
-    return Start(sample, RandomState(CPU))
+    return SeedSampler(sample, RandomState(CPU))
 
 
 def doubled(calls):

@@ -35,8 +35,8 @@ OPTIONAL_PACKAGES = ("flash-attn", "yunchang")
 GPU_NODES = {"/dev/nvidiactl": "NVIDIA", "/dev/dxg": "WSL", "/dev/kfd": "AMD"}
 HANGS = "2.7.0"  # the torch whose NCCL hangs at random where a process group has its device
 
-Level = Literal["works", "limited", "blocked"]
-MARKS: dict[Level, str] = {"works": "ok  ", "limited": "note", "blocked": "STOP"}
+Severity = Literal["works", "limited", "blocked"]
+MARKS: dict[Severity, str] = {"works": "ok  ", "limited": "note", "blocked": "STOP"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RingKernel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Environment:
     """The facts on one page. ``python``: the version of the one that runs, ``executable``."""
 
     python: str
@@ -99,7 +99,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    level: Level
+    level: Severity
     text: str
     remedy: str = ""
 
@@ -112,14 +112,14 @@ NO_COMFYUI = Finding(
 )
 
 
-def findings(facts: Facts) -> tuple[Finding, ...]:
+def findings(facts: Environment) -> tuple[Finding, ...]:
     """Every check's findings: works, limited and blocked, as they stand on the page."""
     if facts.comfyui is None:
         return (NO_COMFYUI, *about_memory(facts))
     return tuple(finding for check in CHECKS for finding in check(facts))
 
 
-def about_torch(facts: Facts) -> Iterator[Finding]:
+def about_torch(facts: Environment) -> Iterator[Finding]:
     torch = facts.torch
     if not torch.version:
         remedy = f"reinstall it for {facts.executable}"
@@ -130,7 +130,7 @@ def about_torch(facts: Facts) -> Iterator[Finding]:
         yield Finding("blocked", text, remedy)
 
 
-def about_packages(facts: Facts) -> Iterator[Finding]:
+def about_packages(facts: Environment) -> Iterator[Finding]:
     pip = f"{facts.executable} -m pip install"
     there = {package.name for package in facts.packages if package.version}
     for name in NEEDED_PACKAGES:
@@ -141,7 +141,7 @@ def about_packages(facts: Facts) -> Iterator[Finding]:
         yield Finding("limited", text, f"{pip} flash-attn yunchang, if you want it")
 
 
-def about_kernels(facts: Facts) -> Iterator[Finding]:
+def about_kernels(facts: Environment) -> Iterator[Finding]:
     """Kernels that compute something else than attention, or another log-sum-exp."""
     for one in facts.kernels:
         for sentence in one.refused:
@@ -149,7 +149,7 @@ def about_kernels(facts: Facts) -> Iterator[Finding]:
             yield Finding("limited", f"{one.device}: {sentence}", remedy)
 
 
-def about_devices(facts: Facts) -> Iterator[Finding]:
+def about_devices(facts: Environment) -> Iterator[Finding]:
     torch, driver = facts.torch, facts.machine.gpu_driver
     count = len(torch.gpus)
     if count == 0 and driver:
@@ -177,7 +177,7 @@ def about_devices(facts: Facts) -> Iterator[Finding]:
             yield Finding("limited", f"GPUs without peer access to each other: {pairs}; {goes}.", remedy)
 
 
-def about_sharing(facts: Facts) -> Iterator[Finding]:
+def about_sharing(facts: Environment) -> Iterator[Finding]:
     """GPUs that a rank cannot have beside ComfyUI, or not as others do."""
     for index, gpu in enumerate(facts.torch.gpus):
         if gpu.mode != SHARED:
@@ -193,7 +193,7 @@ def about_sharing(facts: Facts) -> Iterator[Finding]:
         yield Finding("limited", text, "run on Linux itself for speed")
 
 
-def about_cores(facts: Facts) -> Iterator[Finding]:
+def about_cores(facts: Environment) -> Iterator[Finding]:
     cores = facts.machine.cores
     if not facts.torch.version or facts.torch.gpus:
         return
@@ -204,7 +204,7 @@ def about_cores(facts: Facts) -> Iterator[Finding]:
         yield Finding("works", f"Up to {cores} ranks on the CPU over gloo, one core each.")
 
 
-def about_memory(facts: Facts) -> Iterator[Finding]:
+def about_memory(facts: Environment) -> Iterator[Finding]:
     shm, memory = facts.machine.shm_free_bytes, facts.machine.memory_available_bytes
     if facts.machine.memfd:
         yield Finding("works", "Shared memory between the UI and the ranks: memfd.")
@@ -219,7 +219,7 @@ def about_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("limited", text, "close other programs, or add memory")
 
 
-def about_host(facts: Facts) -> Iterator[Finding]:
+def about_host(facts: Environment) -> Iterator[Finding]:
     if facts.host is None or facts.comfyui is None or not facts.host.classes:
         return
     host, version, tested = facts.host, facts.comfyui.version, ", ".join(facts.host.tested)
@@ -245,7 +245,7 @@ def gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.1f} GiB"
 
 
-def report(facts: Facts, found: Sequence[Finding]) -> str:
+def report(facts: Environment, found: Sequence[Finding]) -> str:
     """The page."""
     machine = facts.machine
     memory, shm = machine.memory_available_bytes, machine.shm_free_bytes
@@ -285,7 +285,7 @@ def can_run(found: Sequence[Finding]) -> bool:
     return all(finding.level != "blocked" for finding in found)
 
 
-def gather(host: ComfyInstall | None) -> Facts:
+def gather(host: ComfyInstall | None) -> Environment:
     torch, packages, code = Torch(version=""), (), None
     if host is not None:
         torch, packages = ask_torch(), (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)
@@ -293,7 +293,7 @@ def gather(host: ComfyInstall | None) -> Facts:
         from ...pool.trial.host_trials import FOLDER, Verdicts, host_code
 
         code = host_code(Path(host.comfyui), Verdicts(cache_folder(os.environ) / FOLDER))
-    return Facts(
+    return Environment(
         python=platform.python_version(),
         executable=sys.executable,
         machine=Machine(

@@ -29,7 +29,7 @@ from .seam import UPSCALE
 
 WORTH_S = 0.5  # what several devices have to save
 TRIES = 2  # before a device, or a pool, is judged: the first loads the VAE there
-Kind = tuple[type, int, torch.dtype, str]  # class of the module, its weights' number, dtype, method
+VAEKey = tuple[type, int, torch.dtype, str]  # class of the module, its weights' number, dtype, method
 log = logging.getLogger("pipemesh")
 
 
@@ -39,13 +39,13 @@ class VAETimes:
     """
 
     def __init__(self) -> None:
-        self._least: Latest[tuple[Kind, int], tuple[float, int]] = Latest()
+        self._least: Latest[tuple[VAEKey, int], tuple[float, int]] = Latest()
 
-    def note(self, kind: Kind, ranks: int, numbers: int, seconds: float) -> None:
+    def note(self, kind: VAEKey, ranks: int, numbers: int, seconds: float) -> None:
         least, times = self._least.get((kind, ranks), (seconds / numbers, 0))
         self._least[kind, ranks] = min(least, seconds / numbers), times + 1
 
-    def is_worth(self, kind: Kind, ranks: int, numbers: int, share: float) -> bool:
+    def is_worth(self, kind: VAEKey, ranks: int, numbers: int, share: float) -> bool:
         """Return whether so many ranks may save enough, by what was timed; False before one device
         was timed ``TRIES`` times. ``share``: of the picture, on the rank that computes most.
         """
@@ -53,7 +53,7 @@ class VAETimes:
         saved_s = alone * numbers * (1 - share)
         return timed >= TRIES and share < 1 and saved_s >= WORTH_S and not self.is_slower(kind, ranks)
 
-    def is_slower(self, kind: Kind, ranks: int) -> bool:
+    def is_slower(self, kind: VAEKey, ranks: int) -> bool:
         alone, _ = self._least.get((kind, 1), (0.0, 0))
         pool, times = self._least.get((kind, ranks), (0.0, 0))
         return times >= TRIES and pool > alone > 0
@@ -115,7 +115,7 @@ class PoolDecoding:
                 log.debug("[PipeMesh] A VAE failed in the pool:", exc_info=error)
         return self._timed(vae, kind, 1, given, call)
 
-    def _worth_having(self, vae: Any, kind: Kind, given: torch.Tensor, lending: Lending) -> Any:
+    def _worth_having(self, vae: Any, kind: VAEKey, given: torch.Tensor, lending: Lending) -> Any:
         """Return what stands for the VAE in a pool that is up; None where that would save little,
         or is refused.
         """
@@ -139,7 +139,7 @@ class PoolDecoding:
         self,
         vae: Any,
         made: Any,
-        kind: Kind,
+        kind: VAEKey,
         given: torch.Tensor,
         call: Callable[[Any], Any],
         lending: Lending,
@@ -153,7 +153,7 @@ class PoolDecoding:
         return output
 
     def _timed(
-        self, vae: Any, kind: Kind, ranks: int, given: torch.Tensor, call: Callable[[Any], Any]
+        self, vae: Any, kind: VAEKey, ranks: int, given: torch.Tensor, call: Callable[[Any], Any]
     ) -> Any:
         began = time.perf_counter()
         output = call(vae)

@@ -15,7 +15,7 @@ from ..here import own_device
 from ..notices import Notices
 from ..once import Once
 from ..timing import StepTimes
-from .seam import GuiderSeam, HostChanged, Run, UpscalerSeam, VAESeam
+from .seam import GuiderSeam, HostChanged, StockCall, UpscalerSeam, VAESeam
 from .switch import Switch
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Auto:
         for seam in self._others.values():
             seam.remove()
 
-    def sample(self, guider: Any, run: Run) -> Any:
+    def sample(self, guider: Any, run: StockCall) -> Any:
         """Hands a guider's sampling to the pool, unless it is stock ComfyUI's own affair: the
         switch has been off from the start, and no node of PipeMesh has parallelized a MODEL of it.
         """

@@ -17,7 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from ...parallel_runtime.client.coroutines import RandomState
 from ...parallel_runtime.client.interrupt import held, interrupted, interrupting
 from ...parallel_runtime.client.remote_patcher import Remote, RemotePatcher
-from ...parallel_runtime.client.run import Run as PoolRun
+from ...parallel_runtime.client.run import Run
 from ...parallel_runtime.errors import (
     LayoutError,
     PipeMeshError,
@@ -30,7 +30,7 @@ from ..here import why_one_gpu
 from ..latest import Latest
 from ..notices import Notices, executed_now
 from ..runtime import Runtime
-from ..timing import Key, StepTimes
+from ..timing import StepTimes, TimingKey
 from .layouts import (
     in_chosen_layout,
     in_place_of,
@@ -39,7 +39,7 @@ from .layouts import (
     require_more_than_frames,
     require_several,
 )
-from .seam import Run
+from .seam import StockCall
 
 GIVEN_UP = "On one GPU: the pool has failed in this prompt already."
 FAILED_LATE = "On one GPU: The last sampling of this kind failed after a step: {}"
@@ -57,10 +57,10 @@ class PoolSampling:
         self._sampled: list[BaseModel] = []  # by guiders that run in the pool now
         self._given_up = ""  # the prompt in which the pool has failed
         # What failed after a first step, by its kind: why, and which prompt does without the pool
-        self._late: Latest[Key, tuple[str, str]] = Latest()
+        self._late: Latest[TimingKey, tuple[str, str]] = Latest()
 
     @interrupting
-    def sample(self, guider: Any, run: Run, *, is_on: bool) -> Any:
+    def sample(self, guider: Any, run: StockCall, *, is_on: bool) -> Any:
         """Runs a guider's sampling in the pool where the switch ``is_on``. MODELs that a node of
         PipeMesh has parallelized keep their pool, in the layout that is chosen for this sampling
         where the node left it open.
@@ -79,7 +79,7 @@ class PoolSampling:
         finally:
             self._runtime.wait.end()
 
-    def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: Run) -> Any:
+    def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: StockCall) -> Any:
         """What fails in the pool before its first step is done begins anew, from the same random
         numbers: where a worker died in a fresh pool, once, and else on one GPU, where ComfyUI's own
         errors come back. What fails later is raised as it is: to sample again would take as long
@@ -108,7 +108,7 @@ class PoolSampling:
                 break
         return self._on_one_gpu(models, run)
 
-    def _why_not_tried(self, run: Run) -> str:
+    def _why_not_tried(self, run: StockCall) -> str:
         """Says why the pool is not tried; empty where it is. What failed after a first step counts
         for one prompt, the first that samples such a kind again; outside a prompt, for one
         sampling. No longer, as a refusal does not say whether it would come again; and no less, as
@@ -124,12 +124,12 @@ class PoolSampling:
             self._late[run.steps.key] = late, prompt
         return FAILED_LATE.format(late) if late else ""
 
-    def _on_one_gpu(self, models: Mapping[str, ModelPatcher], run: Run) -> Any:
+    def _on_one_gpu(self, models: Mapping[str, ModelPatcher], run: StockCall) -> Any:
         self._runtime.wait.end()
         self._give_back([model.model for model in models.values()])
         return run()
 
-    def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: Run) -> Any:
+    def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: StockCall) -> Any:
         """Raises whatever goes wrong in the pool."""
         if not models:
             raise Refused(f"{type(guider).__name__} samples a model that is not of ComfyUI's kind.")
@@ -201,7 +201,7 @@ def models_of(guider: Any) -> dict[str, ModelPatcher]:
     }
 
 
-def last_runs(models: Mapping[str, RemotePatcher]) -> list[PoolRun | None]:
+def last_runs(models: Mapping[str, RemotePatcher]) -> list[Run | None]:
     return [patcher.remote.pool.last_run for patcher in models.values()]
 
 

@@ -36,7 +36,7 @@ NEEDED = (  # function of comfy.samplers, names that its code has to use
 
 Around = Callable[[Any], Any]  # the stock method -> what stands before it
 Use = Callable[[Any, str, Any, Callable[[Any], Any]], Any]
-Note = Callable[[str, float, bool], None]
+NoteSeconds = Callable[[str, float, bool], None]
 
 USED = {"patcher", "scale", "load_models_gpu", "tiled_scale", "raise_non_oom"}  # by the node
 UPSCALER, OF_UPSCALERS = "ImageUpscaleWithModel", ("execute", "upscale")
@@ -52,7 +52,7 @@ ARGUMENTS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class StockCall:
     """The stock method, the arguments that it is ``given``, by name, and the steps that it has done
     since it was called last.
     """
@@ -115,7 +115,9 @@ class GuiderSeam(Seam):
     the steps of every sampling.
     """
 
-    def __init__(self, sample: Callable[[Any, Run], Any], unseen: Callable[[Any], None], times: StepTimes):
+    def __init__(
+        self, sample: Callable[[Any, StockCall], Any], unseen: Callable[[Any], None], times: StepTimes
+    ):
         around = {"sample": self._around_sample, **dict.fromkeys(UNSEEN, self._around_unseen)}
         super().__init__(comfy.samplers.CFGGuider, around)
         self._times = times
@@ -143,7 +145,7 @@ class GuiderSeam(Seam):
             args, kwargs = with_argument(ARGUMENTS, "callback", steps, args, kwargs)
             self._inside.append(guider)
             try:
-                run = Run(functools.partial(stock, guider, *args, **kwargs), steps, given)
+                run = StockCall(functools.partial(stock, guider, *args, **kwargs), steps, given)
                 output = self._sample(guider, run)
                 steps.finish()
                 return output
@@ -209,7 +211,7 @@ class VAESeam(Seam):
     method, of any VAE; ``note`` with that name, its seconds, and whether ranks computed it.
     """
 
-    def __init__(self, use: Use, note: Note = lambda work, seconds, in_pool: None):
+    def __init__(self, use: Use, note: NoteSeconds = lambda work, seconds, in_pool: None):
         super().__init__(comfy.sd.VAE, dict.fromkeys(OF_VAES, self._around_work))
         self._use = use
         self._note = note
@@ -241,7 +243,7 @@ class UpscalerSeam(Seam):
     ``upscale``.
     """
 
-    def __init__(self, use: Use, note: Note = lambda work, seconds, in_pool: None):
+    def __init__(self, use: Use, note: NoteSeconds = lambda work, seconds, in_pool: None):
         node = vars(nodes)["NODE_CLASS_MAPPINGS"].get(UPSCALER)  # None as with --disable-all-custom-nodes
         super().__init__(node, dict.fromkeys(OF_UPSCALERS, self._around_work))
         self._use = use

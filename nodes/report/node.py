@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..settings import Choice
-from ..sockets import Pool, require_links, schema
+from ..sockets import PoolSocket, require_links, schema
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -23,7 +23,7 @@ def report_node(runtime: Callable[[], Runtime]) -> type[io.ComfyNode]:
         def define_schema(cls) -> io.Schema:
             return schema(
                 "PipeMeshReport",
-                [io.Latent.Input("latent", optional=True), Pool.Input("pool", optional=True)],
+                [io.Latent.Input("latent", optional=True), PoolSocket.Input("pool", optional=True)],
                 [io.Latent.Output(), io.String.Output()],
                 search_aliases=["multi gpu", "speed", "memory", "benchmark", "statistics"],
                 is_output_node=True,

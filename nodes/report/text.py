@@ -109,7 +109,7 @@ def prompt_text(prompt: PromptFigures) -> str:
         seconds.append((f"{WORKS[one.work]}, by {'workers' if one.in_pool else 'one device'}", one.seconds))
     seconds.append(("left if workers took no time", prompt.left_s))
     rows = ["What was waited for, but for other nodes"]
-    rows += aligned([(name, f"{value:.2f} s") for name, value in seconds])
+    rows += in_columns([(name, f"{value:.2f} s") for name, value in seconds])
     if prompt.speedup is not None:
         bound = f"at most {prompt.at_most:.2f} times"
         rows.append(f"  in all {prompt.speedup:.2f} times as fast as one device, {bound}")
@@ -166,7 +166,7 @@ def run_text(run: RunFigures) -> str:
             *([("ranks that computed", busy_text(run.busy))] if run.busy else []),
             *([("waited for messages", by_axis_text(run.exchange_by_axis))] if run.exchange_by_axis else []),
         ]
-        return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *aligned(rows)])
+        return "\n".join([f"{title}, {sampled_text(run.in_patches)}", *in_columns(rows)])
     share = "not measured with nccl" if run.exchange_share is None else f"{100 * run.exchange_share:.1f} %"
     rows = [
         ("time per evaluation", f"{run.step_ms_p50:.1f} ms"),
@@ -175,7 +175,7 @@ def run_text(run: RunFigures) -> str:
         ("hop to the pool and back", f"{run.hop_ms_p50:.2f} ms"),
         sent,
     ]
-    return "\n".join([title if run.evaluations == 1 else f"{title}, times are medians", *aligned(rows)])
+    return "\n".join([title if run.evaluations == 1 else f"{title}, times are medians", *in_columns(rows)])
 
 
 def busy_text(shares: Sequence[float]) -> str:
@@ -206,7 +206,7 @@ def held_text(pool: PoolStatus) -> str:
         ("prompts sent so far", str(pool.conditioning_uploads)),
     ]
     kept = [f"  weights of {one.title}: {one.kept}, {one.why}" for one in pool.models if one.why]
-    return "\n".join(["Pool", *aligned(rows), *kept, *kernel_lines(pool.kernels)])
+    return "\n".join(["Pool", *in_columns(rows), *kept, *kernel_lines(pool.kernels)])
 
 
 def kernel_lines(kernels: RingKernels) -> list[str]:
@@ -245,7 +245,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else mib(nbytes)
 
 
-def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+def in_columns(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Line up values to the right. A long one goes on behind its name, or every line would be as
     long.
     """

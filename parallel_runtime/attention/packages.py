@@ -25,7 +25,7 @@ YUNCHANG, FLASH_2, FLASH_3 = "yunchang", "flash_attn", "flash_attn_interface"
 NO_WINDOW = (-1, -1)
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Call = Callable[[Any, Tensors, float], OutLse]  # a package's function, 3 x (B, tokens, H, D), scale
+PackageCall = Callable[[Any, Tensors, float], OutLse]  # a package's function, 3 x (B, tokens, H, D), scale
 
 
 class Candidate(NamedTuple):
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
         return all(find_spec(module) is not None for module in self.modules)
 
 
-def tokens_first(function: Any, call: Call) -> Kernel:
+def tokens_first(function: Any, call: PackageCall) -> Kernel:
     """Return a kernel of a function that has tokens before heads."""
 
     def kernel(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
@@ -86,7 +86,7 @@ def by_flash(function: Any, qkv: Tensors, scale: float) -> OutLse:
     return function(*qkv, softmax_scale=scale, **wanted)[:2]
 
 
-def selected(kind: str, call: Call = by_yunchang) -> Callable[[], Kernel]:
+def selected(kind: str, call: PackageCall = by_yunchang) -> Callable[[], Kernel]:
     """Return what loads yunchang's kernel of this name."""
 
     def load() -> Kernel:

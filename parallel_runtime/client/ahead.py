@@ -19,16 +19,17 @@ import torch
 
 from .alone import as_it_is
 from .asked import Asked
+from .branch import Compute
 from .coroutines import RandomState
-from .described import described, is_same, on_cpu, tensors_of
-from .queued import LATENT, Graph, Moment, Place, differences, linked_to, readers, seed_at, seed_place
+from .described import cpu_copy, described, is_same, tensors_of
+from .queued import LATENT, Graph, InputPlace, Moment, differences, linked_to, readers, seed_at, seed_place
 from .run import Queued
-from .seeds import Compute, Sampled, Start, sample_together
+from .seeds import SeedResult, SeedSampler, sample_together
 from .timelines import Callback
 
 log = logging.getLogger("pipemesh")
 MOST_BYTES = 1 << 30  # of main memory, for all that waits to be handed over
-Key = tuple[str, str, int | None]  # prompt, node, list index
+SamplerKey = tuple[str, str, int | None]  # prompt, node, list index
 Step = tuple[int, torch.Tensor, torch.Tensor, int]
 
 
@@ -43,7 +44,7 @@ class Computing(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Done:
+class NodeOutput:
     """What a sampler came to: its output as a node returns it, and the random state it left."""
 
     output: torch.Tensor
@@ -51,11 +52,11 @@ class Done:
 
 
 # A sampler of a prompt that waits, its graph, and what was done before it, where that is another's
-Alike = tuple[Key, Graph, Done | None]
+Alike = tuple[SamplerKey, Graph, NodeOutput | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class SampledAhead:
     """What was sampled ahead for a sampler that is ``asked`` for this, described. ``steps``: what
     its callback is told. ``at_once``: images that were sampled together.
     """
@@ -63,7 +64,7 @@ class Kept:
     asked: dict[str, Any]
     samples: torch.Tensor
     steps: list[Step]
-    done: Done
+    done: NodeOutput
     at_once: int
     model: weakref.ref  # drops this as the MODEL goes, as by ComfyUI's Unload Models and Execution Cache
 
@@ -82,24 +83,26 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class QueuedSampler:
     """A sampler of a prompt that waits. ``own``: what of its arguments no other has, described."""
 
-    key: Key
+    key: SamplerKey
     asked: Asked
     own: dict[str, Any]
     steps: list[Step] = field(default_factory=list)
 
     def told(self, step: int, denoised: torch.Tensor, noisy: torch.Tensor, total: int) -> None:
-        self.steps.append((step, on_cpu(denoised), on_cpu(noisy), total))
+        self.steps.append((step, cpu_copy(denoised), cpu_copy(noisy), total))
 
     def kept(
-        self, shared: dict[str, Any], sampled: Sampled, at_once: int, drop: Callable[[Key], None]
-    ) -> Kept:
-        done, key = Done(self.asked.output_of(sampled.samples), sampled.random), self.key
+        self, shared: dict[str, Any], sampled: SeedResult, at_once: int, drop: Callable[[SamplerKey], None]
+    ) -> SampledAhead:
+        done, key = NodeOutput(self.asked.output_of(sampled.samples), sampled.random), self.key
         # Of this, which has the MODEL, the callback must keep nothing
         model = weakref.ref(self.asked.guider.model_patcher.model, lambda _: drop(key))
-        return Kept({**shared, **self.own}, on_cpu(sampled.samples), self.steps, done, at_once, model)
+        return SampledAhead(
+            {**shared, **self.own}, cpu_copy(sampled.samples), self.steps, done, at_once, model
+        )
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,10 @@ class LookAhead:
         self._moment = moment
         self._by_default = by_default
         self._most_bytes = most_bytes
-        self._kept: dict[Key, Kept] = {}
-        self._done: dict[Key, Done] = {}  # by the samplers of the prompt that runs
+        self._kept: dict[SamplerKey, SampledAhead] = {}
+        self._done: dict[SamplerKey, NodeOutput] = {}  # by the samplers of the prompt that runs
         # Where a waiting prompt's graph differs from the running one's: plan and sampler both ask
-        self._differing: dict[tuple[str, str, str], tuple[Graph, frozenset[Place] | None]] = {}
+        self._differing: dict[tuple[str, str, str], tuple[Graph, frozenset[InputPlace] | None]] = {}
         self._useless: set[str] = set()  # nodes of this queue whose results were of no use
         self.images = Images()
 
@@ -193,14 +196,16 @@ class LookAhead:
             tell(Queued(0))
             return kept.hand_over(callback, device)
         beside, shared = self._beside(
-            moment, lambda: asked, computing.images - 1, lambda asked: asked.described(on_cpu)
+            moment, lambda: asked, computing.images - 1, lambda asked: asked.described(cpu_copy)
         )
         if not beside:
             return run()
         at_once = 1 + len(beside)
         tell(Queued(at_once, 1 + len(moment.others)))
-        starts = [Start(partial(one.asked.run, executor, one.told, True), one.asked.random) for one in beside]
-        own, *others = sample_together([Start(run, asked.random), *starts], *computing[1:], device)
+        starts = [
+            SeedSampler(partial(one.asked.run, executor, one.told, True), one.asked.random) for one in beside
+        ]
+        own, *others = sample_together([SeedSampler(run, asked.random), *starts], *computing[1:], device)
         assert own is not None
         try:
             for one, sampled in zip(beside, others, strict=True):
@@ -208,7 +213,7 @@ class LookAhead:
                     self._useless.add(moment.node)
                 else:
                     self._kept[one.key] = one.kept(shared, sampled, at_once, self._drop)
-            self._done[key] = Done(asked.output_of(own.samples), own.random)
+            self._done[key] = NodeOutput(asked.output_of(own.samples), own.random)
         except Exception as error:  # noqa: BLE001 - of what waits: this prompt's image is there
             self._useless.add(moment.node)
             log.warning("[PipeMesh] What was sampled ahead was not kept:", exc_info=error)
@@ -225,11 +230,11 @@ class LookAhead:
         if not moment.others:
             self._useless.clear()
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: SamplerKey) -> None:
         if self._kept.pop(key, None) is not None:
             self.images = replace(self.images, dropped=self.images.dropped + 1)
 
-    def _is_right(self, kept: Kept, asked: Asked, key: Key) -> bool:
+    def _is_right(self, kept: SampledAhead, asked: Asked, key: SamplerKey) -> bool:
         try:
             own = asked.described(as_it_is)
             changed = [name for name, value in kept.asked.items() if not is_same(value, own[name])]
@@ -249,7 +254,7 @@ class LookAhead:
         to_come: Callable[[], Asked],
         most: int,
         describe: Callable[[Asked], dict[str, Any]],
-    ) -> tuple[list[Waiting], dict[str, Any]]:
+    ) -> tuple[list[QueuedSampler], dict[str, Any]]:
         """Returns samplers of the next prompts, at most so many, and what the arguments of all have
         in common, described.
         """
@@ -275,7 +280,7 @@ class LookAhead:
             return [], {}
         return found[: max(0, room)], shared
 
-    def _done_before(self, moment: Moment) -> Done | None:
+    def _done_before(self, moment: Moment) -> NodeOutput | None:
         """Returns what the sampler that the latent comes from has done, beside other prompts."""
         return self._done.get((moment.prompt, linked_to(moment.graph, moment.node, LATENT), moment.index))
 
@@ -318,8 +323,8 @@ class LookAhead:
         return found
 
     def _started(
-        self, asked: Asked, place: Place, done: Done | None, found: Sequence[Alike]
-    ) -> Iterator[Waiting]:
+        self, asked: Asked, place: InputPlace, done: NodeOutput | None, found: Sequence[Alike]
+    ) -> Iterator[QueuedSampler]:
         """Yields the samplers, each with its noise, latent and random state, as far as those of the
         one that runs are what stock makes of its seed, and of what was ``done`` before.
         """
@@ -338,4 +343,4 @@ class LookAhead:
                 continue
             latent = asked.latent if earlier is None else asked.latent_of(earlier.output)
             one = asked.of_seed(seed, start[0], latent, start[1])
-            yield Waiting(key, one, one.of_one(on_cpu))
+            yield QueuedSampler(key, one, one.of_one(cpu_copy))

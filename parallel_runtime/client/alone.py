@@ -19,7 +19,7 @@ def as_it_is(latent: torch.Tensor) -> torch.Tensor:
     return latent
 
 
-class Compute(Protocol):
+class Recompute(Protocol):
     """Computes an evaluation once more, from changed latents; ``in_fp32``: in fp32, whatever
     numbers the weights are in.
     """
@@ -28,18 +28,18 @@ class Compute(Protocol):
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedEvaluation:
     """An evaluation that several ranks computed: what they ``made``. ``again`` has them compute it
     once more, ``alone`` one rank by itself.
     """
 
     made: list[torch.Tensor]
-    again: Compute
-    alone: Compute
+    again: Recompute
+    alone: Recompute
 
 
-Judge = Callable[[Shared], None]  # raises Refused
-Watch = Callable[[tuple[torch.Size, ...]], Judge | None]  # who judges an evaluation of such latents
+Judge = Callable[[SharedEvaluation], None]  # raises Refused
+ChooseJudge = Callable[[tuple[torch.Size, ...]], Judge | None]  # who judges an evaluation of such latents
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from ..watch.python_file import LIBRARIES, attribute_of, compiled_elsewhere, is_code
 from .coroutines import RandomState
-from .described import described, on_cpu
+from .described import cpu_copy, described
 from .queued import LATENT
 from .separable import WRAPPER_KEY, conds_of, is_hosts_own, why_single_timeline
 from .timelines import Callback
@@ -116,7 +116,7 @@ class Asked:
 
     def output_of(self, samples: torch.Tensor) -> torch.Tensor:
         """Returns what a sampler node makes of the samples."""
-        return on_cpu(self.guider.model_patcher.model.process_latent_out(samples.to(torch.float32)))
+        return cpu_copy(self.guider.model_patcher.model.process_latent_out(samples.to(torch.float32)))
 
     def latent_of(self, output: torch.Tensor) -> torch.Tensor:
         """Returns the latent that this sampler starts from where a node gives it that output."""

@@ -8,7 +8,7 @@ as nobody puts others in their place: by them, its ``Origin``, conditioning is k
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,9 @@ class SampleCall:
 
     arguments: dict[str, Any]
     branch: Branch
+
+
+Compute = Callable[[Sequence[SampleCall]], list[Any]]  # returns the calls' outputs, in their order
 
 
 def _alike(one: Any, other: Any) -> bool:

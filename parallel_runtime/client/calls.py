@@ -88,7 +88,7 @@ class Calls:
     def _is_of(self, branch: Branch, latents: Sequence[torch.Tensor]) -> bool:
         if len(latents) == 1 and self._sampled is not None and in_place(latents[0], self._sampled):
             return True
-        return branch in self._latents and all(map(near, latents, self._latents[branch]))
+        return branch in self._latents and all(map(is_near, latents, self._latents[branch]))
 
     def count(self, branch: Branch) -> int:
         """Counts a call of ``branch``. Returns how many it had before."""
@@ -96,7 +96,7 @@ class Calls:
         return self._counts[branch] - 1
 
 
-def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if every row (B, ...) is about as in the other tensor, of the same shape."""
     a_BN, b_BN = one.flatten(1).float(), other.flatten(1).float()
     squares_B = a_BN.square().sum(1) + b_BN.square().sum(1)

@@ -51,7 +51,7 @@ def itself(value: Any) -> Any:
         return value
 
 
-def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy that nobody else writes to."""
     return tensor.detach().to("cpu", copy=True)
 

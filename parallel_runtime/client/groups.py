@@ -22,7 +22,7 @@ from ..crossing.rows import Constants, NotAlike, batched, joined_outputs, latent
 from ..errors import ModelError, OutOfMemory, PoolSpent
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
-from .alone import Change, Shared, Watch, as_it_is, nobody
+from .alone import Change, ChooseJudge, SharedEvaluation, as_it_is, nobody
 from .asked import Asked
 from .branch import SampleCall
 from .conds import Conds, WithRoom
@@ -56,7 +56,7 @@ class InGroups:
     ):
         self._ahead = ahead
         self._rows = rows
-        self._watch: Watch = rows.watch if rows is not None else nobody
+        self._watch: ChooseJudge = rows.watch if rows is not None else nobody
         self._pool = pool
         self._model = model
         self._constants = Constants(pool.layout.groups)
@@ -117,7 +117,7 @@ class InGroups:
         tell = partial(setattr, self._pool.runs.of(self._model), "queued")
         return self._ahead.sample(executor, asked, callback, disable_pbar, computing, tell)
 
-    def begin_run(self, watch: Watch = nobody) -> None:
+    def begin_run(self, watch: ChooseJudge = nobody) -> None:
         """Ranks keep nothing from one evaluation to the next. ``watch`` is asked once, of the first
         evaluation that several ranks compute.
         """
@@ -185,7 +185,11 @@ class InGroups:
             self._watch = nobody
         judge = watch(shapes_of(call))
         if judge is not None:
-            judge(Shared(made, partial(self._again, run, works), partial(self._again, run, [alone(call)])))
+            judge(
+                SharedEvaluation(
+                    made, partial(self._again, run, works), partial(self._again, run, [alone(call)])
+                )
+            )
 
     def _judge_prompts(
         self, run: Run, calls: Sequence[SampleCall], works: Sequence[Work], made: Sequence[Any]
@@ -199,7 +203,7 @@ class InGroups:
             both = batched([call.arguments for call in calls], self._constants.names)
             together = alone(SampleCall(both, replace(calls[0].branch, conds=conds, origins=())))
             again = partial(self._again, run, works), partial(self._again, run, [together])
-            judge(Shared(tensors_in(joined_outputs(made)), *again))
+            judge(SharedEvaluation(tensors_in(joined_outputs(made)), *again))
 
     def _judge_failure(self, run: Run, calls: Sequence[SampleCall], works: int, error: ModelError) -> None:
         if self._rows is not None and len(calls) < works:

@@ -30,7 +30,7 @@ class Instead:
         first = first_of(self)
         if first is self or name not in vars(first):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return bound(vars(first)[name], self)
+        return rebound(vars(first)[name], self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.instead_of is None or name in vars(self) or hasattr(type(self), name):
@@ -50,7 +50,7 @@ def take_place(made: Instead, of: Any) -> None:
     """Has ``made`` stand in the place of the MODEL ``of``, with the methods that a node has
     replaced on that object. Raises Refused for one that the pool has another of, or does not call.
     """
-    made.instead_of = of  # by which ``bound`` knows whose methods they are
+    made.instead_of = of  # by which ``rebound`` knows whose methods they are
     for name, value in vars(of).items():
         if not is_method(made, name):
             continue
@@ -59,7 +59,7 @@ def take_place(made: Instead, of: Any) -> None:
                 f"A node has put {patch_name(value)} in the place of this MODEL's method {name}, which the"
                 " pool does not call: remove that node, or PipeMesh."
             )
-        vars(made)[name] = bound(value, made)
+        vars(made)[name] = rebound(value, made)
     vars(made)["attachments"] = of.attachments
 
 
@@ -67,7 +67,7 @@ def is_method(one: Any, name: str) -> bool:
     return isinstance(getattr(type(one), name, None), FunctionType)
 
 
-def bound(value: Any, to: Instead) -> Any:
+def rebound(value: Any, to: Instead) -> Any:
     """Returns a method of the object in whose place another stands as that one's; anything else as
     it is.
     """

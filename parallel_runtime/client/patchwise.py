@@ -22,7 +22,7 @@ from ..crossing.in_block import why_all_rows
 from ..errors import ModelError, NoRoom, OutOfMemory, PoolSpent
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
-from .alone import Watch, nobody
+from .alone import ChooseJudge, nobody
 from .branch import SampleCall
 from .calls import Calls
 from .conds import Conds, WithRoom
@@ -48,7 +48,7 @@ MOVED = "; whole where a latent has little in common with that of the evaluation
 
 
 @dataclass(frozen=True)
-class Way:
+class PatchedRun:
     """How a run is sampled. ``text``: tokens that go with the first patch; ``looks_at_all``: a
     patch of a node needs all tokens. ``can_repeat``: an evaluation can be computed again, whole, as
     one sampler samples all patches; else it relies on keys and values of those before it, and on
@@ -84,7 +84,7 @@ class Patchwise:
         self._backend = backend
         self._patch_size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
         self._plan = plan
-        self._sampled = Way()
+        self._sampled = PatchedRun()
         self._patching = patching
         self._notice = notice
         self._calls = Calls()
@@ -106,7 +106,7 @@ class Patchwise:
     def free(self) -> None:
         """Has nothing that outlives a run."""
 
-    def begin_run(self, watch: Watch = nobody) -> None:
+    def begin_run(self, watch: ChooseJudge = nobody) -> None:
         """Makes void what the backend keeps. Call between runs, never inside one. Of ``watch`` only
         the log hears: no rank has all blocks, and none can compute a whole evaluation alone.
         """
@@ -141,7 +141,7 @@ class Patchwise:
         draws = draws_there(executor.class_obj) if beside else ""
         stays = f"{FREE_RUNNING}; on the GPU, where {draws} draws its noise" if draws else FREE_RUNNING
         mode = f"{together}, because of {reason}" if reason else stays
-        self._sampled = Way(text, bool(why_all_rows(self._plan, options)), bool(reason))
+        self._sampled = PatchedRun(text, bool(why_all_rows(self._plan, options)), bool(reason))
         self._notice(mode)
         cuts = not whole and has_foreign_code(executor.class_obj, guider, extra_args["model_options"])
         self._calls.watch((lambda: self._notice(f"{mode}{MOVED}")) if cuts else None)

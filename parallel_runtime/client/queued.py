@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Graph = Mapping[str, Any]
-Place = tuple[str, str]  # a node's id, and the name of its input
+InputPlace = tuple[str, str]  # a node's id, and the name of its input
 SEEDS = {
     "KSampler": "seed",
     "KSamplerAdvanced": "noise_seed",
@@ -61,7 +61,7 @@ def linked_to(graph: Graph, node: str, name: str) -> str:
     return value[0] if is_link(value) else ""
 
 
-def seed_place(graph: Graph, node: str) -> Place | None:
+def seed_place(graph: Graph, node: str) -> InputPlace | None:
     """Returns where the seed of a sampler's noise is a number; None where that is not known."""
     kind = graph[node].get("class_type") if node in graph else None
     place = None
@@ -74,7 +74,7 @@ def seed_place(graph: Graph, node: str) -> Place | None:
     return place if place is not None and seed_at(graph, place) is not None else None
 
 
-def seed_at(graph: Graph, place: Place) -> int | None:
+def seed_at(graph: Graph, place: InputPlace) -> int | None:
     value = inputs_of(graph, place[0]).get(place[1])
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -99,11 +99,11 @@ def readers(graph: Graph, node: str, source: str) -> set[str]:
     }
 
 
-def differences(mine: Graph, other: Graph, node: str) -> frozenset[Place] | None:
+def differences(mine: Graph, other: Graph, node: str) -> frozenset[InputPlace] | None:
     """Returns where the literals differ that a node, or one that it needs, has in two graphs. None
     where they differ in more than that.
     """
-    found: set[Place] = set()
+    found: set[InputPlace] = set()
     for at in before(mine, node):
         if at not in mine or at not in other or mine[at].get("class_type") != other[at].get("class_type"):
             return None

@@ -79,7 +79,7 @@ def largest_share(image: torch.Tensor, ranks: int) -> float:
     return math.ceil(tiles / ranks) / tiles
 
 
-class NoRoom(BaseException):
+class TileTooLarge(BaseException):
     """A tile had no room in a rank. ComfyUI's node would go on with smaller tiles, for which nobody
     has asked then; so it is to be called anew.
     """
@@ -149,11 +149,11 @@ class UpscalerInPool:
                 return side_by_side(
                     partial(loop, 0), partial(loop, self._scale), self._compute, self.remote.tiles_at_once()
                 )
-            except NoRoom as error:
+            except TileTooLarge as error:
                 halved, why = halved + 1, str(error)
 
     def _compute(self, tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         try:
             return self.remote.compute_whole(WORK, tiles)
         except torch.OutOfMemoryError as error:
-            raise NoRoom(str(error)) from error
+            raise TileTooLarge(str(error)) from error

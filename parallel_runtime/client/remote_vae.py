@@ -47,7 +47,7 @@ BEHIND = (
     " before PipeMesh Parallelize VAE, or leave that out."
 )
 NOTES = OF_PATCHERS | {"device"}
-Share = tuple[torch.Tensor, tuple[int, ...], int]  # of what is computed: samples, ranks, their width
+VAEShare = tuple[torch.Tensor, tuple[int, ...], int]  # of what is computed: samples, ranks, their width
 log = logging.getLogger("pipemesh")
 
 
@@ -166,13 +166,13 @@ class RemoteVAE:
     @contextmanager
     def _computing(
         self, work: str, unit: int, options: dict[str, Any]
-    ) -> Iterator[tuple[RemotePool, Callable[[Sequence[Share]], list[torch.Tensor]]]]:
+    ) -> Iterator[tuple[RemotePool, Callable[[Sequence[VAEShare]], list[torch.Tensor]]]]:
         """Yields the pool, and what has it compute shares side by side."""
         pool, model = self.bring_up()
         with held(pool.turn):
             run = pool.runs.beside(model)
 
-        def dispatch(shares: Sequence[Share]) -> list[torch.Tensor]:
+        def dispatch(shares: Sequence[VAEShare]) -> list[torch.Tensor]:
             works = []
             for samples, ranks, width in shares:  # on the CPU: outputs take no memory of the UI's device
                 arguments = {"samples": samples.cpu(), "work": work, "unit": unit, "options": options}

@@ -14,13 +14,13 @@ from ..branches import Batch
 from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
 from ..families import FRAMES_ALONE, class_path
 from ..tolerance import ROWS_OF_BATCH
-from .alone import Judge, Shared
+from .alone import Judge, SharedEvaluation
 from .first_of import FirstOf
 
-Form = tuple[str, frozenset[str]]  # a model's class, and those of its modules
+ModelClasses = tuple[str, frozenset[str]]  # a model's class, and those of its modules
 
 
-def form_of(model: torch.nn.Module) -> Form:
+def model_classes(model: torch.nn.Module) -> ModelClasses:
     """Returns a model's class and those of its modules: two of one class may have other layers."""
     return class_path(type(model)), frozenset(class_path(type(one)) for one in model.modules())
 
@@ -32,7 +32,7 @@ class RowsApart:
 
     def __init__(self, known: FirstOf, model: torch.nn.Module, is_tried: bool):
         self._known = known
-        self._form = form_of(model)
+        self._form = model_classes(model)
         self._is_tried = is_tried
         self._is_first = True  # of the evaluations of a run
         self._not_now: set[Hashable] = set()  # what one rank could not compute in this run
@@ -77,7 +77,7 @@ class RowsApart:
         does = f"fails ({str(error).partition(chr(10))[0].rstrip('.')}), and on one GPU it does not"
         self._known.refuse(self._form, self._refusal(does))
 
-    def _judge(self, own: Hashable, shared: Shared) -> None:
+    def _judge(self, own: Hashable, shared: SharedEvaluation) -> None:
         """What looks like more than rounding is computed once more in fp32 without TF32, which
         decides. If one rank cannot compute all rows, or has no memory for them, the next run tries
         again.

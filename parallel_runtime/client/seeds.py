@@ -15,15 +15,14 @@ from typing import Any
 import torch
 
 from ..errors import PipeMeshError, PoolFailed
-from .branch import SampleCall
+from .branch import Compute, SampleCall
 from .coroutines import Coroutine, RandomState, unwind
 
 log = logging.getLogger("pipemesh")
-Compute = Callable[[Sequence[SampleCall]], list[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class SeedSampler:
     """One seed's sampler, and the random state that it starts from."""
 
     sample: Callable[[], torch.Tensor]
@@ -31,7 +30,7 @@ class Start:
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SeedResult:
     """What came of it, and the random state that it left."""
 
     samples: torch.Tensor
@@ -41,7 +40,7 @@ class Sampled:
 class Seed(Coroutine):
     """``number`` 0 is the seed that a prompt waits for."""
 
-    def __init__(self, number: int, start: Start, device: torch.device):
+    def __init__(self, number: int, start: SeedSampler, device: torch.device):
         super().__init__(start.sample, start.random, device)
         self.number = number
 
@@ -54,8 +53,8 @@ class Seed(Coroutine):
 
 @torch.no_grad()  # samplers switch gradients off and on for the whole thread: off until the last is done
 def sample_together(
-    starts: Sequence[Start], together: Compute, alone: Compute, device: torch.device
-) -> list[Sampled | None]:
+    starts: Sequence[SeedSampler], together: Compute, alone: Compute, device: torch.device
+) -> list[SeedResult | None]:
     """Samples all seeds. ``together`` computes the evaluations of several, ``alone`` those of the
     first. Where the first has ended the others have too, or are dropped: None, as for what failed.
     What the first raises is raised, and after a failure of ``together`` it goes on alone.
@@ -81,7 +80,7 @@ def sample_together(
     finally:
         unwind(seeds)
     first.random.restore()
-    return [None if seed.result is None else Sampled(seed.result, seed.random) for seed in seeds]
+    return [None if seed.result is None else SeedResult(seed.result, seed.random) for seed in seeds]
 
 
 def _goes_on(seed: Seed, *outputs: list[Any]) -> bool:

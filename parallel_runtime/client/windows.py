@@ -20,7 +20,7 @@ OTHERWISE = (
     "ComfyUI goes through the context windows of this evaluation in another way than at first: update"
     " PipeMesh, and bypass PipeMesh Parallelize until then."
 )
-Together = Callable[[Sequence[Callable[[], Any]], Any], list[Any]]
+ComputeTogether = Callable[[Sequence[Callable[[], Any]], Any], list[Any]]
 
 
 class WindowsTogether(IndexListContextHandler):
@@ -33,7 +33,7 @@ class WindowsTogether(IndexListContextHandler):
         self,
         handler: IndexListContextHandler,
         in_sequence: Callable[..., bool],
-        together: Together,
+        together: ComputeTogether,
         at_once: int,
     ):
         self.__dict__.update(vars(handler))

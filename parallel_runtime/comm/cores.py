@@ -37,7 +37,7 @@ def bus_of(gpu: Any) -> str:
     return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
-def near(bus: str, system: Path = Path("/sys")) -> tuple[int, ...]:
+def cores_near(bus: str, system: Path = Path("/sys")) -> tuple[int, ...]:
     """Return the cores of the NUMA node that the device at ``bus`` is on. () where the system does
     not tell, or this process does not have all cores: somebody has chosen them.
     """

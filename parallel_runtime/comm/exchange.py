@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..errors import ModelError
 from .late import LateValue
-from .parts import Parts, Runs, counts_of, flags_of, padded
+from .parts import Parts, TensorRuns, counts_of, flags_of, padded
 from .shares import Shares
 from .traffic import Flag, Mover, Stopped, Unlike, digest
 
@@ -89,7 +89,7 @@ class Exchange(Mover):
         self.rank = rank
         self.group = group
 
-    def all_to_all(self, sent: Sequence[Runs], into: Runs, wish: float | None = None) -> Flag:
+    def all_to_all(self, sent: Sequence[TensorRuns], into: TensorRuns, wish: float | None = None) -> Flag:
         """Send each rank its part of all tensors ``sent``, one after another; have what comes from
         each ``into`` its place. Return the largest ``wish`` of the group; 0 where none goes along.
         """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-Runs = Sequence[torch.Tensor]
+TensorRuns = Sequence[torch.Tensor]
 
 # Each part begins at a multiple of it. NCCL copies a part that begins elsewhere than at a multiple
 # of 16 byte by byte (its src/device/common_kernel.h, reduceCopy); 128 is a line of a GPU's cache.
@@ -49,7 +49,7 @@ def to_all(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return [tensor.expand(ranks, *tensor.shape)]
 
 
-def counts_of(tensors: Sequence[Runs]) -> tuple[int, ...]:
+def counts_of(tensors: Sequence[TensorRuns]) -> tuple[int, ...]:
     """Return the elements of each rank's part of all ``tensors``, which have like runs."""
     counts: list[int] = []
     for runs in zip(*tensors, strict=True):
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
     flags: list[torch.Tensor]
     views: dict[tuple[int, torch.Size, int], torch.Tensor]
 
-    def put(self, tensors: Sequence[Runs]) -> None:
+    def put(self, tensors: Sequence[TensorRuns]) -> None:
         """Copy each rank's part of all ``tensors``, one after another, to its place.
 
         CUDA's ``cat`` moves several by one kernel, gaps or not, where they have four dimensions at
@@ -88,7 +88,7 @@ class Parts(NamedTuple):
                     offset += run.numel() // ranks
             first += ranks
 
-    def take(self, into: Runs) -> None:
+    def take(self, into: TensorRuns) -> None:
         """Copy what came from each rank to its place ``into`` a tensor."""
         first = 0
         for run in into:

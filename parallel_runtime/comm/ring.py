@@ -48,7 +48,7 @@ class Hop(NamedTuple):
     kv: torch.Tensor
 
 
-class Places(NamedTuple):
+class Route(NamedTuple):
     """The hops of a walk, and where their wishes to stop lie among others that are this rank's."""
 
     hops: list[Hop]
@@ -60,7 +60,7 @@ class Walk:
     ``flag``: this rank's, at the end the largest of all.
     """
 
-    def __init__(self, ring: Ring, places: Places, kv: torch.Tensor, flag: Flag):
+    def __init__(self, ring: Ring, places: Route, kv: torch.Tensor, flag: Flag):
         self.flag = flag
         self._ring = ring
         self._places = places
@@ -104,7 +104,7 @@ class Ring(Mover):
             work.wait()
         return came
 
-    def go_around(self, places: Places, flag: Flag) -> Iterator[Hop]:
+    def go_around(self, places: Route, flag: Flag) -> Iterator[Hop]:
         """Yield each hop while the next block arrives."""
         places.wishes.fill_(flag)
         for step, hop in enumerate(places.hops):
@@ -136,7 +136,7 @@ class Ring(Mover):
             works = [dist.all_to_all_single(arriving, current, received, sent, self._group, async_op=True)]
         return works  # pyright: ignore[reportReturnType] none is missing: this rank is in the group
 
-    def _places(self, message: RingMessage) -> Places:
+    def _places(self, message: RingMessage) -> Route:
         """Return three places, used in turn: one is sent, one (the same, or the own block) is
         computed with, and into one the next block arrives. All are there before the first is sent.
 
@@ -157,5 +157,5 @@ class Ring(Mover):
                 begin = slot * stride + (turns - 1 - later) * unit
                 whole = buffer[begin : begin + unit + counts[source]]
                 hops.append(Hop(source, whole, whole[unit:].view(*form, message.keys[source], dim)))
-            self._laid[message] = Places(hops, buffer.as_strided((slots, turns), (stride, unit)))
+            self._laid[message] = Route(hops, buffer.as_strided((slots, turns), (stride, unit)))
         return self._laid[message]

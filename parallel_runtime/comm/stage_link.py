@@ -49,7 +49,7 @@ class Sends:
         """Wait until all but so many have gone."""
         while len(self._sending) > but:
             works, _buffer = self._sending.popleft()
-            wait_for(works, self._traffic)
+            await_works(works, self._traffic)
 
 
 class StageLink:
@@ -96,7 +96,7 @@ class StageLink:
             self._sends.start(token)
             self._sends.finish()
         else:
-            wait_for([dist.irecv(token, self._previous, self._from_before)], self.traffic)
+            await_works([dist.irecv(token, self._previous, self._from_before)], self.traffic)
         token[0].item()  # NCCL tells of a failure here
 
     def free_buffers(self) -> None:
@@ -179,7 +179,7 @@ class StageLink:
 
     def _wait(self, works: Works) -> None:
         self._before_waiting()
-        wait_for(works, self.traffic)
+        await_works(works, self.traffic)
 
     def check(self, but: int = 0) -> None:
         """Raise RuntimeError if a patch that was received belongs to another request; ``but`` so
@@ -212,7 +212,7 @@ def announcement(device: torch.device, *content: int) -> torch.Tensor:
     return torch.tensor(content, dtype=torch.int64, device=device)
 
 
-def wait_for(works: Works, traffic: Traffic) -> None:
+def await_works(works: Works, traffic: Traffic) -> None:
     began = time.perf_counter()
     for work in works:
         assert work is not None

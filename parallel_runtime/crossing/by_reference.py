@@ -23,7 +23,7 @@ from ..refusals import ON_ONE_GPU, patch_name
 from ..wire.tree import is_plain
 from .code import NotReferable, Reference, compiled, imported, reference_to, resolved
 
-Parts = Any  # a plain value, or [number of the object, kind, content...]; "same" for one that came before
+Flattened = Any  # a plain value, or [number of the object, kind, content...]; "same" for one that came before
 
 
 class Disassembly:
@@ -39,14 +39,14 @@ class Disassembly:
         self._transformer = transformer
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no address is handed out again
-        self.models: dict[int, Parts] = {}
+        self.models: dict[int, Flattened] = {}
         self.code: list[Any] = []
 
     @cached_property
     def _paths(self) -> dict[int, str]:
         return {id(module): path for path, module in self._transformer.named_modules()}
 
-    def take(self, value: Any, path: str) -> Parts:
+    def take(self, value: Any, path: str) -> Flattened:
         """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""
         is_gpu = type(value) is str and OF_A_GPU.fullmatch(value)
         if not is_gpu and not isinstance(value, SHARED) and is_plain(value):
@@ -128,13 +128,13 @@ class Assembly:
     Tensors that were on a GPU in the UI come to ``device``, and all of models. Raises Refused.
     """
 
-    def __init__(self, transformer: torch.nn.Module, models: dict[int, Parts], device: torch.device):
+    def __init__(self, transformer: torch.nn.Module, models: dict[int, Flattened], device: torch.device):
         self._modules = dict(transformer.named_modules())
         self._models = models
         self._device = device
         self._made: dict[int, Any] = {}
 
-    def put(self, taken: Parts) -> Any:
+    def put(self, taken: Flattened) -> Any:
         if not isinstance(taken, list):
             return taken
         number, kind, *content = taken
@@ -171,7 +171,7 @@ class Assembly:
         made = content.to(self._device, copy=True) if elsewhere else content.clone()
         return made.permute([order.index(axis) for axis in range(len(order))])
 
-    def _method(self, _number: int, function: Parts, owner: Parts) -> Any:
+    def _method(self, _number: int, function: Flattened, owner: Flattened) -> Any:
         bound = self.put(owner)  # None: a module of another stage's block, where nobody calls it
         return self.put(function) if bound is None else MethodType(self.put(function), bound)
 

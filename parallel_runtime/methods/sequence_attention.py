@@ -18,7 +18,7 @@ from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, partial_attention
 from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
-from ..comm.parts import Runs, runs_of, to_all
+from ..comm.parts import TensorRuns, runs_of, to_all
 from ..comm.traffic import Flag
 from ..errors import ModelError
 from ..families.plan import TokenPlan
@@ -204,7 +204,7 @@ class SequenceAttention(ABC):
         exchange.all_to_all([runs_of(out_BhgD, 2, tokens)], runs_of(out.transpose(1, 2), 1, heads.sizes))
         return joint.put_back(out, 1)
 
-    def _from_all(self, own: torch.Tensor, into: Runs, wish: float | None = None) -> Flag:
+    def _from_all(self, own: torch.Tensor, into: TensorRuns, wish: float | None = None) -> Flag:
         """Send ``own`` to all ranks of the sequence; have what each sent ``into`` its place. Return
         the largest wish.
         """

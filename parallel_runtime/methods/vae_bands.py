@@ -26,9 +26,8 @@ from ..errors import Refused
 from ..patches import Part
 from ..vae_modules import CHUNK_SIZE, IN_CHUNKS
 from .method import EvaluationFacts
-from .vae_windows import NEEDED, Windows
+from .vae_windows import NEEDED, ModuleForward, Windows
 
-Own = Callable[..., torch.Tensor]
 PIECES = 8  # in which numbers of less than fp32 are summed up, so that no copy is made of all
 PADS_ITSELF = "CarriedConv3d"  # ComfyUI's class of convolutions before which it repeats the rows at the edges
 NOISE = "decode_noise_scale"
@@ -132,7 +131,7 @@ class BandsOfRows:
         return self._comm.size == 1
 
     def _convolve(
-        self, added: int, module: nn.Conv2d, own: Own, x: torch.Tensor, *args: Any, **kwargs: Any
+        self, added: int, module: nn.Conv2d, own: ModuleForward, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Convolve a band as if it were a picture, then once more the output rows at its edges, of
         the rows that neighbours have: so no copy is made of the band, but of one that is all edge.
@@ -166,7 +165,7 @@ class BandsOfRows:
                 out.narrow(ROWS, out.shape[ROWS] - count, count).copy_(own(strip, *args, **kwargs))
         return out
 
-    def _normalise(self, module: nn.GroupNorm, own: Own, x: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, module: nn.GroupNorm, own: ModuleForward, x: torch.Tensor) -> torch.Tensor:
         if self._is_alone():
             return own(x)
         images, channels, *_ = x.shape
@@ -188,7 +187,7 @@ class BandsOfRows:
         out = F.batch_norm(x.reshape(1, images * channels, -1), mean, var, weight, bias, eps=module.eps)
         return out.reshape(x.shape)
 
-    def _average(self, module: nn.Module, own: Own, x: torch.Tensor) -> torch.Tensor:
+    def _average(self, module: nn.Module, own: ModuleForward, x: torch.Tensor) -> torch.Tensor:
         if self._is_alone():
             return own(x)
         (mean,), share = self._of_each(x.mean((-2, -1), dtype=torch.float32).unsqueeze(0), x.shape[ROWS])
@@ -204,7 +203,7 @@ class BandsOfRows:
         return every.unbind(1), to_device(sizes / sizes.sum(), mine.device).view(-1, 1, 1)
 
     def _attend(
-        self, module: nn.Module, own: Own, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, module: nn.Module, own: ModuleForward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Attend from this rank's rows (B, C, R, W) to all rows, of one head."""
         if self._is_alone():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ..comm.bands import ROWS
 from ..comm.rows import RowExchange
 
-Own = Callable[[torch.Tensor], torch.Tensor]
+ModuleForward = Callable[..., torch.Tensor]
 NEEDED = ("q", "k", "v", "proj_out", "patch_size")
 
 
@@ -37,7 +37,7 @@ class Windows:
             (block.proj_out, "forward", self.project),
         ]
 
-    def query(self, _conv: Any, own: Own, x: torch.Tensor) -> torch.Tensor:
+    def query(self, _conv: Any, own: ModuleForward, x: torch.Tensor) -> torch.Tensor:
         q = own(x)
         if self._is_alone():
             return q
@@ -46,7 +46,7 @@ class Windows:
         self._inside = slice(start - first, end - first)
         return F.pad(q, (0, 0, start - first, min(total, end - end % -self._side) - end))
 
-    def key(self, _conv: Any, own: Own, x: torch.Tensor) -> torch.Tensor:
+    def key(self, _conv: Any, own: ModuleForward, x: torch.Tensor) -> torch.Tensor:
         k = own(x)
         if self._is_alone():
             return k
@@ -69,5 +69,5 @@ class Windows:
         every[:, :, self._inside] = out.unflatten(-1, (-1, self._side))
         return every.flatten(2)
 
-    def project(self, _conv: Any, own: Own, x: torch.Tensor) -> torch.Tensor:
+    def project(self, _conv: Any, own: ModuleForward, x: torch.Tensor) -> torch.Tensor:
         return own(x if self._is_alone() else x[..., self._inside, :])

@@ -89,7 +89,8 @@ class WholeForward:
 
 
 OF_TORCH = frozenset(vars(nn.Module()))
-Kept = Mapping[str, Mapping[str, tuple[Any, ...]]]  # path of a module -> attribute -> it, and what it holds
+# path of a module -> attribute -> it, and its content
+KeptState = Mapping[str, Mapping[str, tuple[Any, ...]]]
 
 
 def on_one_gpu(model: nn.Module, does: str) -> Refused:
@@ -105,7 +106,7 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *on_device]
 
 
-def kept_state(model: nn.Module) -> Kept:
+def kept_state(model: nn.Module) -> KeptState:
     """Return the submodules that every module has, and the attributes and buffers that modules of
     ComfyUI's models have. Those of layers are left out: what keeps weights changes them.
     """
@@ -132,7 +133,7 @@ def held_in(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else ()
 
 
-def changed_since(model: nn.Module, before: Kept) -> str:
+def changed_since(model: nn.Module, before: KeptState) -> str:
     """Return the path of an attribute that is not what it was; empty where all are."""
     for path, now in kept_state(model).items():  # a module stands before those that it has
         for name in {**before[path], **now}:

@@ -48,7 +48,7 @@ OF_EXCHANGES, OF_UNLIKE, OF_RING, OF_RING_STEP, OF_PATCH, OF_SHARED_PATCH = 7, 7
 IDLE = 0.5 * 7 / 12
 NOWHERE = Box(name="", devices=(), levels=(), host_bytes_per_s=0.0, hop_s=0.0)  # where bytes are asked for
 
-Blocks = tuple[int, int]  # of a stage, [first, end)
+BlockRange = tuple[int, int]  # of a stage, [first, end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Costs:
     speeds: tuple[int, ...] = ()
 
     @cached_property
-    def stages(self) -> Sequence[Blocks]:
+    def stages(self) -> Sequence[BlockRange]:
         """The blocks of each stage; all of them without a pipeline."""
         if self.layout.stages == 1:
             return [(0, len(self.job.whole.block_flops))]
@@ -85,7 +85,7 @@ class Costs:
         ]
 
     @cached_property
-    def attentions_of(self) -> dict[Blocks, list[tuple[SharedAttention, int]]]:
+    def attentions_of(self) -> dict[BlockRange, list[tuple[SharedAttention, int]]]:
         """The kinds of attentions of each stage, and how many it has of each."""
         kinds = {one: SharedAttention(self.layout, one, self.speeds) for one in {*self.job.whole.attended}}
         found = {}
@@ -94,7 +94,7 @@ class Costs:
             found[blocks] = [(kinds[one], count) for one, count in counts.items()]
         return found
 
-    def blocks_of(self, rank: int) -> Blocks:
+    def blocks_of(self, rank: int) -> BlockRange:
         return self.stages[self.layout.stage(rank)]
 
     def sharers(self, rank: int, ranks: int) -> float:
@@ -144,7 +144,7 @@ class Costs:
 
     # -- messages
 
-    def ulysses_s(self, blocks: Blocks, share: float) -> float:
+    def ulysses_s(self, blocks: BlockRange, share: float) -> float:
         """Return the seconds of the exchanges of a stage's attentions."""
         if self.layout.ulysses == 1:
             return 0.0
@@ -198,7 +198,7 @@ class Costs:
 
     # -- memory
 
-    def activation_bytes(self, blocks: Blocks, forwards: Sequence[int]) -> int:
+    def activation_bytes(self, blocks: BlockRange, forwards: Sequence[int]) -> int:
         """Return what a rank holds beside weights: tensors of one of its group's ``forwards``, of
         so many images each, whole in a pipeline's warm-up, and buffers for messages, keys and
         values.

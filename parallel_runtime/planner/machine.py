@@ -22,7 +22,7 @@ ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")
 NOT_LINKED = re.compile(r"PCIe|NVL\b")  # of cards
 FP32_BYTES = 4
 NETWORK_GBITS = 10  # between machines: nothing measures it
-Known = Literal["measured", "published", "plain"]
+HowKnown = Literal["measured", "published", "plain"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MachineBox:
     """
 
     box: Box
-    known: Known
+    known: HowKnown
     said: str
     alone: Box | None = None
 

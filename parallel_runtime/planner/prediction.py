@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..weights.shared_layers import Sharing
 from . import messages
 from .box import Box
-from .cost import NOWHERE, Blocks, Costs, costs_of, joined_layout, latent_s, starting_s
+from .cost import NOWHERE, BlockRange, Costs, costs_of, joined_layout, latent_s, starting_s
 from .job import Job
 from .ways import Kept
 from .whole import Whole
@@ -212,13 +212,13 @@ def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
     return weights + activations + RESERVED, there + RESERVED
 
 
-def weight_bytes(whole: Whole, blocks: Blocks) -> int:
+def weight_bytes(whole: Whole, blocks: BlockRange) -> int:
     """Return the bytes of a rank's weights: those of its blocks, and of what is around them."""
     of_blocks = whole.block_weight_bytes
     return whole.weight_bytes - sum(of_blocks) + sum(of_blocks[slice(*blocks)])
 
 
-def sharded_bytes(whole: Whole, layout: Layout, blocks: Blocks, by_layer: bool = False) -> int:
+def sharded_bytes(whole: Whole, layout: Layout, blocks: BlockRange, by_layer: bool = False) -> int:
     """Return the bytes of weights where each rank of a sequence has a part of every block."""
     of = whole.shareable
     shared = of.around + sum(of.blocks[slice(*blocks)])

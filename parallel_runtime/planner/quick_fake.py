@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-Kind = Literal["new", "view", "same"]
+ResultKind = Literal["new", "view", "same"]
 
 
 class Unpredictable(Exception):
@@ -99,7 +99,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 @cache
-def operation_kind(func: Any) -> Kind | None:
+def operation_kind(func: Any) -> ResultKind | None:
     """Whether an operation makes tensors, returns views of its first argument, or that argument.
     None where it acts on anything else.
     """
@@ -127,7 +127,7 @@ def result_depends_on(value: Any) -> Any:
     raise Unpredictable
 
 
-def result_form(kind: Kind, made: Any, args: Sequence[Any]) -> Any:
+def result_form(kind: ResultKind, made: Any, args: Sequence[Any]) -> Any:
     """What to remember of an operation's result. Raises Unlike where it is not as its kind says."""
     if isinstance(made, (list, tuple)):
         found = [result_form(kind, one, args) for one in made]

@@ -21,7 +21,7 @@ from .shared_layers import Layer
 ALIGNED = 256
 
 
-class Place(NamedTuple):
+class PackedPlace(NamedTuple):
     """Where one stored tensor lies in the bytes of its block."""
 
     at: int
@@ -122,7 +122,7 @@ class ShardedBlock:
             for name, one in layer.parameters.items():
                 tree, places = taken_apart(one.form()), {}
                 for stored, tensor in stored_parts(tree).items():
-                    places[stored] = Place(at, tensor.shape, tensor.dtype)
+                    places[stored] = PackedPlace(at, tensor.shape, tensor.dtype)
                     at += aligned_bytes(places[stored].nbytes)
                 one.tree = with_tensors(tree, places)
                 one.placeholder = Placeholder(one.form(), device, f"{layer.path}.{name}")
@@ -154,7 +154,7 @@ class ShardedBlock:
         one.tree = with_tensors(tree, places)
         self.forget_views()
 
-    def _write(self, place: Place, tensor: torch.Tensor) -> None:
+    def _write(self, place: PackedPlace, tensor: torch.Tensor) -> None:
         own = self._own(place)
         if own:
             begin = self._rank * self.part.numel() - place.at
@@ -162,7 +162,7 @@ class ShardedBlock:
             content = tensor.detach().contiguous().reshape(-1)[elements].to(place.dtype)
             self.part[own.start : own.stop].copy_(content.view(torch.uint8))
 
-    def _own(self, place: Place) -> range:
+    def _own(self, place: PackedPlace) -> range:
         """Returns which bytes of this rank's part are of the tensor, none if it has none of it."""
         first, nbytes = self._rank * self.part.numel(), self.part.numel()
         begin = min(max(place.at - first, 0), nbytes)

@@ -213,7 +213,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 # room: so much is not free, and nothing was begun. skipped: for an earlier failure of this rank
-Kind = Literal["memory", "room", "refused", "error", "skipped"]
+FailureKind = Literal["memory", "room", "refused", "error", "skipped"]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -223,7 +223,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """
 
     request: int
-    kind: Kind
+    kind: FailureKind
     phase: str
     text: str
     trace: str = ""

@@ -12,7 +12,7 @@ import select
 import threading
 from datetime import timedelta
 
-from ..comm.cores import bus_of, giving_way, keep_to, near
+from ..comm.cores import bus_of, cores_near, giving_way, keep_to
 from ..wire.arena import ROOM, Board
 from ..wire.channel import Channel, ChannelClosed
 from ..wire.messages import Ready, Start
@@ -35,7 +35,7 @@ def watch_parent(channel: Channel) -> None:
     threading.Thread(target=wait, name="pipemesh-parent", daemon=True).start()
 
 
-def run(channel: Channel) -> None:
+def run_rank(channel: Channel) -> None:
     watch_parent(channel)
     start, (arena_fd, *store_fds) = channel.receive()
     assert isinstance(start, Start)
@@ -68,7 +68,7 @@ def run(channel: Channel) -> None:
 
     torch.set_num_threads(start.threads)
     if device.type == "cuda":
-        keep_to(near(bus_of(torch.cuda.get_device_properties(device))))
+        keep_to(cores_near(bus_of(torch.cuda.get_device_properties(device))))
         arena.pin(device)
     board.enter(start.rank, "joining")
     layout = Layout(**start.degrees)

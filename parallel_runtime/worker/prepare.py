@@ -25,7 +25,7 @@ def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1, device: torch.de
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    make_importable(comfyui, args)
+    make_comfyui_importable(comfyui, args)
     import comfy.model_base
     import comfy.model_management
 
@@ -44,7 +44,7 @@ def prepare(comfyui: str, args: dict[str, Any], ranks: int = 1, device: torch.de
     )
 
 
-def make_importable(comfyui: str, args: dict[str, Any]) -> None:
+def make_comfyui_importable(comfyui: str, args: dict[str, Any]) -> None:
     """Makes ``comfy`` importable as it is, with these arguments."""
     sys.path.insert(0, comfyui)
     import comfy.cli_args as cli

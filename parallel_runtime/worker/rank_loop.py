@@ -24,7 +24,7 @@ from ..errors import NoRoom, PipeMeshError
 from ..patches import Part
 from ..wire.arena import Board
 from ..wire.channel import Channel
-from ..wire.messages import PHASE, Close, Done, Failed, Forward, Kind, Request
+from ..wire.messages import PHASE, Close, Done, Failed, FailureKind, Forward, Request
 from ..wire.segment import Segment
 from .device_memory import DeviceMemory, is_out_of_memory
 from .handler import Enqueued, RequestHandler, Skipped, Stand
@@ -233,7 +233,7 @@ def look_rarely() -> None:
     gc.set_threshold(ALLOWED, *gc.get_threshold()[1:])
 
 
-def kind_of(error: Exception) -> Kind:
+def kind_of(error: Exception) -> FailureKind:
     """Returns the error's ``Failed.kind``."""
     if isinstance(error, Skipped):
         return "skipped"

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...parallel_runtime.client.alone import Judge, Shared
+from ...parallel_runtime.client.alone import Judge, SharedEvaluation
 from ...parallel_runtime.client.first_of import FirstOf
 from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, class_path, family_in, plan_for
@@ -32,7 +32,7 @@ from ...parallel_runtime.watch.python_file import tree_text
 from ...parallel_runtime.weights.quantised import dtypes_of
 from ...parallel_runtime.wire.messages import TrialStep
 from .known_hosts import KnownHosts, known_hosts
-from .rounding import error_of
+from .rounding import deviation_of
 
 PACK = Path(__file__).resolve().parents[2]
 RUNTIME, TRIAL = "parallel_runtime", "pool/trial"
@@ -270,9 +270,9 @@ class HostTrials:
                 self._begun[name] = done(kept)
                 return None
 
-        def judge(shared: Shared) -> None:
+        def judge(shared: SharedEvaluation) -> None:
             try:
-                error = error_of(shared, numbers)
+                error = deviation_of(shared, numbers)
             except (OutOfMemory, ModelError, Refused) as lost:
                 self.not_judged(model, str(lost))
                 return

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...parallel_runtime.client.alone import Change, Compute, Shared, as_it_is
+from ...parallel_runtime.client.alone import Change, Recompute, SharedEvaluation, as_it_is
 from ...parallel_runtime.tolerance import EVALUATION
 
 BOUND = EVALUATION.of_scale
@@ -24,10 +24,10 @@ FACTOR = 5.0  # CPUs differ from each other, and orders from other orders
 MOST = 2.0  # of an evaluation's scale: what is further off is another output, however much is rounding
 FP32 = "float32"
 
-Run = Callable[[Any], torch.Tensor]
+SampleModel = Callable[[Any], torch.Tensor]
 
 
-class Error(NamedTuple):
+class Deviation(NamedTuple):
     """``size``: how far an evaluation is off from what one rank makes of it. ``allowed``: how much
     may be rounding. Both are in units of the output's scale. ``computed_in``: the numbers of both.
     """
@@ -41,23 +41,25 @@ class Error(NamedTuple):
         return self.size <= self.allowed  # False for NaN
 
 
-def error_of(shared: Shared, numbers: str) -> Error:
+def deviation_of(shared: SharedEvaluation, numbers: str) -> Deviation:
     """Returns how far an evaluation that ranks shared is off from what one of them makes of it
     alone. ``numbers``: the MODEL's, as ``numbers_of`` has them. If they are not fp32, and it is off
     by no more than rounding, both are computed once more in fp32: in bf16 0.16 of the scale may be
     rounding, and a wrong token plan may be off by 0.09.
     """
-    found = _error_of(shared.made, shared.alone, numbers)
+    found = _deviation_of(shared.made, shared.alone, numbers)
     if numbers == FP32 or not found.is_rounding:
         return found
 
-    def in_fp32(compute: Compute, change: Change = as_it_is) -> list[torch.Tensor]:
+    def in_fp32(compute: Recompute, change: Change = as_it_is) -> list[torch.Tensor]:
         return compute(lambda latent: change(latent.float()), in_fp32=True)
 
-    return _error_of(in_fp32(shared.again), partial(in_fp32, shared.alone), FP32)
+    return _deviation_of(in_fp32(shared.again), partial(in_fp32, shared.alone), FP32)
 
 
-def _error_of(ours: list[torch.Tensor], alone: Callable[..., list[torch.Tensor]], numbers: str) -> Error:
+def _deviation_of(
+    ours: list[torch.Tensor], alone: Callable[..., list[torch.Tensor]], numbers: str
+) -> Deviation:
     """Where ``ours`` are off by more than is surely rounding in such numbers, that is measured: one
     rank computes a latent that is off by a rounding. That grows as any other order does.
     """
@@ -66,7 +68,7 @@ def _error_of(ours: list[torch.Tensor], alone: Callable[..., list[torch.Tensor]]
     if error > allowed:
         moved = EVALUATION.distance(alone(off_by_a_rounding), truth)
         allowed = min(MOST, max(allowed, FACTOR * moved))
-    return Error(error, allowed, numbers)
+    return Deviation(error, allowed, numbers)
 
 
 def off_by_a_rounding(latent: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,7 @@ def wrapped(model: Any, evaluate: Callable) -> Any:
     return clone
 
 
-def bound(run: Run, stock: Any, truth: torch.Tensor | None = None) -> float:
+def bound(run: SampleModel, stock: Any, truth: torch.Tensor | None = None) -> float:
     """The largest relative error at the end of ``run`` that rounding explains. ``truth``: what
     ``run(stock)`` gives, where it is known.
     """

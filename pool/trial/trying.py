@@ -63,16 +63,16 @@ class Compared:
         return f"{self.what}: off by {self.error:.2g}{self.unit}, up to {self.allowed:.2g} is rounding"
 
 
-def run(channel: Channel) -> None:
+def run_trial(channel: Channel) -> None:
     """Answer what ComfyUI's process asks until it closes the channel."""
     torch.set_num_threads(1)
     try:
         like, _ = channel.receive()
         assert isinstance(like, CountLike)
-        from ...parallel_runtime.worker.prepare import make_importable
+        from ...parallel_runtime.worker.prepare import make_comfyui_importable
 
         args = decode_plain(like.comfy_args)
-        make_importable(like.comfyui, args)
+        make_comfyui_importable(like.comfyui, args)
         asked, _ = channel.receive()
         assert isinstance(asked, Try)
         keeper = PoolKeeper(RankSetup(comfyui=like.comfyui, comfy_args=args))
@@ -95,7 +95,7 @@ def tried(kind: str, keeper: PoolKeeper, tell: Callable[[TrialStep], None] = lam
         turns = [(*way, sample) for way in WAYS for sample in samples]
         for number, (name, layout, compare, sample) in enumerate(turns):
             tell(TrialStep(text=f"{sample.name} {name}", done=number, total=len(turns)))
-            for one in compare(sample, pool_of(keeper, layout)):
+            for one in compare(sample, pool_with(keeper, layout)):
                 compared.append(one)
                 if not one.is_same:
                     return Tried(is_same=False, says=str(one))
@@ -136,7 +136,7 @@ def tiny(sample: Sample) -> Size:
     return sample.tiny.size(sample.heads[-1])
 
 
-def pool_of(keeper: PoolKeeper, layout: Layout) -> RemotePool:
+def pool_with(keeper: PoolKeeper, layout: Layout) -> RemotePool:
     from ...parallel_runtime.client.remote_pool import RemotePool
 
     handle = keeper.handle(place(layout, "cpu", "gloo", ()))
