@@ -254,7 +254,7 @@ class Runtime:
         for placement, pool in list(self._pools.items()):
             if any(one is run for one in list(pool.runs.recent)):
                 alone = partial(longer_alone, run, placement, self.planning.of(run))
-                return pool.runs.once(run, "alone", alone)
+                return run.once("alone", alone)
         return None
 
     def last_run(self, only: Choice | None = None) -> tuple[PoolHandle, RemotePool, Run] | None:
@@ -265,7 +265,7 @@ class Runtime:
             (handle, pool, run)
             for handle, pool in self.pools(only)
             for run in list(pool.runs.recent)
-            if pool.session is not None and run.evaluations
+            if pool.sessions.live is not None and run.evaluations
         ]
         return max(ran, key=lambda one: one[2].began_s, default=None)
 
@@ -316,8 +316,8 @@ class Runtime:
 def tell_of_mode(teller: Teller, pool: RemotePool, mode: str) -> None:
     """Tell the user how a run in patches, which begins now, is sampled."""
     text = f"PipeMesh samples in patches, {mode}."
-    if pool.last_run is not None:
-        pool.last_run.mode = mode
+    if pool.runs.last is not None:
+        pool.runs.last.mode = mode
     teller.tell(Told(text, stays=True))
 
 

@@ -183,7 +183,7 @@ class Steps:
             self._ends.clear()
             patcher = self._guider.model_patcher
             pool = pool_of(patcher)
-            self.run, self.layout = (pool.last_run, pool.layout) if pool is not None else (None, None)
+            self.run, self.layout = (pool.runs.last, pool.layout) if pool is not None else (None, None)
             self.is_on_one_gpu = self.run is None and not patcher.get_additional_models_with_key("multigpu")
         self._ends.append(self._clock())
         if self.run is not None and len(args) >= OF_ALL:

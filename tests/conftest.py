@@ -254,8 +254,8 @@ def broken(setup, tmp_path_factory):
 
     def client(mutation: str, *degrees: int) -> RemotePool:
         mutation_file.write_text(mutation)
-        if degrees in made and made[degrees].session is not None:
-            for model in list(made[degrees].session.models):  # ranks break when they load
+        if degrees in made and made[degrees].sessions.live is not None:
+            for model in list(made[degrees].sessions.live.models):  # ranks break when they load
                 made[degrees].residency.release(model)
         pool = pools(*degrees)
         made[degrees] = RemotePool(pool.sessions._handle)
@@ -348,7 +348,7 @@ def client(clients):
 def requests(client, monkeypatch):
     """Counts what is asked of the pool, by message type."""
     client.sessions.open(lambda: False)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     seen = Counter()
     real = pool.submit
 

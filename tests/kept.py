@@ -22,7 +22,7 @@ LIFETIMES = {
         " Conds._origins EnteredBlocks._most Evaluation.spans"
         " FreeRun._arguments,_gathering,_seen*,_timelines,_waiting GuiderSeam._inside"
         " KVBuffers._buffers*,_filled,_left* KeptTokens._made* PoolSampling._lent,_sampled"
-        " PromptTimes._runs RowsApart._not_now Run.branches,evaluations,groups,joined"
+        " PromptTimes._runs RowsApart._not_now Run.evaluations,joined,sums RunNames.branches,groups,looked_at"
         " KeptBranch.shapes StageMessages._received,_sent StepTimes._runs,_stepped Steps._ends"
         " QueuedSampler.steps Timeline._counts"
     ),
@@ -47,10 +47,10 @@ LIFETIMES = {
         " StopFlag._later Trail._places"
     ),
     "ComfyUI or a worker": (
-        "Auto._others Beside._enough,_more,reloads,restarted Counts._begun Evaluations._failed,_looked_at"
+        "Auto._others Beside._enough,_more,reloads,restarted Counts._begun"
         " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
         " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
-        " Runs._open,_sums,checks,faults,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
+        " Runs._open,checks,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
         " Sessions.at_close"
         " StageBalance._measured,_seconds*,_wanted Switch._last TooLarge._failed _tell_of_sage alike cut_latent"
         " figures"

@@ -102,7 +102,7 @@ def assert_alike(ours, stock):
 
 def at_once(ours):
     """Images of the last run."""
-    return ours.model.remote.pool.last_run.queued.at_once
+    return ours.model.remote.pool.runs.last.queued.at_once
 
 
 def assert_one_by_one(workflow, change=lambda model: model):

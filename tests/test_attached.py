@@ -120,7 +120,7 @@ def test_evaluations_that_a_step_cache_skips_are_skipped_in_the_pool(files, clie
     parallel = parallel_of(load(files["model"]), clients, degrees)
     assert relative_error(run(cached(parallel), steps=8), truth) <= BOUND
     assert 0 < len(counted) < 8
-    assert len(parallel.remote.pool.last_run.evaluations) == len(counted)
+    assert len(parallel.remote.pool.runs.last.evaluations) == len(counted)
 
 
 @pytest.mark.parametrize("degrees", [ULYSSES, PIPEFUSION] if ALL else [ULYSSES], ids=str)

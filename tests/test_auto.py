@@ -73,10 +73,10 @@ def test_what_ranks_held_for_auto_mode_is_freed_once_it_is_off(auto, settings, c
     model = load(files["model"])
     settings(True)
     run(model)
-    assert client.session.models
+    assert client.sessions.live.models
     settings(False)
     run(model)
-    assert not client.session.models
+    assert not client.sessions.live.models
 
 
 def test_a_model_that_is_being_compared_with_stock_is_on_one_gpu_and_in_the_pool_after_that(
@@ -318,9 +318,9 @@ def test_what_is_refused_leaves_other_models_in_the_ranks(auto, settings, client
     model = load(files["model"])
     settings(True)
     run(model)
-    held = set(client.session.models)
+    held = set(client.sessions.live.models)
     run(unet(), latent=torch.zeros(1, 4, 8, 8))
-    assert held and held <= set(client.session.models)
+    assert held and held <= set(client.sessions.live.models)
     requests.clear()
     run(model)
     assert requests["Forward"] and not requests["Load"]
@@ -335,9 +335,9 @@ def test_a_refused_guider_inside_another_leaves_the_outer_ones_model_in_the_rank
         """In the last step: ComfyUI itself ends what samples one model within another's steps."""
         steps.append(args)
         if len(steps) == 3:
-            held.update(client.session.models)
+            held.update(client.sessions.live.models)
             run(with_patch(model))
-            assert held <= set(client.session.models)
+            assert held <= set(client.sessions.live.models)
         return args["denoised"]
 
     steps, held, outer = [], set(), model.clone()

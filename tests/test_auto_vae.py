@@ -42,11 +42,11 @@ def test_the_third_picture_of_a_kind_is_made_in_the_pool_and_is_the_same(switche
 def test_switched_off_a_vae_is_stocks_and_ranks_free_it(switched, requests, client):
     vae = loaded(video_weights())
     truth, *_ = (USES["decode"](vae) for _ in range(3))
-    before = len(client.session.models)
+    before = len(client.sessions.live.models)
     requests.clear()
     switched(False)
     assert torch.equal(USES["decode"](vae), truth) and not requests["Forward"]
-    assert len(client.session.models) == before - 1
+    assert len(client.sessions.live.models) == before - 1
 
 
 def test_a_picture_that_is_made_while_a_sampler_runs_is_stocks(switched, requests, client):
@@ -64,13 +64,13 @@ def test_a_vae_that_nobody_holds_any_more_goes_and_ranks_free_it(switched, clien
     vae = loaded(video_weights())
     for _ in range(3):
         USES["decode"](vae)
-    gone, before = weakref.ref(vae), len(client.session.models)
+    gone, before = weakref.ref(vae), len(client.sessions.live.models)
     del vae
     gc.collect()
     assert gone() is None
     USES["decode"](loaded(video_weights()))
     client.residency._release_unused()
-    assert len(client.session.models) < before
+    assert len(client.sessions.live.models) < before
 
 
 def test_what_the_pool_refuses_is_made_by_stock_with_one_notice(switched, requests):
@@ -89,13 +89,13 @@ def test_a_cut_that_computes_something_else_is_stocks_picture_with_the_figure(sw
     vae = loaded(video_weights())
     pictures, held = (
         [],
-        len(switched.runtime._client.session.models) if switched.runtime._client.session else 0,
+        len(switched.runtime._client.sessions.live.models) if switched.runtime._client.sessions.live else 0,
     )
     for prompt in "abcde":
         with CurrentNodeContext(prompt, "7"):
             pictures.append(USES["decode"](vae))
     assert all(torch.equal(pictures[0], one) for one in pictures)
-    assert len(switched.runtime._client.session.models) == held, "ranks free it"
+    assert len(switched.runtime._client.sessions.live.models) == held, "ranks free it"
     (notice,) = switched.notices.latest()
     assert "by bands of rows is" in notice.text and "% off from what one device makes" in notice.text
     assert notice.count == 1, "it is tried once"

@@ -122,7 +122,7 @@ def test_groups_and_stages_say_the_same_sentence_and_their_run_keeps_it(file, cl
     parallel = parallelize(load(str(file.path)), pool, 0.0, patching)
     with pytest.raises(Refused, match="changed on disk") as refused:
         run(parallel, steps=4, cfg=4.0, callback=file.during("cut short"))
-    assert pool.runs.faults[pool.last_run] == str(refused.value)
+    assert pool.runs.last.fault == str(refused.value)
     assert not image_or_sentence(None, lambda: run(parallel, cfg=4.0)), "the same again, no second fault"
 
 

@@ -25,7 +25,6 @@ from pipemesh.parallel_runtime.errors import (
 )
 from pipemesh.parallel_runtime.forward import forward_binder, forward_patch
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import (
     Done,
@@ -111,7 +110,7 @@ def remote(pool: Ledger, *models: str) -> RemotePool:
 
 def submit(pool: RemotePool, arguments: dict, model: str = "a") -> Ticket:
     run = pool.runs.of(model)
-    return pool.evaluations.submit(run, Work(arguments, Branch(("cond",))), Part(run.id, 0, (0, 4, False)))
+    return pool.evaluations.submit(run, Work(arguments, Branch(("cond",))), (0, 4, False))
 
 
 def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
@@ -122,7 +121,7 @@ def test_a_submission_that_cannot_be_written_leaves_no_room_taken():
     x = torch.zeros(1, 16, 64, 64)
     with pytest.raises(Refused, match="transformer_options/thing"):
         submit(client, {"x": x, "timestep": x, "transformer_options": {"thing": object()}})
-    assert pool.arena.take(1) == first and not client.session.tickets
+    assert pool.arena.take(1) == first and not client.sessions.live.tickets
 
 
 def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_last_is_back():
@@ -148,7 +147,7 @@ def test_patches_in_flight_share_what_was_written_of_their_evaluation_until_the_
     trees = [message.arguments for message in pool.submitted]
     assert trees[0] == trees[1] != trees[2]
     place = place_of(residual, pool.submitted[0])
-    for ticket in list(client.session.tickets[:2]):
+    for ticket in list(client.sessions.live.tickets[:2]):
         assert not is_free(place), "one of the two is on its way"
         client.evaluations.collect(ticket, lambda: False)
     assert is_free(place)
@@ -199,9 +198,9 @@ def test_what_is_left_of_a_run_after_another_inside_it_ends_with_it_and_once_in_
 def test_an_evaluation_without_a_sampler_begins_a_run_by_itself_which_is_in_nobodys_way():
     client = remote(Ledger(room=2), "a", "b")
     evaluate(client, "a")
-    run = client.last_run
+    run = client.runs.last
     evaluate(client, "a")
-    assert client.last_run is run and len(run.evaluations) == 2
+    assert client.runs.last is run and len(run.evaluations) == 2
     assert client.residency.make_room("b") and not client.residency.held("a")
 
 
@@ -211,7 +210,7 @@ def test_a_model_that_a_guider_evaluates_beside_the_sampled_one_is_in_the_same_r
     run = client.runs.begin("a")
     for model in "abab":
         evaluate(client, model)
-    assert client.last_run is run and len(run.evaluations) == 4
+    assert client.runs.last is run and len(run.evaluations) == 4
     assert client.residency.make_room("x") and not client.residency.make_room("x"), "c is in no run"
     client.runs.end("a")
     assert pool.asked[-2:] == [("EndRun", "a"), ("EndRun", "b")]
@@ -258,7 +257,7 @@ def test_an_end_of_a_run_that_was_not_answered_is_told_and_not_raised(monkeypatc
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(client.session.pool, "ask", fail)
+    monkeypatch.setattr(client.sessions.live.pool, "ask", fail)
     client.runs.end("a")
     assert ("gone" in caplog.text) == (str(error) == "gone")
 
@@ -299,7 +298,7 @@ def test_an_evaluation_whose_conditioning_was_not_the_one_assumed_is_called_back
     )
     first, assumed, right = (request.arguments for request in pool.submitted)
     assert first == assumed != right
-    assert len(client.last_run.evaluations) == 2
+    assert len(client.runs.last.evaluations) == 2
 
 
 def test_the_time_of_an_evaluation_is_that_of_all_its_attempts(monkeypatch):
@@ -309,7 +308,7 @@ def test_the_time_of_an_evaluation_is_that_of_all_its_attempts(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     began = next(clock) + 1
     evaluate(client, "a", conditioned(2.0))
-    assert client.last_run.evaluations[-1].began == began
+    assert client.runs.last.evaluations[-1].began == began
 
 
 def test_an_evaluation_that_no_rank_returns_an_output_of_is_an_error(monkeypatch):
@@ -339,7 +338,7 @@ def test_a_submission_that_could_not_be_sent_is_not_in_flight_and_holds_no_model
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(pool, "submit", fail)
         evaluate(client, "a")
-    assert not client.session.tickets
+    assert not client.sessions.live.tickets
     client.residency.release("a")
     assert pool.models == []
 
@@ -355,7 +354,7 @@ def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatc
     monkeypatch.setattr(ConditioningCache, "_is_content", fail)
     with pytest.raises(MemoryError):
         evaluate(client, "a", conditioned(1.0))
-    assert pool.abandoned == 1 and not client.session.tickets
+    assert pool.abandoned == 1 and not client.sessions.live.tickets
 
 
 def load(client: RemotePool, *models: str) -> None:
@@ -405,10 +404,10 @@ def test_a_release_that_ranks_fail_in_is_told_and_fails_nobody_who_needed_the_me
 
     monkeypatch.setattr(pool, "answer", fail)
     client.residency.release("a")
-    assert list(client.session.models) == ["b"] and "Rank 0 failed while releasing" in caplog.text
-    client.session.leaving.append("b")
-    client.residency.release_leaving(client.session)
-    assert not client.session.models
+    assert list(client.sessions.live.models) == ["b"] and "Rank 0 failed while releasing" in caplog.text
+    client.sessions.live.leaving.append("b")
+    client.residency.release_leaving(client.sessions.live)
+    assert not client.sessions.live.models
 
 
 def test_a_cancel_amid_making_room_forgets_no_model_that_the_ranks_hold():

@@ -292,9 +292,9 @@ def test_blocks_whose_weights_are_gathered_are_not_compiled(files, clients):
     pool = clients(2)
     parallel = parallelize(eager(load(files["model"])), pool, 0.0, weights="sharded")
     assert relative_error(run(parallel), truth) <= BOUND
-    assert run_figures(pool.last_run, "m", "gloo").to_compile == "m"
+    assert run_figures(pool.runs.last, "m", "gloo").to_compile == "m"
     run(parallelize(load(files["model"]), pool, 0.0, weights="sharded"))
-    assert run_figures(pool.last_run, "m", "gloo").to_compile == ""
+    assert run_figures(pool.runs.last, "m", "gloo").to_compile == ""
 
 
 COMPILED_BY_MODEL = weakref.WeakKeyDictionary()

@@ -301,7 +301,7 @@ def test_one_sampler_of_all_patches_goes_on_with_a_whole_evaluation_in_a_fresh_p
     prompts()
 
     def whole():
-        return [one.part.patch is None for one in prompts.remote.last_run.evaluations]
+        return [one.part.patch is None for one in prompts.remote.runs.last.evaluations]
 
     before = sum(whole())
 

@@ -94,7 +94,7 @@ def dispatched(pair):
 
 def outputs_held(client):
     """Descriptors of outputs that this process has, and ranks that wait for a request."""
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     while any(pool.arena.board.phase(rank) != "waiting" for rank in pool.facts.everyone):
         os.sched_yield()
     held = [fd for pid in (*pool.ranks.pids, os.getpid()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
@@ -109,14 +109,14 @@ def test_outputs_that_do_not_fit_come_with_their_answers_in_memory_that_is_the_c
     before = client.sessions.open(never).pool.arena.nbytes
     outputs = [*dispatched(client, 2), *dispatched(client, 2)]
     assert len({one.untyped_storage().data_ptr() for one in outputs}) == 4
-    assert client.session.pool.arena.nbytes == before
+    assert client.sessions.live.pool.arena.nbytes == before
     assert outputs_held(client) == []
 
 
 def test_a_rank_without_room_for_an_output_says_so_and_the_pool_goes_on(client, dispatched):
     """Before it writes there: the system would end it with a signal."""
     dispatched(client, 1)
-    pool, before = client.session.pool, resource.getrlimit(resource.RLIMIT_FSIZE)
+    pool, before = client.sessions.live.pool, resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         for pid in pool.ranks.pids:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 10, before[1]))
@@ -126,7 +126,7 @@ def test_a_rank_without_room_for_an_output_says_so_and_the_pool_goes_on(client, 
         for pid in pool.ranks.pids:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
     dispatched(client, 1)
-    assert client.session.pool is pool and outputs_held(client) == []
+    assert client.sessions.live.pool is pool and outputs_held(client) == []
 
 
 def test_torch_computes_on_one_thread_inside_and_on_as_many_as_before_afterwards():

@@ -94,7 +94,7 @@ def test_it_costs_one_evaluation_once_for_each_comfyui_class_and_numbers(trials,
     ours, pool = in_groups(PAIR, stock, **watched(made))
     assert_same(partial(run, cfg=4.0), ours, stock)
     assert alone_in(pool) == 1
-    assert len(ours.remote.pool.last_run.evaluations) == 6, "it is none of the run's"
+    assert len(ours.remote.pool.runs.last.evaluations) == 6, "it is none of the run's"
     assert [one.name for one in made.verdicts()] == ["Flux", "Flux in float32"]
     run(ours)
     assert alone_in(pool) == 0
@@ -111,7 +111,7 @@ def test_it_costs_one_evaluation_once_for_each_comfyui_class_and_numbers(trials,
         again, pool = in_groups(PAIR, stock_model(5, numbers), **watched(trials(**changed)))
         run(again)
         assert alone_in(pool) == times, why
-        assert len(again.remote.pool.last_run.evaluations) == 3
+        assert len(again.remote.pool.runs.last.evaluations) == 3
 
 
 def test_groups_that_share_no_evaluation_have_nothing_to_compare(trials):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
-from pipemesh.parallel_runtime.client.run import Run
+from pipemesh.parallel_runtime.client.runs import Runs
 from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, joined_outputs, take
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
@@ -43,13 +43,15 @@ def test_a_batch_of_one_branch_is_cut_for_the_groups():
 
 
 def test_a_pipelines_branch_stays_in_its_group_and_new_ones_go_where_least_is_to_do():
-    run = Run()
+    runs = Runs(SimpleNamespace(live=None, at_close=[]))
+    run = runs.begin("m")
     assert [
-        run.group_of(branch, weight, 2)
+        run.names.group_of(branch, weight, 2)
         for branch, weight in (("a", 3), ("b", 1), ("c", 1), ("d", 2), ("a", 3))
     ] == [0, 1, 1, 1, 0]
-    run.restart(2)
-    assert run.group_of("b", 1, 2) == 0
+    run.names.part("a")
+    runs.restart(run)
+    assert run.names.group_of("b", 1, 2) == 0
 
 
 # -- rows of a batch

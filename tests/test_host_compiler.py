@@ -53,7 +53,7 @@ def test_nothing_is_recorded_of_a_run_in_the_pool_and_all_of_others(pair, client
     for one in (stock, parallel):
         one.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "compiler", recording.begin)
     client.sessions.open(lambda: False)
-    pool, asked = client.session.pool, []
+    pool, asked = client.sessions.live.pool, []
     real = type(pool).submit
 
     def submit(self, request, *args):

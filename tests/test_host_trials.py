@@ -425,14 +425,14 @@ def test_a_pool_by_hand_is_asked_before_ranks_load_a_model(clients, files, trial
     client, trial.answer = clients(2), (False, "off by 0.9")
     trial.ends.set()
     made = trials(replace(NOTHING, types=known_hosts().types))
-    loads = client.session.loads if client.session else 0
+    loads = client.sessions.live.loads if client.sessions.live else 0
     ours = parallelize(model, client, 0.0)
     pool, before = ours.remote.pool, ours.remote.pool.admission
     pool.admission = Admission(lambda one: made.admit(type(one.diffusion_model), never, model=one))
     try:
         with pytest.raises(Refused, match=r"off by 0\.9"):
             run(ours)
-        assert (client.session.loads if client.session else 0) == loads
+        assert (client.sessions.live.loads if client.sessions.live else 0) == loads
     finally:
         pool.admission = before
     assert relative_error(run(ours), truth) <= BOUND

@@ -270,7 +270,7 @@ def test_sets_that_are_kept_go_first_where_memory_lacks_and_models_after_them(mo
             rank.switch(name)
         rank.pool.is_full, rank.pool.asked = True, []
         assert rank.switch("a")[0]
-        assert DropSets in rank.pool.asked and list(rank.client.session.models) == ["m"]
+        assert DropSets in rank.pool.asked and list(rank.client.sessions.live.models) == ["m"]
         make_room = rank.client.residency.make_room
         assert make_room("m") and not make_room("m"), "b was kept, and nothing is any more"
 
@@ -338,4 +338,4 @@ def test_lora_hooks_that_take_turns_are_sent_once_each_and_the_image_is_stocks(
     assert asked == [8, 7, 8], (
         "six switches, from the model's own weights at first; two are sent when asked for"
     )
-    assert all(memory.sets for memory in client.session.pool.memory)
+    assert all(memory.sets for memory in client.sessions.live.pool.memory)

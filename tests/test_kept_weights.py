@@ -64,13 +64,13 @@ def test_offloaded_weights_are_stocks(files, clients, monkeypatch):
     model = kept(load(files["model"]), clients, "ulysses", "offloaded")
     truth, ours = (run(with_model_lora(one, files, 1.0)) for one in (stock, model))
     assert relative_error(ours, truth) <= BOUND
-    held = pool.session.pool.memory[0].model
+    held = pool.sessions.live.pool.memory[0].model
     assert 0 < held < 0.6 * sum(p.nbytes for p in stock.model.diffusion_model.parameters())
 
 
 def release_all(pool):
     """The models of other tests."""
-    for model in list(pool.session.models) if pool.session is not None else ():
+    for model in list(pool.sessions.live.models) if pool.sessions.live is not None else ():
         pool.residency.release(model)
 
 

@@ -402,7 +402,7 @@ def test_a_ring_attends_by_the_ranks_own_kernels_and_tells_them_how_the_host_att
 def test_ranks_around_a_ring_tell_which_kernel_they_use_and_others_have_none(clients):
     for degrees, kernels in (((1, 2), [CPU_FLASH.name] * 2), ((2,), ["", ""])):
         clients(*degrees).sessions.open(lambda: False)
-        pool = clients(*degrees).session.pool
+        pool = clients(*degrees).sessions.live.pool
         assert [(one.kernel, one.refused_kernels) for one in pool.ready] == [
             (kernel, ()) for kernel in kernels
         ]

@@ -13,7 +13,6 @@ from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.patches import Part
 
 from .joint_model import CONDS, Model
 from .late_pool import pooled
@@ -71,8 +70,7 @@ class Sampler:
             if (step, branch) not in given:
                 given[step, branch] = {**on_gpu(arguments_of(step, branch)), "transformer_options": {}}
             name = Branch((str(branch),))
-            part = Part(run.id, run.number_of(name), patch)
-            tickets.append((place, evaluations.submit(run, Work(given[step, branch], name), part)))
+            tickets.append((place, evaluations.submit(run, Work(given[step, branch], name), patch)))
             if len(tickets) == IN_FLIGHT:
                 collect()
         while tickets:

@@ -318,7 +318,7 @@ def test_models_and_loras_take_turns_in_sight_and_each_lora_goes_once_to_a_machi
             ),
         ):
             run(ours[0])
-        assert client.session.loads == 0
+        assert client.sessions.live.loads == 0
     sent = [bytes_sent(machine, SetWeightPatches) for machine in far]
     for strength in TURNS:
         truths, came = (

@@ -18,7 +18,7 @@ from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.client.run import Evaluation, RunNames
 from pipemesh.parallel_runtime.comm.shares import EVEN, group_speeds, relative, shares_of, stage_speeds
 from pipemesh.parallel_runtime.families.every import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout, Split
@@ -190,8 +190,8 @@ def test_images_and_prompts_go_to_groups_by_their_speed():
     assert plan.shares == ((0, 0, 2, 0), (0, 2, 3, 1))
     long_prompt_second = plan_branches([Batch(1, 1, 1.0), Batch(1, 1, 2.0)], 2, (1,), (50, 100))
     assert [share.group for share in long_prompt_second.shares] == [0, 1]
-    run = Run()
-    assert [run.group_of(branch, 1.0, 2, (100, 30)) for branch in "abcd"] == [0, 0, 0, 1]
+    names = RunNames()
+    assert [names.group_of(branch, 1.0, 2, (100, 30)) for branch in "abcd"] == [0, 0, 0, 1]
 
 
 # -- devices
@@ -393,8 +393,8 @@ def test_workers_share_by_the_speeds_that_they_are_told_and_the_image_is_stocks_
             )
             assert_same(lambda model: run(model, cfg=3.0), ours, stock)
             assert_same(run, ours, stock)
-            return pool.last_run.evaluations[-1].sent_bytes, [
-                memory.model for memory in pool.session.pool.memory
+            return pool.runs.last.evaluations[-1].sent_bytes, [
+                memory.model for memory in pool.sessions.live.pool.memory
             ]
         finally:
             handle.close()

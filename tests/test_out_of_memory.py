@@ -49,4 +49,4 @@ def test_a_rank_that_runs_out_of_memory_is_named_and_the_next_run_is_right(broke
             sample(model, of)
         client.runs._ids = count(2 * number + 2, 2)
         assert relative_error(sample(model, of), right) <= bound
-        assert client.session.pool.idle
+        assert client.sessions.live.pool.idle

@@ -152,12 +152,12 @@ def test_a_vae_beside_a_sampled_model_is_loaded_once_and_no_report_takes_it_for_
     _, model = pair
     vae = parallel(stock["video"], client)
     run(model)
-    last = client.last_run
+    last = client.runs.last
     vae.decode(noise(1, 16, 1, 6, 4))
     requests.clear()
     run(model, callback=lambda *_: vae.decode(noise(1, 16, 1, 6, 4)))
     assert requests["Load"] == requests["Release"] == 0
-    assert client.last_run is not last and len(client.last_run.evaluations) == 3
+    assert client.runs.last is not last and len(client.runs.last.evaluations) == 3
 
 
 def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, client):
@@ -177,12 +177,12 @@ def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(st
 
     vae, latent = parallel(stock["video"], client), noise(1, 16, 3, 8, 6)
     truth = vae.decode(latent)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     once = Once(lambda: in_forward(pool, 1, 30), mm.interrupt_current_processing)
     with pytest.raises(mm.InterruptProcessingException):
         vae.decode(noise(1, 16, 9, 32, 24))
     once.join()
-    assert torch.equal(vae.decode(latent), truth) and client.session.pool is pool
+    assert torch.equal(vae.decode(latent), truth) and client.sessions.live.pool is pool
 
 
 def test_a_long_work_shows_a_page_how_far_it_is_once_its_steps_were_counted(stock, client, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_next_is
     """
     vae, latent = parallel(stock["image"], client), noise(1, 16, 8, 6)
     truth = vae.decode(latent)
-    pool, tiles = client.session.pool, []
+    pool, tiles = client.sessions.live.pool, []
     vae.decode_tiled_ = lambda samples: tiles.append(samples.shape) or truth.movedim(-1, 1)
     with caplog.at_level(logging.WARNING), confined(pool.ranks.pids, room=4 << 20):
         vae.decode(noise(1, 16, 512, 512))

@@ -104,7 +104,7 @@ def test_a_pipeline_computes_what_one_process_does_whatever_its_number_of_stages
     model = pipeline(family, layout, patches)
     assert relative_error(sample(model, of), truths.patched(of, patches)) <= truths.bound(of)
     together = plan_for(type(model.model.diffusion_model)).together
-    if any(evaluation.part.patch for evaluation in model.remote.pool.last_run.evaluations):
+    if any(evaluation.part.patch for evaluation in model.remote.pool.runs.last.evaluations):
         # It is asynchronous
         assert relative_error(truths.patched(of, patches), truths.stock(of)) > 100 * BOUND
     else:
@@ -175,7 +175,7 @@ def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
     """
     of = case(sampler="heun")
     ours = sample(pipeline(PLAIN, (2, 1), 3, warm_up=3), of)
-    parts = [one.part for one in clients(1, 1, 2).last_run.evaluations]
+    parts = [one.part for one in clients(1, 1, 2).runs.last.evaluations]
     assert sum(part.patch is None for part in parts) == 2 * 3
     assert relative_error(ours, sample(reference(stock_model(HEADS), 3, 3), of)) <= truths.bound(of)
 
@@ -184,13 +184,13 @@ def test_warm_up_counts_evaluations_not_steps(pipeline, clients, truths):
 def test_a_stage_holds_its_own_blocks_and_the_ends_and_nothing_else(pipeline, clients, truths, layout):
     stages, ulysses = layout
     pool_of = clients(ulysses, 1, stages)
-    for name in list(pool_of.session.models if pool_of.session else ()):
+    for name in list(pool_of.sessions.live.models if pool_of.sessions.live else ()):
         pool_of.residency.release(name)
     sample(pipeline(VIDEO, layout, 4), case(VIDEO))
     model = truths.stock_model(VIDEO).model.diffusion_model
     blocks = [sum(tensor.nbytes for tensor in block.parameters()) for block in model.blocks]
     ends = sum(tensor.nbytes for tensor in model.parameters()) - sum(blocks)
-    held = [memory.model for memory in pool_of.session.pool.memory]
+    held = [memory.model for memory in pool_of.sessions.live.pool.memory]
     cut = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
     assert sorted(held) == sorted(ends + size * blocks[0] for size in cut for _ in range(ulysses))
 
@@ -229,12 +229,12 @@ def test_weight_patches_reach_every_stage_and_a_change_of_strength_reloads_nothi
     of, warm = case(), pipeline(PLAIN, layout, 4, ALL_WARM)
     sample(warm, of)
     client = clients(layout[1], 1, layout[0])
-    loads = client.session.loads
+    loads = client.sessions.live.loads
     for strength in (1.0, -0.5):
         stock = sample(with_patched_weights(truths.stock_model(PLAIN), strength), of)
         assert relative_error(stock, truths.stock(of)) > 100 * BOUND
         assert relative_error(sample(with_patched_weights(warm, strength), of), stock) <= truths.bound(of)
-    assert client.session.loads == loads
+    assert client.sessions.live.loads == loads
 
 
 def test_a_stage_patches_the_weights_it_has_and_no_others(broken_pipeline, truths):
@@ -350,23 +350,23 @@ def test_conditioning_is_looked_at_once_at_most_for_all_patches_of_an_evaluation
 def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pipeline, truths):
     (model, client), of = broken_pipeline("dear_first_blocks"), case(cfg=1.0)
     first = sample(model, of, steps=3)
-    held, name = client.session.pool.memory, model.remote.source.model
+    held, name = client.sessions.live.pool.memory, model.remote.source.model
     costs = client.residency._balance._costs_of(name)
     assert min(costs[:2]) > sum(costs[2:])
     again = sample(model, of, steps=3)
     assert (
-        client.session.loads == 2
-        and sum(client.session.models[name].stages) == len(costs)
-        and client.session.models[name].stages[0] == 1
+        client.sessions.live.loads == 2
+        and sum(client.sessions.live.models[name].stages) == len(costs)
+        and client.sessions.live.models[name].stages[0] == 1
     )
     assert (
-        client.session.pool.memory[0].model < held[0].model
-        and client.session.pool.memory[1].model > held[1].model
+        client.sessions.live.pool.memory[0].model < held[0].model
+        and client.sessions.live.pool.memory[1].model > held[1].model
     )
     truth = sample(truths.own_model(PLAIN, 3), of, steps=3)
     assert relative_error(again, truth) <= truths.bound(of) and torch.equal(first, again)
     sample(model, of, steps=2)
-    assert client.session.loads == 2
+    assert client.sessions.live.loads == 2
 
 
 def test_blocks_are_timed_in_the_first_evaluations_of_each_patch_and_never_of_all_rows():
@@ -397,13 +397,13 @@ def test_stages_may_be_cut_as_the_user_says(clients, truths):
             truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3, stages=stages)
         )
         for _ in range(2):
-            loads = client.session.loads if client.session else 0
+            loads = client.sessions.live.loads if client.sessions.live else 0
             assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
         assert (
-            client.session.models[model.remote.source.model].stages == stages
-            and client.session.loads == loads
+            client.sessions.live.models[model.remote.source.model].stages == stages
+            and client.sessions.live.loads == loads
         ), number
-        held.append([memory.model for memory in client.session.pool.memory])
+        held.append([memory.model for memory in client.sessions.live.pool.memory])
     assert held[0][0] < held[1][0] and held[0][1] > held[1][1]
 
 
@@ -417,7 +417,7 @@ def test_stages_that_are_not_the_models_blocks_are_refused_with_the_sum_and_the_
         match=r"^stages 4,9 share out 13 blocks, and the model has 4: make the numbers add up to 4, or leave",
     ):
         sample(model, case())
-    assert client.session.pool.idle
+    assert client.sessions.live.pool.idle
 
 
 @pytest.mark.cover(2)

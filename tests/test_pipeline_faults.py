@@ -31,17 +31,20 @@ def test_a_cancel_with_patches_of_both_prompts_in_flight_leaves_a_warm_pool_that
     model, of = pipeline(PLAIN, (2, 1), 3), case()
     sample(model, of)
     client = clients(1, 1, 2)
-    pool, pids = client.session.pool, client.session.pool.ranks.pids
+    pool, pids = client.sessions.live.pool, client.sessions.live.pool.ranks.pids
     flying, abandon = [], client.evaluations.abandon
     monkeypatch.setattr(
-        client.evaluations, "abandon", lambda: (flying.append(len(client.session.tickets)), abandon())
+        client.evaluations, "abandon", lambda: (flying.append(len(client.sessions.live.tickets)), abandon())
     )
     with pytest.raises(mm.InterruptProcessingException):
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)
     assert max(flying) > 3, "of both prompts, of which each has three; a quick rank may have answered one"
     assert (
-        client.session.pool is pool and pool.ranks.pids == pids and pool.idle and not client.session.tickets
+        client.sessions.live.pool is pool
+        and pool.ranks.pids == pids
+        and pool.idle
+        and not client.sessions.live.tickets
     )
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
@@ -53,7 +56,7 @@ def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(
 
     (model, client), of = broken_pipeline("slow_stage"), case()
     client.sessions.open(lambda: False)
-    pool, left = client.session.pool, []
+    pool, left = client.sessions.live.pool, []
     listen = pool.ranks.listen
 
     def noted(wait_s):
@@ -66,7 +69,7 @@ def test_stages_leave_the_patches_that_were_cancelled_before_they_came_to_them(
         with_callback(model, of, mm.interrupt_current_processing)
     mm.interrupt_current_processing(False)
     assert left.count(1) >= 3, "of six on their way to it, one of them at work"
-    assert client.session.pool is pool and pool.idle
+    assert client.sessions.live.pool is pool and pool.idle
     of = case(cfg=1.0)
     truth = sample(truths.own_model(PLAIN, 3), of, steps=2)
     assert relative_error(sample(model, of, steps=2), truth) <= truths.bound(of)
@@ -88,7 +91,7 @@ def test_a_stage_killed_in_mid_pipeline_is_named_and_the_next_run_is_right(doome
         case(),
     )
     with pytest.raises(PoolFailed, match=f"^Rank {rank} on cpu was killed"):
-        with_callback(model, of, lambda: psutil.Process(doomed.session.pool.ranks.pids[rank]).kill())
+        with_callback(model, of, lambda: psutil.Process(doomed.sessions.live.pool.ranks.pids[rank]).kill())
     assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
 
 
@@ -113,10 +116,10 @@ def test_a_stage_that_fails_before_its_message_came_takes_it_all_the_same(
     """Else the next patch would find the message of this one."""
     model, client = broken_pipeline(mutation)
     client.sessions.open(lambda: False)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     with pytest.raises(error, match=rf"^Rank 1 on cpu {words}"):
         sample(model, case())
-    assert client.session.pool is pool and pool.idle
+    assert client.sessions.live.pool is pool and pool.idle
 
 
 def test_a_stage_that_fails_before_its_forward_ends_the_pool_with_one_sentence(broken_pipeline):
@@ -124,16 +127,16 @@ def test_a_stage_that_fails_before_its_forward_ends_the_pool_with_one_sentence(b
     model, client = broken_pipeline("cannot_read_its_input")
     with pytest.raises(PoolSpent, match=r"^Rank 1 on cpu ran out of memory while computing "):
         sample(model, case())
-    assert client.session is None
+    assert client.sessions.live is None
 
 
 def test_a_forward_that_leaves_out_a_stages_block_is_refused_before_a_step_is_made_of_it(broken_pipeline):
     model, client = broken_pipeline("leaves_out_its_blocks")
     client.sessions.open(lambda: False)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     with pytest.raises(Refused, match=r"^This model's forward left out a block at which a stage"):
         sample(model, case())
-    assert client.session.pool is pool and pool.idle
+    assert client.sessions.live.pool is pool and pool.idle
 
 
 def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
@@ -143,22 +146,22 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
         model = wrap(pipeline(PLAIN, (2, 1), 3))
         name = model.remote.source.model
         sample(model, of)
-        loads = client.session.loads
+        loads = client.sessions.live.loads
         ours = with_callback(model, of, lambda name=name: client.residency.release(name))
-        parts = [one.part for one in client.last_run.evaluations]
+        parts = [one.part for one in client.runs.last.evaluations]
         assert sum(part.patch is None for part in parts) == whole
         if whole == 2:  # patches were in flight: it stays until the last of them is back
             assert relative_error(ours, truths.patched(of, 3)) <= truths.bound(of)
-            assert client.session.loads == loads and not client.residency.held(name)
+            assert client.sessions.live.loads == loads and not client.residency.held(name)
         else:
-            assert client.session.loads == loads + 1 and bool(ours.isfinite().all())
+            assert client.sessions.live.loads == loads + 1 and bool(ours.isfinite().all())
 
 
 @pytest.mark.parametrize("ulysses", [1, 2] if ALL else [1])
 def test_the_stage_that_hangs_is_named_not_those_that_wait_for_it(broken_pipeline, ulysses):
     model, client = broken_pipeline("hangs_before_it_sends", ulysses=ulysses)
     client.sessions.open(lambda: False)
-    client.session.pool._conversation.stall_s = 2.0
+    client.sessions.live.pool._conversation.stall_s = 2.0
     with pytest.raises(
         PoolFailed, match=r"^Rank 0 on cpu made no progress for 2 s while computing: run again"
     ):
@@ -169,7 +172,7 @@ def test_a_slow_stage_only_takes_longer_and_the_report_names_it(broken_pipeline,
     model, client = broken_pipeline("slow_stage")
     truth = sample(truths.own_model(PLAIN, 3), case(), steps=2)
     assert relative_error(sample(model, case(), steps=2), truth) <= truths.bound(case())
-    last = run_figures(client.last_run, "model", "gloo")
+    last = run_figures(client.runs.last, "model", "gloo")
     assert "; the others wait for rank 1" in run_text(last)
     assert last.busy[1] > 10 * last.busy[0]
 
@@ -185,11 +188,11 @@ def test_a_stage_without_room_ends_the_others_at_once_and_the_pool_goes_on_howev
         )
         with pytest.raises(Refused, match=sentence):
             sample(model, case())
-        pool = client.session.pool
+        pool = client.sessions.live.pool
         assert pool.idle and pool.arena.board.cancelled_request == pool.next_request() - 2, (
             "the last one was to forget the run"
         )
-    assert client.session.pool is pool
+    assert client.sessions.live.pool is pool
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, together], ids=["free", "single"])
@@ -204,10 +207,10 @@ def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(b
 
     other, client = broken_pipeline("no_memory_beside_another_model", ATTENDS_TWICE)
     sample(other, case(ATTENDS_TWICE))
-    pool, run = client.session.pool, client.last_run.evaluations[-1].part.run
+    pool, run = client.sessions.live.pool, client.runs.last.evaluations[-1].part.run
     model = parallelize(truths.stock_model(PLAIN), client, holds_ui_device=False, patching=Patching(3))
     assert relative_error(churned(wrap(model)), churned(truths.own_model(PLAIN, 3))) <= BOUND
-    assert {one.part.run for one in client.last_run.evaluations} == {run + 2}, (
+    assert {one.part.run for one in client.runs.last.evaluations} == {run + 2}, (
         "what was kept of the first attempt is void"
     )
-    assert client.session.pool is pool and not client.residency.held(other.remote.source.model)
+    assert client.sessions.live.pool is pool and not client.residency.held(other.remote.source.model)

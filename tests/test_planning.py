@@ -34,7 +34,7 @@ from pipemesh.nodes.status.sums import longer_alone, plan_figures
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.run import Evaluation, Run
+from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames
 from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
@@ -493,7 +493,7 @@ def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_sto
     assert_same(sampled, ours, stock)
     here, pool = runtime.pools.get(Layout(cfg=2)) or runtime.pools[Layout(data=2)]
     assert {ranks for ranks, _, _ in here.asked} == {(0,), (1,)}
-    figures = plan_figures(runtime.planning.of(pool.last_run), pool.last_run)
+    figures = plan_figures(runtime.planning.of(pool.runs.last), pool.runs.last)
     assert figures.predicted_ms > 0 < figures.achieved_ms and figures.losers
     assert "2 prompts, 1 latent of 16 x 8 x 10, 3 evaluations" in plan_text(figures)
     if by_node:
@@ -507,7 +507,7 @@ def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_sto
 def test_the_report_says_why_a_layout_was_chosen_and_why_others_were_not():
     made = plan(Job(whole=FLUX, branches=2), box(4, flops=1e13))
     planned = PlannedLayout(made.best.layout, "by published figures of 4xL40-PCIe", "2 prompts", made)
-    ran = Run(evaluations=[Evaluation(0.5, 0.0, 0.0, 0)], branches={"a": 0, "b": 1})
+    ran = Run(evaluations=[Evaluation(0.5, 0.0, 0.0, 0)], names=RunNames(branches={"a": 0, "b": 1}))
     said = plan_text(plan_figures(planned, ran)).splitlines()
     assert said[0] == f"Layout chosen: {made.best.layout.equation()}, by published figures of 4xL40-PCIe"
     assert said[2].startswith("  predicted per evaluation: ") and said[2].endswith(
@@ -535,7 +535,8 @@ def test_where_ranks_cannot_be_timed_one_gpu_takes_what_the_planner_predicts_and
     made = plan(Job(whole=FLUX), box(2, flops=1e13))
     planned = PlannedLayout(Layout(ulysses=2), "", plan=made, known="published")
     ran = Run(
-        evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)], branches={"a": 0}
+        evaluations=[Evaluation(seconds, 0.0, 0.0, 0) for seconds in (9.0, 0.5, 0.5)],
+        names=RunNames(branches={"a": 0}),
     )
     assert longer_alone(ran, TWO_GPUS, planned) == pytest.approx(made.alone().prediction.seconds / 0.5)
     for unknown in (None, replace(planned, known="plain"), replace(planned, plan=None)):

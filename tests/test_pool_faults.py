@@ -281,7 +281,7 @@ def test_one_rank_out_of_memory_beside_another_model_computes_again_in_a_fresh_p
     pool, large = handle.live(), picture(load(checkpoint), (128, 128))
     with confined(pool.ranks.pids[1:], room=8 << 20):
         assert relative_error(picture(parallel, (128, 128)), large) <= BOUND
-    assert handle.live() is not pool and client.last_run.restarts == 1
+    assert handle.live() is not pool and client.runs.last.restarts == 1
     assert is_right(parallel, truth)
 
 
@@ -333,7 +333,7 @@ def test_an_error_in_every_group_is_one_sentence_and_the_same_pool_goes_on(
     client = clients(1, cfg=2)
     model = parallelize(load(checkpoint), client, holds_ui_device=False)
     assert is_right(model, truth)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
 
     def answers(listen):
         came = []
@@ -352,7 +352,7 @@ def test_an_error_in_every_group_is_one_sentence_and_the_same_pool_goes_on(
         ):
             advanced(model, custom("DualCFGGuider", model, *narrow, 3.0, 2.0, "regular"), steps=1)
     assert is_right(model, truth)
-    assert client.session.pool is pool and pool.is_whole
+    assert client.sessions.live.pool is pool and pool.is_whole
 
 
 # -- checkpoints

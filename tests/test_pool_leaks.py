@@ -166,7 +166,7 @@ def test_many_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clients):
 
     for number in range(20):
         one_run(number)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     pids = pool.ranks.pids
     before, arena, ranks, memory = (
         Holdings.now(),
@@ -176,7 +176,7 @@ def test_many_runs_leave_nothing_in_the_ui_and_nothing_in_the_ranks(clients):
     )
     for number in range(20, 240 if ALL else 60):
         one_run(number)
-    assert client.session.pool is pool
+    assert client.sessions.live.pool is pool
     assert Holdings.now().since(before) == NOTHING
     assert pool.arena.nbytes == arena
     assert ranks_hold(pids) == ranks

@@ -95,7 +95,7 @@ def last_run(runtime, choice=None):
 
 
 def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
-    had = sum(pool.session.loads for _, pool in runtime.pools() if pool.session is not None)
+    had = sum(pool.sessions.live.loads for _, pool in runtime.pools() if pool.sessions.live is not None)
     model = load(files["model"])
     three, four = (runtime.choose(**STAGES, patches=patches, stages="2,2") for patches in (3, 4))
     parallel = runtime.parallelize(model, three)

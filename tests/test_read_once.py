@@ -196,6 +196,6 @@ def test_ranks_on_cpus_compute_on_the_pages_of_the_file_itself(files, clients):
     client, path = clients(2), files["model"]
     model = parallelize(load(path), client, holds_ui_device=False)
     run(model, steps=1)
-    for pid in client.session.pool.ranks.pids:
+    for pid in client.sessions.live.pool.ranks.pids:
         assert touched(path, pid) > 0.9 * Path(path).stat().st_size, "it computed with all of them"
         assert touched(path, pid, "Anonymous") == 0, "a copy of its own"

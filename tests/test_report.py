@@ -20,7 +20,7 @@ from pipemesh.nodes.status.figures import (
 from pipemesh.nodes.status.reasons import slowed, why_layout
 from pipemesh.nodes.status.sums import achieved_s, run_figures
 from pipemesh.nodes.timing import Speed
-from pipemesh.parallel_runtime.client.run import Evaluation, Run, measured
+from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames, measured
 from pipemesh.parallel_runtime.layout import COLOURS, Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
@@ -195,7 +195,9 @@ def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed
     assert figures.step_ms_mean == pytest.approx(280.0)
     assert {name for name, value in asdict(figures).items() if value is None} == UNKNOWN.keys()
     assert summed([Evaluation(0.1, 0.0, 0.0, 0)]).in_patches is None
-    achieved = achieved_s(Run(evaluations=run, branches={"a": 0, "b": 1}), Layout(pipefusion=2))
+    achieved = achieved_s(
+        Run(evaluations=run, names=RunNames(branches={"a": 0, "b": 1})), Layout(pipefusion=2)
+    )
     assert achieved == pytest.approx(0.56), "of both branches"
 
 

@@ -14,7 +14,7 @@ from pipemesh.nodes.status.collection import MOST, status_of
 from pipemesh.nodes.status.figures import QueueFigures
 from pipemesh.nodes.timing import Stepped
 from pipemesh.parallel_runtime.client.ahead import Images
-from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run
+from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run, RunNames
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.occupancy import Span
 
@@ -51,7 +51,11 @@ def ran(runtime, pool, number, *, ended=True, evaluations=50):
     """A run of so many evaluations, timed as one of a sampler's."""
     timed = Evaluation(0.1, 0.01, 0.01, 4, spans={0: Span(0, 0.1, 0.01), 1: Span(0, 0.1, 0.01)})
     run = Run(
-        number, "model", began_s=1000.0 + number, evaluations=Counted([timed] * evaluations), is_sampled=True
+        RunNames(number),
+        "model",
+        began_s=1000.0 + number,
+        evaluations=Counted([timed] * evaluations),
+        is_sampled=True,
     )
     run.ended_s = run.began_s + 5 if ended else 0.0
     pool.runs.recent.append(run)
@@ -133,5 +137,5 @@ def test_a_queue_is_told_of_with_the_run_that_computed_it_and_with_no_later_one(
     ran(runtime, pool, 3)
     assert status_of(runtime, AUTO).last_runs[0].steps.queue is None
     pool.runs.recent.pop()
-    monkeypatch.setattr(type(pool), "session", object())
+    monkeypatch.setattr(type(pool.sessions), "live", object())
     assert runtime.last_run()[2] is computed

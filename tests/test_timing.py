@@ -194,10 +194,10 @@ def test_stock_samplings_and_those_of_a_pool_are_timed_where_auto_mode_takes_hol
             run(model)
     finally:
         seam.remove()
-    stepped = times.stepped(client.last_run)
+    stepped = times.stepped(client.runs.last)
     assert stepped.done == stepped.total > 1 and stepped.left_s == 0
-    speed = times.speed_of(client.last_run)
+    speed = times.speed_of(client.runs.last)
     assert speed.measured and speed.ratio > 0
-    waited = times.prompts.of(client.last_run, speed.ratio)
+    waited = times.prompts.of(client.runs.last, speed.ratio)
     assert waited.loading_s > 0 and waited.first_s > 0 and waited.at_most > waited.speedup > 0
-    assert times_as_long(client.last_run.evaluations, cpus(2)) > 0
+    assert times_as_long(client.runs.last.evaluations, cpus(2)) > 0

@@ -77,6 +77,6 @@ def test_two_models_at_once_are_stocks_however_each_keeps_its_weights(files, cli
             guided(*ours, callback=stop)
         assert relative_error(guided(*ours), truth) <= BOUND
         assert relative_error(guided(*ours, size=(10, 10)), wider) <= BOUND
-    kept = [client.session.models[model.remote.model].weights.kept for model in ours]
+    kept = [client.sessions.live.models[model.remote.model].weights.kept for model in ours]
     alone = ("whole", "sharded") if LAYOUTS[layout].get("ring", 1) * LAYOUTS[layout]["ulysses"] == 1 else ()
     assert kept == [alone[0] if way in alone else way for way in ways]

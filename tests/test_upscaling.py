@@ -115,12 +115,12 @@ def test_weights_that_spandrel_does_not_know_again_are_refused(client):
 def test_a_cancel_amid_tiles_is_the_hosts_interrupt_and_the_next_is_right(client):
     model, image = upscaler(32, 8), picture(1, 40, 560)
     truth = in_pool(model, client, image)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     once = Once(lambda: in_forward(pool, 1, 2), mm.interrupt_current_processing)
     with pytest.raises(mm.InterruptProcessingException):
         in_pool(model, client, picture(1, 2000, 2000))
     once.join()
-    assert torch.equal(in_pool(model, client, image), truth) and client.session.pool is pool
+    assert torch.equal(in_pool(model, client, image), truth) and client.sessions.live.pool is pool
 
 
 # -- auto mode

@@ -41,12 +41,12 @@ def test_conditioning_in_ranks_is_told_with_their_memory_and_goes_at_the_runs_en
         parallel,
         positive=texts,
         steps=2,
-        callback=lambda *_: seen.append((parallel.loaded_size(), client.session.pool.memory)),
+        callback=lambda *_: seen.append((parallel.loaded_size(), client.sessions.live.pool.memory)),
     )
     size, memory = seen[-1]
     kept = [one.conditioning for one in memory]
     assert min(kept) > texts[0][0].nbytes and size == parallel.loaded_size() + max(kept)
-    assert [one.conditioning for one in client.session.pool.memory] == [0, 0]
+    assert [one.conditioning for one in client.sessions.live.pool.memory] == [0, 0]
 
 
 def test_conditioning_that_changes_between_evaluations_of_one_branch_is_never_the_one_before(
@@ -75,7 +75,7 @@ def test_a_cancel_between_steps_is_the_hosts_interrupt_and_the_next_run_is_right
 
     stock, parallel = pair
     run(parallel)
-    pids = client.session.pool.ranks.pids
+    pids = client.sessions.live.pool.ranks.pids
 
     def cancel(step, *_):
         if step == 1:
@@ -85,7 +85,7 @@ def test_a_cancel_between_steps_is_the_hosts_interrupt_and_the_next_run_is_right
         run(parallel, steps=5, callback=cancel)
     assert not mm.processing_interrupted()
     assert relative_error(run(parallel), run(stock)) <= BOUND
-    assert client.session.pool.ranks.pids == pids
+    assert client.sessions.live.pool.ranks.pids == pids
 
 
 # -- weights

@@ -153,12 +153,12 @@ def test_a_tile_out_of_memory_is_named_as_comfyuis_own_and_the_same_pool_goes_on
     vae, latent = parallel(stock["image"], client), noise(1, 16, 9, 4)
     small = {"tile_x": 4, "tile_y": 4, "overlap": 1}
     truth = vae.decode_tiled(latent, **small)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     named = pytest.raises(torch.OutOfMemoryError, match=r"Rank \d on cpu ran out of memory while computing")
     with confined(pool.ranks.pids, room=4 << 20), named:
         vae.decode_tiled(noise(1, 16, 512, 512), tile_x=256, tile_y=256, overlap=8)
     low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks had no room
-    assert torch.equal(vae.decode_tiled(latent, **small), truth) and client.session.pool is pool
+    assert torch.equal(vae.decode_tiled(latent, **small), truth) and client.sessions.live.pool is pool
     pool.arena.give(low, 8 << 20)
 
 
@@ -167,13 +167,13 @@ def test_a_cancel_amid_tiles_is_the_hosts_interrupt_and_the_next_is_right(stock,
 
     vae, tiles = parallel(stock["video"], client), {"tile_x": 4, "tile_y": 4, "overlap": 1}
     truth = vae.decode_tiled(noise(1, 16, 2, 7, 5), **tiles)
-    pool = client.session.pool
+    pool = client.sessions.live.pool
     once = Once(lambda: in_forward(pool, 1, 30), mm.interrupt_current_processing)
     with pytest.raises(mm.InterruptProcessingException):
         vae.decode_tiled(noise(1, 16, 9, 32, 24), tile_x=16, tile_y=16, overlap=2)
     once.join()
     assert torch.equal(vae.decode_tiled(noise(1, 16, 2, 7, 5), **tiles), truth)
-    assert client.session.pool is pool
+    assert client.sessions.live.pool is pool
 
 
 def test_a_rank_killed_amid_tiles_is_named_and_the_next_is_right(stock, setup):

@@ -142,7 +142,7 @@ class PipelineRuns:
                 else self.step_by_step(single)
             )
         assert self.pipeline.modes.pop().startswith(mode), "sampled in another mode"
-        seen[mode].append(list(self.pipeline.pool.last_run.evaluations))
+        seen[mode].append(list(self.pipeline.pool.runs.last.evaluations))
         return seconds
 
 
@@ -229,8 +229,8 @@ def weights(model: Any, pool: Any) -> dict[str, float]:
         sum(tensor.nbytes for part in parts for tensor in part.parameters())
         for parts in ([model], [container[place] for container, place, _ in blocks_of(model, plan)])
     )
-    held = [memory.model for memory in pool.session.pool.memory]
-    models = len(pool.session.models)
+    held = [memory.model for memory in pool.sessions.live.pool.memory]
+    models = len(pool.sessions.live.models)
     return {"weights_share": max(held) / models / whole, "ends_share": 1 - in_blocks / whole}
 
 

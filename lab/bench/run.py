@@ -95,8 +95,8 @@ def bench(options: Options) -> Iterator[Figure]:
             remote = parallelize(comfy.sd.load_diffusion_model(str(file)), pool, holds_ui_device=False)
 
             def evaluations() -> list[tuple[float, float]]:
-                assert pool.last_run is not None
-                return [(one.began, one.seconds) for one in pool.last_run.evaluations]
+                assert pool.runs.last is not None
+                return [(one.began, one.seconds) for one in pool.runs.last.evaluations]
 
             stock = Sampling(comfy.sd.load_diffusion_model(str(file)))
             sides = {"ulysses2": Sampling(remote, evaluations), "stock": stock}

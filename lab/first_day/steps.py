@@ -224,7 +224,7 @@ def hop(place: Place) -> Iterator[Line]:
     with pool_of(place, Layout(), ranks_of_pools(place)) as (model, remote):
         for _ in range(2 if place.is_tiny else 8):
             sampled(model)
-        evaluations = remote.last_run.evaluations
+        evaluations = remote.runs.last.evaluations
     ms = 1e3 * median(one.hop_s for one in evaluations)
     yield Line(f"{ms:.2f} ms of an evaluation's {1e3 * median(one.seconds for one in evaluations):.2f} ms")
 

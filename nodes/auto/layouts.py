@@ -86,7 +86,7 @@ def laid_out_anew(
 def note(runtime: Runtime, parallel: Mapping[str, RemotePatcher], planned: PlannedLayout) -> None:
     """Keeps for the report what the last runs of these were planned as."""
     for patcher in parallel.values():
-        runtime.planning.note(patcher.remote.pool.last_run, planned)
+        runtime.planning.note(patcher.remote.pool.runs.last, planned)
 
 
 @contextmanager

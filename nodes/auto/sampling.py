@@ -202,7 +202,7 @@ def models_of(guider: Any) -> dict[str, ModelPatcher]:
 
 
 def last_runs(models: Mapping[str, RemotePatcher]) -> list[Run | None]:
-    return [patcher.remote.pool.last_run for patcher in models.values()]
+    return [patcher.remote.pool.runs.last for patcher in models.values()]
 
 
 def reason_of(error: Exception) -> str:

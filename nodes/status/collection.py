@@ -89,7 +89,7 @@ def pool_id(placement: Placement) -> str:
 
 
 def pool_status(handle: PoolHandle, pool: RemotePool) -> PoolStatus:
-    placement, held = handle.placement, pool.session
+    placement, held = handle.placement, pool.sessions.live
     return PoolStatus(
         id=pool_id(placement),
         state=handle.state,
@@ -122,7 +122,7 @@ def shared_figures(session: Session | None) -> SharedFigures:
 
 
 def model_statuses(pool: RemotePool) -> tuple[ModelStatus, ...]:
-    session = pool.session  # once: the pool may end meanwhile
+    session = pool.sessions.live  # once: the pool may end meanwhile
     models = dict(session.models) if session is not None else {}
     return tuple(
         ModelStatus(name, title_of(pool, name), held.state.name.lower(), held.weights.kept, held.weights.why)
@@ -160,7 +160,7 @@ def ring_kernels(handle: PoolHandle) -> RingKernels:
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
     placement, planned, title = handle.placement, runtime.planning.of(run), title_of(pool, run.model)
     speed = runtime.planning.times.speed_of(run)
-    figures = pool.runs.once(run, "figures", lambda: run_figures(run, title, placement.backend))
+    figures = run.once("figures", lambda: run_figures(run, title, placement.backend))
     devices = [device.name for device in placement.devices]
     return RunStatus(
         pool=pool_id(placement),
@@ -171,7 +171,7 @@ def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run)
         figures=figures,
         speed=speed,
         slowed=slowed(devices, model_statuses(pool), figures) if figures else (),
-        plan=pool.runs.once(run, "plan", lambda: plan_figures(planned, run)) if planned else None,
+        plan=run.once("plan", lambda: plan_figures(planned, run)) if planned else None,
         steps=step_status(runtime, pool, run, speed.ratio if speed is not None else None),
     )
 
@@ -192,7 +192,7 @@ def step_status(runtime: Runtime, pool: RemotePool, run: Run, ratio: float | Non
         stepped.done,
         stepped.total,
         None if run.ended_s else stepped.left_s,
-        pool.runs.faults.get(run, ""),
+        run.fault,
         runtime.planning.times.prompts.of(run, ratio),
         queue_figures(run, runtime.planning.of(run)),
     )

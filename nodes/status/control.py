@@ -44,7 +44,7 @@ class PoolControl:
     def unload(self, identity: str) -> tuple[PoolHandle, RemotePool]:
         """Frees every model that a pool holds; its ranks stay. Raises Unknown, Busy."""
         with self._between_runs(identity) as (handle, pool):
-            for model in list(pool.session.models) if pool.session is not None else ():
+            for model in list(session.models) if (session := pool.sessions.live) is not None else ():
                 pool.residency.release(model)
             return handle, pool
 

@@ -53,7 +53,7 @@ def achieved_s(run: Run, layout: Layout) -> float | None:
     """Return how long an evaluation of all prompts and images took. The groups of a pool compute
     them at once; those of a pipeline overlap, so that only their mean over the run is known.
     """
-    timed, branches = list(run.evaluations), max(1, len(run.branches))
+    timed, branches = list(run.evaluations), max(1, len(run.names.branches))
     parts = [(one, one.part) for one in timed if one.part is not None]
     if parts:
         return branches * in_patches(run.began_s, run.mode, parts, False).step_ms_mean / 1e3

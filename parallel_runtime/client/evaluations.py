@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ..crossing.rows import latents_of, tensors_in
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from ..layout import ALONE
-from ..patches import Part
 from ..planner.balance import StageBalance
 from ..refusals import patch_name
 from ..wire.arena import Frame, identity
@@ -61,9 +59,6 @@ class Evaluations:
         self._sessions = sessions
         self._residency = residency
         self._balance = balance
-        # Branches whose first output was
-        self._looked_at: WeakKeyDictionary[Run, set[Part]] = WeakKeyDictionary()
-        self._failed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()  # evaluations of each
 
     def dispatch(
         self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
@@ -80,8 +75,7 @@ class Evaluations:
                 tickets: list[Ticket] = []
                 try:
                     for work in works:
-                        part = Part(run.id, run.number_of(work.branch))
-                        tickets.append(self.submit(run, work, part, assume=True, began=began))
+                        tickets.append(self.submit(run, work, assume=True, began=began))
                     if all([ticket.written.is_right() for ticket in tickets]):
                         answered = [self._await_output(ticket, interrupted) for ticket in tickets]
                     else:
@@ -103,7 +97,7 @@ class Evaluations:
         self,
         run: Run,
         work: Work,
-        part: Part,
+        patch: tuple[int, int, bool] | None = None,
         *,
         assume: bool = False,
         began: float | None = None,
@@ -124,7 +118,6 @@ class Evaluations:
                 "The pool was lost in the middle of a run: run again, a fresh one will be started."
             )
         began = time.perf_counter() if began is None else began
-        part = part._replace(attempt=self._failed.get(run, 0))
         latent = next(iter(arguments.values()))
         latents = latent if isinstance(latent, list) else [latent]
         latent_bytes = sum(aligned(one.numel() * 4) for one in latents)
@@ -138,7 +131,7 @@ class Evaluations:
         except BaseException:  # nobody else knows of the frame yet
             frame.release()
             raise
-        ranks = work.ranks or session.pool.facts.everyone
+        ranks, part = work.ranks or session.pool.facts.everyone, run.names.part(work.branch, patch)
         number, device = session.pool.next_request(), latents[0].device
         ticket = Ticket(number, run, part, written, frame, device, began)
         session.tickets.append(ticket)
@@ -201,9 +194,9 @@ class Evaluations:
         """
         run, arena = ticket.run, session.pool.arena.segment
         segment = arena if reply.apart is None else segment_over(reply.apart.fd)
-        seen = self._looked_at.setdefault(run, set())
-        if run.is_told and (branch := ticket.part._replace(patch=None)) not in seen:
-            seen.add(branch)
+        branch = ticket.part.branch, ticket.part.attempt
+        if run.is_told and branch not in run.names.looked_at:
+            run.names.looked_at.add(branch)
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
             require_finite(decode_tree(reply.output, segment.tensor), ticket.written.arguments, made_by)
@@ -225,7 +218,7 @@ class Evaluations:
         if session is not None and session.tickets:
             session.pool.abandon()
             for ticket in list(session.tickets):
-                self._failed[ticket.run] = self._failed.get(ticket.run, 0) + 1
+                ticket.run.names.failed += 1
                 self._done_with(session, ticket)
             self._residency.release_leaving(session)
 

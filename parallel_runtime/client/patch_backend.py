@@ -8,7 +8,7 @@ from typing import Any
 
 from ..branches import Batch
 from ..crossing.rows import Constants, joined_outputs, take
-from ..patches import Part, Patch
+from ..patches import Patch
 from .branch import SampleCall
 from .evaluations import Work, one_thread
 from .interrupt import interrupted, interrupting
@@ -58,10 +58,9 @@ class PipelineBackend:
                 tuple(sorted(speeds, reverse=True)) if len(speeds) == layout.parts_of_batches else (),
             ):
                 own = branch if end - start == batch.rows else replace(branch, rows=(start, end))
-                ranks = layout.members(run.group_of(own, batch.weight * (end - start), layout.groups, speeds))
-                part = Part(run.id, run.number_of(own), astuple(patch) if patch else None)
-                work = Work(self._rows(call.arguments, start, end, batch), own, ranks)
-                tickets.append(self._pool.evaluations.submit(run, work, part))
+                group = run.names.group_of(own, batch.weight * (end - start), layout.groups, speeds)
+                work = Work(self._rows(call.arguments, start, end, batch), own, layout.members(group))
+                tickets.append(self._pool.evaluations.submit(run, work, astuple(patch) if patch else None))
         return tickets
 
     def _rows(self, arguments: dict[str, Any], start: int, end: int, batch: Batch) -> dict[str, Any]:

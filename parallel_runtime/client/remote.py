@@ -58,7 +58,9 @@ class Remote:
         of a run's conditioning there: both go when it is released.
         """
         share = round(self.source.weights.nbytes(diffusion_model) * self.holds_ui_device)
-        kept = self.pool.conditioning_bytes(self.model) if share else 0
+        session, kept = self.pool.sessions.live, 0
+        if share and session is not None and self.model in self.pool.runs.models():
+            kept = max(memory.conditioning for memory in session.pool.memory)
         held = self.pool.residency.held(self.model)
         if held is not None and held.weights.kept != "whole":
             share = min(share, held.weights.nbytes)
@@ -82,7 +84,8 @@ class Remote:
             self.pool.runs.begin(self.model)
         self.check_weights()
         self.recut()
-        self.free_bytes = self.pool.free_bytes()
+        session = self.pool.sessions.live
+        self.free_bytes = session.free_bytes if session is not None else None
         self.sampling.begin_run(self._first)
 
     def _first(self, shapes: tuple[torch.Size, ...]) -> Judge | None:

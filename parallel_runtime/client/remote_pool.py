@@ -12,9 +12,8 @@ from .alone import Admission
 from .beside import Beside
 from .evaluations import Evaluations
 from .residency import Residency
-from .run import Run
 from .runs import Runs
-from .session import Handle, Session, Sessions
+from .session import Handle, Sessions
 from .wait import NoWait, Wait
 
 
@@ -45,26 +44,3 @@ class RemotePool:
         self.evaluations = Evaluations(self.sessions, self.residency, balance)
         self.beside = Beside(self.sessions, self.residency, counts or Counts(count_nothing))
         self.digests = Digests()  # of LoRAs under hooks
-
-    @property
-    def session(self) -> Session | None:
-        """Returns the live pool's session, else None."""
-        return self.sessions.live
-
-    @property
-    def last_run(self) -> Run | None:
-        return self.runs.last
-
-    def free_bytes(self) -> int | None:
-        """Returns the free bytes of the rank that has least; None where no pool is live."""
-        session = self.session
-        return min(memory.free for memory in session.pool.memory) if session is not None else None
-
-    def conditioning_bytes(self, model: str) -> int:
-        """Returns the bytes of conditioning that the rank with most keeps, if ``model`` is in a
-        run.
-        """
-        session = self.session
-        if session is None or model not in self.runs.models():
-            return 0
-        return max(memory.conditioning for memory in session.pool.memory)

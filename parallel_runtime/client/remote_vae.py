@@ -91,7 +91,8 @@ class RemoteVAE:
 
     def free_bytes(self) -> int | None:
         """Returns the free bytes of the rank that has least; None where no pool is live."""
-        return self._at[0].free_bytes() if self._at is not None else None
+        session = self._at[0].sessions.live if self._at is not None else None
+        return session.free_bytes if session is not None else None
 
     def share(self) -> int:
         """Returns the bytes on the UI's own device once ranks hold it."""
@@ -110,7 +111,8 @@ class RemoteVAE:
         if why := self.why_by_stock():
             raise Refused(f"{self.behind} What was changed: {why}.")
         pool = self._pool_of()
-        if pool.session is not None and pool.session.tickets:
+        session = pool.sessions.live
+        if session is not None and session.tickets:
             raise Refused(
                 "A VAE cannot be used in the pool while a pipeline samples there: give the VAE from the"
                 " loader to the node that decodes while it samples."
@@ -180,7 +182,7 @@ class RemoteVAE:
                     arguments["strides"] = torch.empty_like(samples, device="meta").stride()
                 works.append(Work(arguments, Branch(), ranks, width))
             samples, ranks, _ = max(shares, key=lambda share: share[0].numel())
-            session, kind = pool.session, (work, *samples.shape[2:ROWS], len(ranks))
+            session, kind = pool.sessions.live, (work, *samples.shape[2:ROWS], len(ranks))
             with pool.beside.too_large.trying(model, work, len(ranks), samples.shape):
                 if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
                     return pool.evaluations.dispatch(run, works, interrupted)

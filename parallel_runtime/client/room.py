@@ -45,7 +45,7 @@ def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
     """
     remote, beside = patcher.remote, patcher.remote.pool.beside
     beside.lacked_room(remote.model, remote.sampled)
-    freed, is_over = drop_sets(remote.pool.session), isinstance(error, PoolSpent)
+    freed, is_over = drop_sets(remote.pool.sessions.live), isinstance(error, PoolSpent)
     if is_over:
         remote.require_same_file()
         if not beside.may_start_again(remote.pool.runs.of(remote.model)):

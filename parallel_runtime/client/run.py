@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..branches import first_done
 from ..families.plan import COMPILE
 from ..occupancy import Span
 from ..patches import Part
 from ..wire.messages import Done
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,39 +49,23 @@ class Queued(NamedTuple):
 
 
 @dataclass(eq=False)
-class Run:
-    """Keeps the figures of one run, and the names by which ranks know it. ``id``: the run's number;
-    a new one where what ranks keep of it is void. ``mode`` of a pipeline; empty where the ranks
-    are none. ``groups``: of each branch of a pipeline's, its group of ranks and what it costs.
-    ``is_sampled``: a sampler announced it, and will end it. ``joined``: the models whose runs end
-    with this one. ``restarts``: pools that were started for it after a lack of memory.
-
-    The report may look at any moment, so an evaluation is added whole.
+class RunNames:
+    """Keeps the names by which ranks know a run, until what they keep of it is void. ``run``: its
+    number; ``failed``: how many of its evaluations have. ``groups``: of each branch of a
+    pipeline's, its group of ranks and what it costs. ``looked_at``: the branches whose first output
+    was, by number and what had failed.
     """
 
-    id: int = 0
-    model: str = ""
-    mode: str = ""
-    began_s: float = field(default_factory=time.time)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    run: int = 0
+    failed: int = 0
     branches: dict[Hashable, int] = field(default_factory=dict)
     groups: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
-    is_sampled: bool = False
-    joined: list[str] = field(default_factory=list)
-    ended_s: float = 0.0  # 0 while it goes on
-    is_told = True  # of its figures, and of numbers that are not finite
-    queued = Queued()
-    restarts = 0
+    looked_at: set[tuple[int, int]] = field(default_factory=set)
 
-    @property
-    def images(self) -> int:
-        """How many prompts each evaluation was of; 0 where that changed."""
-        found = {one.images for one in self.evaluations}
-        return found.pop() if len(found) == 1 else int(not found)
-
-    def number_of(self, branch: Hashable) -> int:
-        """Returns the number by which ranks know this branch of the run."""
-        return self.branches.setdefault(branch, len(self.branches))
+    def part(self, branch: Hashable, patch: tuple[int, int, bool] | None = None) -> Part:
+        """Returns the name of an evaluation of this branch, or of a patch of it."""
+        number = self.branches.setdefault(branch, len(self.branches))
+        return Part(self.run, number, patch, self.failed)
 
     def group_of(self, branch: Hashable, weight: float, groups: int, speeds: Sequence[float] = ()) -> int:
         """Returns the group that computes this branch in all of the run, because it keeps what
@@ -93,11 +79,46 @@ class Run:
             self.groups[branch] = first_done(loads, weight, speeds), weight
         return self.groups[branch][0]
 
-    def restart(self, number: int) -> None:
-        """Makes void what ranks keep of the run so far; what was measured stays."""
-        self.id = number
-        self.branches.clear()
-        self.groups.clear()
+
+@dataclass(eq=False)
+class Run:
+    """Keeps the figures of one run. ``mode`` of a pipeline; empty where the ranks are none.
+    ``is_sampled``: a sampler announced it, and will end it. ``joined``: the models whose runs end
+    with this one. ``restarts``: pools that were started for it after a lack of memory. ``fault``:
+    why it ended early, in a sentence. ``sums``: what was summed up of it once it had ended.
+
+    The report may look at any moment, so an evaluation is added whole.
+    """
+
+    names: RunNames = field(default_factory=RunNames)
+    model: str = ""
+    mode: str = ""
+    began_s: float = field(default_factory=time.time)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    is_sampled: bool = False
+    joined: list[str] = field(default_factory=list)
+    ended_s: float = 0.0  # 0 while it goes on
+    fault: str = ""
+    sums: dict[Hashable, Any] = field(default_factory=dict)
+    is_told = True  # of its figures, and of numbers that are not finite
+    queued = Queued()
+    restarts = 0
+
+    @property
+    def images(self) -> int:
+        """How many prompts each evaluation was of; 0 where that changed."""
+        found = {one.images for one in self.evaluations}
+        return found.pop() if len(found) == 1 else int(not found)
+
+    def once(self, what: Hashable, sum_up: Callable[[], T]) -> T:
+        """Returns what is summed up of the run, under a name: once it has ended that is done once,
+        as nothing of it changes any more, and those who look ask again and again.
+        """
+        if not self.ended_s:
+            return sum_up()
+        if what not in self.sums:
+            self.sums[what] = sum_up()
+        return self.sums[what]
 
 
 class Aside(Run):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection
 from itertools import count
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
 from ..weights.background_check import BackgroundCheck
 from ..wire.messages import EndRun
-from .run import Aside, Run
+from .run import Aside, Run, RunNames
 from .session import Session, Sessions
 
 # For ranks to free what they keep of a run; the next request waits for those that need longer
@@ -21,7 +19,6 @@ END_WAIT_S = 2.0
 KEPT = 10  # runs, for those who ask what was sampled
 MOST_EVALUATIONS = 8192  # of these: a pipeline has one for every patch, of some 4 KiB
 log = logging.getLogger("pipemesh")
-T = TypeVar("T")
 
 
 class Runs:
@@ -39,8 +36,6 @@ class Runs:
         self.stateful: dict[str, int] = {}
         self.checks: dict[str, BackgroundCheck] = {}  # of models that ranks compute
         sessions.at_close.append(self._end_checks)
-        self._sums: WeakKeyDictionary[Run, dict[Hashable, Any]] = WeakKeyDictionary()
-        self.faults: WeakKeyDictionary[Run, str] = WeakKeyDictionary()  # why runs ended early, in a sentence
         self.recent: deque[Run] = deque()  # the newest last
 
     @property
@@ -50,7 +45,7 @@ class Runs:
     def begin(self, model: str) -> Run:
         """Begins a sampler's run of ``model``; ends the run that it is in, if any."""
         self.end(model)
-        run = self._remembered(self._opened(Run(next(self._ids), model, is_sampled=True)))
+        run = self._remembered(self._opened(Run(self._names(), model, is_sampled=True)))
         session = self._sessions.live
         if session is not None:
             session.conditioning.begin_run()
@@ -66,16 +61,19 @@ class Runs:
             return self._open[model]
         sampled = next((run for run in reversed(self._open.values()) if run.is_sampled), None)
         if sampled is None:
-            run = self._remembered(Run(next(self._ids), model))
+            run = self._remembered(Run(self._names(), model))
         else:
-            run = Run(next(self._ids), model, began_s=sampled.began_s, evaluations=sampled.evaluations)
+            run = Run(self._names(), model, began_s=sampled.began_s, evaluations=sampled.evaluations)
             sampled.joined.append(model)
         return self._opened(run)
 
     def beside(self, model: str) -> Run:
         """Begins a run of what no sampler samples."""
         self.end(model)
-        return self._opened(Aside(next(self._ids), model))
+        return self._opened(Aside(self._names(), model))
+
+    def _names(self) -> RunNames:
+        return RunNames(next(self._ids))
 
     def _remembered(self, run: Run) -> Run:
         self.recent.append(run)
@@ -91,24 +89,13 @@ class Runs:
 
     def restart(self, run: Run) -> None:
         """Makes void what ranks keep of the run so far, if anything; what was measured stays."""
-        if run.branches:
-            run.restart(next(self._ids))
+        if run.names.branches:
+            run.names = self._names()
 
     def note_fault(self, model: str, error: PipeMeshError) -> None:
         """Keeps why the run that ``model`` is in cannot go on, unless users cancelled it."""
         if model in self._open and not isinstance(error, RunCancelled):
-            self.faults[self._open[model]] = str(error).partition("\n")[0]
-
-    def once(self, run: Run, what: Hashable, sum_up: Callable[[], T]) -> T:
-        """Returns what is summed up of a run, under a name: of one that has ended that is done
-        once, as nothing of it changes any more, and those who look ask again and again.
-        """
-        if not run.ended_s:
-            return sum_up()
-        sums = self._sums.setdefault(run, {})
-        if what not in sums:
-            sums[what] = sum_up()
-        return sums[what]
+            self._open[model].fault = str(error).partition("\n")[0]
 
     def end(self, model: str) -> None:
         """Ends the run that ``model`` is in, if any, and those that joined it; has the ranks free

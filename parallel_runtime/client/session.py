@@ -150,6 +150,11 @@ class Session:
         told = zip(self.pool.facts.names, self.pool.memory, strict=True)
         return [(memory.free + memory.kept) // sharers[name] for name, memory in told]
 
+    @property
+    def free_bytes(self) -> int:
+        """Returns the free bytes of the rank that has least, as it last told."""
+        return min(memory.free for memory in self.pool.memory)
+
     def evict(self, end: int | None = None) -> None:
         """Evicts conditioning down to its bound, and all that lies behind ``end`` of the arena, but
         nothing that is in flight.

@@ -121,7 +121,7 @@ def test_weights_that_are_not_whole_compute_what_whole_ones_do_under_a_lora(
     for kept in ("whole", weights):
         model = parallel(load_exactly(files["model"]), layout, backend, weights=kept)
         images.append(run(with_lora(model, files, 1.0)))
-        held = pools(layout, backend).remote.session.models[model.remote.model].weights
+        held = pools(layout, backend).remote.sessions.live.models[model.remote.model].weights
         assert held.kept == kept
     error = relative_error(images[1], images[0])
     allowed = BOUND + lora_rounding(files, monkeypatch) * (weights == "offloaded")
@@ -176,13 +176,13 @@ def test_a_forward_without_memory_leaves_the_pool_alive(truth, device, parallel,
     stock, computed, allowed = truth
     model = parallel(stock(), layout, patching=patching_of(layout))
     assert relative_error(sample(model, CASE), computed()) <= allowed()
-    pids = pools(layout).remote.session.pool.ranks.pids
+    pids = pools(layout).remote.sessions.live.pool.ranks.pids
     if device == "cuda":
         with nearly_full(device), pytest.raises(OutOfMemory) as error:
             run(model, latent=torch.zeros(1, 16, 1024, 1024))
         figure(str(error.value))
     assert relative_error(sample(model, CASE), computed()) <= allowed()
-    assert pools(layout).remote.session.pool.ranks.pids == pids
+    assert pools(layout).remote.sessions.live.pool.ranks.pids == pids
 
 
 @pytest.mark.parametrize("method", ["ulysses2", "ring2", "ulysses4", "2x2"])
@@ -273,7 +273,7 @@ def test_an_evaluation_comes_to_the_pool_and_back(truth, parallel, pools, figure
     model = parallel(truth[0](), layout)
     for _ in range(3):
         sample(model, CASE)
-    evaluations = pools(layout).remote.last_run.evaluations
+    evaluations = pools(layout).remote.runs.last.evaluations
     hops = sorted(1e3 * one.hop_s for one in evaluations)
     figure(
         f"hop {median(hops):.2f} ms beside {1e3 * median(one.seconds for one in evaluations):.2f} ms of an"
@@ -358,7 +358,7 @@ def test_stop_leaves_the_pool_warm(truth, parallel, pools, figure, layout, backe
     stock, computed, allowed = truth
     model, asked = parallel(stock(), layout, backend, patching_of(layout)), []
     sample(model, CASE)
-    pids = pools(layout, backend).remote.session.pool.ranks.pids
+    pids = pools(layout, backend).remote.sessions.live.pool.ranks.pids
 
     def interrupt():
         asked.append(time.perf_counter())
@@ -369,5 +369,5 @@ def test_stop_leaves_the_pool_warm(truth, parallel, pools, figure, layout, backe
     figure(f"stopped after {1e3 * (time.perf_counter() - asked[0]):.0f} ms")
     mm.interrupt_current_processing(False)
     assert relative_error(sample(model, CASE), computed()) <= allowed()
-    assert pools(layout, backend).remote.session.pool.ranks.pids == pids
+    assert pools(layout, backend).remote.sessions.live.pool.ranks.pids == pids
     assert not math.isnan(float(computed().std()))
