@@ -95,6 +95,7 @@ class PoolHandle:
         with self._starts.turn(interrupted):
             pool = self.live()
             if pool is None:  # no other thread has started it meanwhile
+                stop_if(interrupted)
                 if self._pool is not None:
                     self._pool.close()  # of one that lost a rank between runs, the others are still there
                 self._before_start(self)

@@ -224,6 +224,9 @@ class Rank:
         """As a rank that left a message unfinished that others wait for."""
         self.fail(message, "error", "RuntimeError: shapes do not match", at=None, complete=False)
 
+    def uneven_memory(self, message: dict) -> None:
+        self.fail(message, "memory", "can't allocate memory", at=None, complete=False)
+
     def gated_uneven_error(self, message: dict) -> None:
         while not self.board.word(GATE):
             self.pause()

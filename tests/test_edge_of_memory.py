@@ -102,10 +102,10 @@ class Prompts:
     which these ranks compute without keys and values of others, the same each time.
     """
 
-    def __init__(self, layout, *, spare=0, takes=0.95, count=COUNTED, weights="whole"):
+    def __init__(self, layout, *, spare=0, takes=0.95, count=COUNTED, weights="whole", made=OnGPUs):
         self.stock, self.need = stock_model(4), needed(layout)
         self.truth = run(self.stock, cfg=2.0) if layout.stages == 1 else None
-        self.ranks = OnGPUs(layout, self.stock, int(self.need + spare), int(takes * self.need))
+        self.ranks = made(layout, self.stock, int(self.need + spare), int(takes * self.need))
         self.gpus = self.ranks.gpus
         self.remote = RemotePool(self.ranks, counts=Counts(lambda asked: count))
         patching = Patching(STEPS) if layout.stages > 1 else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import psutil
 import pytest
-from pipemesh.parallel_runtime.errors import PoolFailed, RunCancelled
+from pipemesh.parallel_runtime.errors import PoolFailed, PoolSpent, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.pool import conversation, verdict
 from pipemesh.pool.devices import Device, Placement, place
@@ -26,6 +27,7 @@ from .fake_pools import (
     opens,
     submitted,
 )
+from .holdings import NOTHING, Holdings
 
 
 @pytest.fixture
@@ -161,6 +163,24 @@ def test_a_handle_starts_its_pool_when_it_is_first_needed_and_keeps_it(keeper):
     pool = handle.ensure()
     assert (handle.state, handle.live(), handle.ensure()) == ("ready", pool, pool)
     assert keeper.handle(cpus(2)) is handle
+
+
+def test_stop_while_a_pool_ends_for_a_lack_of_memory_starts_no_worker_and_the_next_run_has_a_pool(brief):
+    """Pressed while the other rank is waited for, or killed: heard before a fresh pool starts."""
+    before, launched = Holdings.now(), []
+    setup = fake_setup("0:Forward=uneven-memory", "1:Forward=hang")
+    launch = lambda command: launched.append(command) or setup.start(command)  # noqa: E731
+    handle = PoolHandle(cpus(2), replace(setup, start=launch))
+    with pytest.raises(PoolSpent, match=r"^Rank 0 on cpu ran out of memory while computing"):
+        call(handle.ensure(), "Forward")
+    left = Holdings.now().since(before)
+    for _again in range(2):
+        with pytest.raises(RunCancelled):
+            handle.ensure(lambda: True)
+    assert (left, handle.state, len(launched)) == (NOTHING, "failed", 2)
+    assert call(handle.ensure(), "Load") and len(launched) == 4
+    handle.close()
+    assert Holdings.now().since(before) == NOTHING
 
 
 def test_what_is_left_of_a_pool_that_lost_a_rank_makes_room_too(keeper):

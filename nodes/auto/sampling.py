@@ -43,6 +43,11 @@ from .seam import StockCall
 
 GIVEN_UP = "On one GPU: the pool has failed in this prompt already."
 FAILED_LATE = "On one GPU: The last sampling of this kind failed after a step: {}"
+NO_ROOM = (
+    "On one GPU: Workers ran out of memory in the last {} prompts of this kind. Make the image or the batch"
+    " smaller; once ComfyUI has been started anew, the pool is tried again."
+)
+NO_ROOM_TIMES = 2
 GRADIENTS = "This node wants gradients, which do not come back from the ranks."
 log = logging.getLogger("pipemesh")
 
@@ -58,6 +63,8 @@ class PoolSampling:
         self._given_up = ""  # the prompt in which the pool has failed
         # What failed after a first step, by its kind: why, and which prompt does without the pool
         self._late: Latest[TimingKey, tuple[str, str]] = Latest()
+        # By kind, the last prompts in a row in which a lack of memory has ended a pool
+        self._spent: Latest[TimingKey, int] = Latest()
 
     @interrupting
     def sample(self, guider: Any, run: StockCall, *, is_on: bool) -> Any:
@@ -91,7 +98,9 @@ class PoolSampling:
         random = RandomState()
         for again in (True, False):
             try:
-                return self._in_pool(guider, models, run)
+                output = self._in_pool(guider, models, run)
+                self._spent.pop(run.steps.key, None)
+                return output
             except RunCancelled:
                 raise
             except Exception as error:  # a graph that works without PipeMesh works with it
@@ -103,6 +112,8 @@ class PoolSampling:
                 self._tell(error, again)
                 if isinstance(error, (PoolFailed, PoolSpent)) and not again:
                     self._given_up = executed_now()[1]
+                if isinstance(error, PoolSpent):
+                    self._spent[run.steps.key] = self._spent.get(run.steps.key, 0) + 1
             random.restore()
             if not again:
                 break
@@ -112,11 +123,14 @@ class PoolSampling:
         """Says why the pool is not tried; empty where it is. What failed after a first step counts
         for one prompt, the first that samples such a kind again; outside a prompt, for one
         sampling. No longer, as a refusal does not say whether it would come again; and no less, as
-        a node may sample many times in one prompt.
+        a node may sample many times in one prompt. Each try without memory costs a start of the
+        pool, and is made in so many prompts and in no more.
         """
         prompt = executed_now()[1]
         if self._given_up and self._given_up == prompt:
             return GIVEN_UP
+        if self._spent.get(run.steps.key, 0) >= NO_ROOM_TIMES:
+            return NO_ROOM.format(NO_ROOM_TIMES)
         late, first = self._late.pop(run.steps.key, ("", ""))
         if first not in ("", prompt):
             return ""

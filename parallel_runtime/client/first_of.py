@@ -57,12 +57,11 @@ class FirstOf:
         self.right.add(key)
         return True
 
-    def not_judged(self, what: str, why: str) -> bool:
+    def not_judged(self, what: str, why: str, next_time: str = "The next run tries again.") -> bool:
         self.tell(
-            what,
+            (what, next_time),
             f"{what} could not be compared with what one worker makes alone"
-            f" ({why.partition(chr(10))[0].rstrip('.')}): compare an image with that of one GPU. The next run"
-            " tries again.",
+            f" ({why.partition(chr(10))[0].rstrip('.')}): compare an image with that of one GPU. {next_time}",
         )
         return False
 

@@ -24,7 +24,7 @@ import torch
 
 from ...parallel_runtime.client.alone import Judge, SharedEvaluation
 from ...parallel_runtime.client.first_of import FirstOf
-from ...parallel_runtime.errors import ModelError, OutOfMemory, Refused, RunCancelled
+from ...parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, class_path, family_in, plan_for
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
@@ -40,6 +40,7 @@ NOT_IN_RANKS = ("client", "planner", "watch")  # folders of the runtime that com
 POLL_S = 0.05
 NAMED = 2  # functions that a notice names
 TURN_OFF = "update PipeMesh, or set PIPEMESH_TRIAL=0, with which images may be wrong"
+NOT_AGAIN = "The pool ended for it, so it is not tried again before ComfyUI is started anew."
 FOLDER = "trials"  # of the cache folder
 log = logging.getLogger("pipemesh")
 
@@ -175,7 +176,7 @@ class HostTrials:
         self._now = BEGINNING
         self._lock = threading.Lock()
         self._turn = threading.Lock()
-        self._begun: dict[str, Future[Verdict] | None] = {}  # None: as in a ComfyUI that was tested
+        self._begun: dict[str, Future[Verdict] | None] = {}  # None: not to be compared
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Returns those of classes that were asked for and that no tested ComfyUI has."""
@@ -273,6 +274,10 @@ class HostTrials:
         def judge(shared: SharedEvaluation) -> None:
             try:
                 error = deviation_of(shared, numbers)
+            except PoolSpent as lost:
+                self._begun[name] = None
+                self.not_judged(model, str(lost), NOT_AGAIN)
+                return
             except (OutOfMemory, ModelError, Refused) as lost:
                 self.not_judged(model, str(lost))
                 return
@@ -288,14 +293,16 @@ class HostTrials:
 
         return judge
 
-    def not_judged(self, model: Any, why: str) -> None:
+    def not_judged(self, model: Any, why: str, *next_time: str) -> None:
         """Tells the user, once for its class and numbers, that the first evaluation of such a
-        BaseModel could not be judged. Who judges it is asked again in every run.
+        BaseModel could not be judged. Who judges it is asked again in every run, unless the pool
+        ended for it: the next one would end for it too.
         """
         name = f"{type(model.diffusion_model).__name__} in {dtypes_of(model)}"
         self.firsts.not_judged(
             f"The first evaluation of {name} that workers shared, on an untested ComfyUI ({self.version}),",
             why,
+            *next_time,
         )
 
     def _require_same(self, transformer: type, judged: Future[Verdict]) -> None:
