@@ -91,7 +91,7 @@ def test_what_was_written_is_the_ranks_own_though_the_file_is_gone(tmp_path, hal
     patcher.model.diffusion_model.get_parameter(other).data[PLACE] += 1
     with pytest.raises(Refused, match=r"^A node has written"):
         BackgroundCheck(weights, "half").require_unchanged(60.0)
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert weights.changed == {NAME, other}, "those, and no others"
     assert BackgroundCheck(weights, "half").require_unchanged(60.0)
 
@@ -212,10 +212,10 @@ def test_what_is_in_no_file_is_compared_with_what_it_was(files):
     model.model.diffusion_model.register_buffer("table", torch.zeros(8, 8), persistent=False)
     weights = compared(model)
     model.model.diffusion_model.table[3, 5] = 1
-    weights.compare(model)
+    weights.compare(model.model)
     assert weights.changed == {"table"}
     model.model.diffusion_model.table[3, 5] = 0
-    weights.compare(model)
+    weights.compare(model.model)
     assert not weights.changed
 
 

@@ -20,7 +20,7 @@ from pipemesh.parallel_runtime.client.alone import Admission
 from pipemesh.parallel_runtime.client.first_of import FirstOf
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, parallelize_vae
-from pipemesh.parallel_runtime.crossing.source import vae_name
+from pipemesh.parallel_runtime.crossing.source import numbers_id
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.pool import conversation
@@ -86,17 +86,75 @@ def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed_and_comfy
 ):
     noisy = video_by_pixels(2, decode_timestep=0.1)
     vae = loaded(noisy.state_dict(), noisy.config)
-    ours, named = parallel(vae, client), vae_name(vae)
+    ours, named = parallel(vae, client), numbers_id(vae)
     ours.decode(noise(1, 128, 2, 7, 4))
     for room in (1, 1 << 40):  # as if a stock node uses it too, on a device that is full or is not
         vae.patcher.load(CPU, lowvram_model_memory=room)
-        assert vae_name(vae) == named
+        assert numbers_id(vae) == named
     ours.decode(noise(1, 128, 2, 7, 4))
     (ours if of_ours else vae).first_stage_model.decode_timestep = 0.9
     requests.clear()
     with pytest.raises(Refused, match=r"has changed this VAE's numbers .* free the node cache"):
         ours.decode(noise(1, 128, 2, 7, 4))
     assert not requests["Forward"]
+
+
+WEIGHT = "decoder.conv1.weight"
+
+
+def one_element(vae):
+    """In a row and a column of which other elements are looked at, and past torch's count."""
+    vae.first_stage_model.get_parameter(WEIGHT).data[3, 9, 2, 1, 1] += 50
+
+
+def a_row_by_numpy(vae):
+    vae.first_stage_model.get_parameter(WEIGHT).numpy()[3] += 1
+
+
+def all_of_it(vae):
+    weight = vae.first_stage_model.get_parameter(WEIGHT)
+    weight.data.copy_(2 * weight.data)
+
+
+def another_parameter(vae):
+    layer = vae.first_stage_model.decoder.conv1
+    layer.weight = torch.nn.Parameter(2 * layer.weight.data, requires_grad=False)
+
+
+def another_module(vae):
+    vae.first_stage_model = loaded({key: 1.1 * one for key, one in video_weights().items()}).first_stage_model
+
+
+def a_patched_clone(vae):
+    """Is loaded, as by a node that decodes with it; the VAE itself has no patches."""
+    clone, weight = vae.patcher.clone(), vae.first_stage_model.get_parameter(WEIGHT)
+    assert clone.add_patches({WEIGHT: (torch.full_like(weight, 0.1),)})
+    clone.patch_model(CPU)
+
+
+@torch.inference_mode()
+def test_weights_that_are_written_to_after_the_load_are_the_ranks_own_or_end_the_decode(client, requests):
+    vae, latent = loaded(video_weights()), noise(1, 16, 1, 6, 2)
+    ours, before = parallel(vae, client), vae.decode(latent)
+    for _ in range(2):
+        assert relative_error(ours.decode(latent), before) <= BOUND
+    a_patched_clone(vae)
+    assert relative_error(ours.decode(latent), before) <= BOUND
+    assert requests["Load"] == 1, "no weight is another"
+    for loads, change in enumerate(
+        (one_element, a_row_by_numpy, all_of_it, another_parameter, another_module)
+    ):
+        change(vae)
+        if change is one_element:
+            with pytest.raises(
+                Refused, match=f"to the weight {WEIGHT} of WanVAE .*: run again, and they get it"
+            ):
+                ours.decode(latent)
+        made, truth = ours.decode(latent), vae.decode(latent)
+        assert relative_error(truth, before) > 100 * BOUND, "the write does nothing"
+        assert relative_error(made, truth) <= BOUND, change.__name__
+        assert requests["Load"] == 2 + loads
+        before = truth
 
 
 def test_a_vae_whose_file_is_another_by_now_stays_what_was_loaded(client, tmp_path):
@@ -166,7 +224,7 @@ def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, cli
     vae = parallel(stock["video"], client)
     vae.decode(noise(1, 16, 1, 6, 4))
     assert vae.patcher.current_loaded_device() == vae.patcher.load_device
-    _, model = vae.first_stage_model.remote.bring_up()
+    model = vae.first_stage_model.remote.bring_up()[1].model
     assert client.residency.held(model)
     mm.unload_all_models()
     assert not client.residency.held(model)

@@ -259,7 +259,7 @@ def test_a_lora_goes_on_and_off_without_a_load(written, client, requests, near):
 def test_the_uis_quantised_weights_are_those_of_the_checkpoint(written, form):
     model = loaded(written(PLAIN, form))
     weights = describe_source(model).weights
-    weights.compare(model)
+    weights.compare(model.model)
     assert not weights.changed
     assert describe_source(model).attributes.changed(model.model) == {}, (
         "what the loader notes counts as changed by a node"
@@ -270,12 +270,12 @@ def test_the_uis_quantised_weights_are_those_of_the_checkpoint(written, form):
 def test_a_write_to_one_scale_of_a_quantised_weight_is_found(written, form, place):
     model = loaded(written(PLAIN, form))
     weights = describe_source(model).weights
-    weights.compare(model)
+    weights.compare(model.model)
     name, layer = "double_blocks.0.img_attn.qkv", model.model.diffusion_model.double_blocks[0].img_attn.qkv
     layer.weight._params.scale.view(torch.uint8).numpy()[place] ^= 1
     with pytest.raises(Refused, match=rf"to the weight {name}.weight_scale of {form}"):
         BackgroundCheck(weights, form).require_unchanged(60.0)
-    weights.compare(model)
+    weights.compare(model.model)
     assert weights.changed == {f"{name}.weight_scale"}
 
 

@@ -48,9 +48,13 @@ def by_stock(model, image):
     return NODE.execute(model, image).args[0]
 
 
-def in_pool(model, client, image):
-    made = UpscalerInPool(lambda: model, lambda: client, holds_ui_device=False)
+def in_pool(model, client, image, made=None):
+    made = made or standing_for(model, client)
     return made.through(lambda one: NODE.execute(one, image).args[0])
+
+
+def standing_for(model, client):
+    return UpscalerInPool(lambda: model, lambda: client, holds_ui_device=False)
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +100,26 @@ def test_a_tile_without_room_has_the_node_take_smaller_ones_as_without_a_pool(cl
 
 def test_what_ranks_make_of_the_weights_is_compared_with_comfyuis_first(client):
     model, image = upscaler(), picture(1, 40, 48)
-    first, *_ = model.model.parameters()
-    in_pool(model, client, image)
-    first.add_(1.0)
+    model.model.body[0].padding_mode = "circular"  # which spandrel does not read from the weights
     with pytest.raises(Refused, match=r"^SRVGGNetCompact in the pool is [\d.]+% off from what one device"):
         in_pool(model, client, image)
+
+
+@pytest.mark.parametrize("place", [slice(None), (4, 1, 1, 1)], ids=["all of a weight", "one element"])
+def test_weights_that_are_written_to_after_the_load_are_the_ranks_own_or_end_the_work(
+    client, requests, place
+):
+    model, image = upscaler(), picture(1, 32, 48)
+    made, before = standing_for(model, client), by_stock(model, image)
+    for _ in range(2):
+        assert torch.equal(in_pool(model, client, image, made), before)
+    assert requests["Load"] == 1
+    model.model.body[0].weight.data[place] += 1
+    if place != slice(None):
+        with pytest.raises(Refused, match=r"to the weight body\.0\.weight of SRVGGNetCompact .*: run again"):
+            in_pool(model, client, image, made)
+    truth = by_stock(model, image)
+    assert torch.equal(in_pool(model, client, image, made), truth) and not torch.equal(truth, before)
 
 
 def test_weights_that_spandrel_does_not_know_again_are_refused(client):

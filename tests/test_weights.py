@@ -34,7 +34,7 @@ NAME = "double_blocks.1.img_attn.qkv.weight"
 
 def compared(patcher):
     weights = describe_source(patcher).weights
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     return weights
 
 
@@ -50,7 +50,7 @@ def finds_a_write(patcher, place=0):
     assert not weights.changed
     with torch.inference_mode(parameter(patcher).is_inference()):
         parameter(patcher).data[place] += 1
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert weights.changed == {NAME}
 
 
@@ -100,20 +100,20 @@ def test_weights_of_the_checkpoint_are_left_where_they_are(patcher):
 def test_a_change_in_place_is_found_and_left_alone(patcher, change, is_late):
     weights = describe_source(patcher).weights
     if is_late:
-        weights.compare(patcher)
+        weights.compare(patcher.model)
     with torch.inference_mode(parameter(patcher).is_inference()):
         change(patcher.model.diffusion_model.get_submodule(NAME.removesuffix(".weight")))
     before = contents(patcher)
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     if change is one_element_past_torch and is_late:
         with pytest.raises(Refused, match=f"to the weight {NAME} of model"):
             BackgroundCheck(weights, "model").require_unchanged(60.0)
-        weights.compare(patcher)
+        weights.compare(patcher.model)
     assert weights.changed == {NAME} and weights.changed_id
     assert list(weights.changed_tensors(patcher.model.diffusion_model)) == [f"diffusion_model.{NAME}"]
     assert all(torch.equal(value, before[name]) for name, value in contents(patcher).items())
     known = weights.changed_id
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert weights.changed_id == known, "the ranks would be sent it again"
 
 
@@ -122,7 +122,7 @@ def test_a_further_change_has_another_name_and_an_undone_one_none(patcher):
     names = [weights.changed_id]
     for content in (before * 2, before * 3, before):
         parameter(patcher).data.copy_(content)
-        weights.compare(patcher)
+        weights.compare(patcher.model)
         names.append(weights.changed_id)
     assert names[0] == names[-1] == "" and len(set(names)) == 3
     assert not weights.changed
@@ -153,11 +153,11 @@ def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_is_f
     monkeypatch.setattr(
         comparison, "_looked_at", lambda tensor: looked_at.append(tensor.data_ptr()) or look_at(tensor)
     )
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert where not in looked_at, "the kernel tells at once of all pages whether they were written to"
     with torch.inference_mode(parameter(patcher).is_inference()):
         parameter(patcher).data[211, 34] += 0.5
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert weights.changed == {NAME}
 
 
@@ -198,14 +198,14 @@ def test_pages_of_a_file_are_not_read_while_ranks_compute(patcher, tmp_path, mon
         parameter(patcher).data = mapped.view(before.shape)
     weights, read = Weights(), []
     state_source(patcher, weights)
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     monkeypatch.setattr(
         comparison, "checksum", lambda tensor, *_: read.append(tensor.data_ptr()) or checksum(tensor)
     )
     with open(tmp_path / "file", "r+b") as file:
         file.write(bytes(before.nbytes))
     assert BackgroundCheck(weights, "").require_unchanged(60.0)
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert read and mapped.data_ptr() not in read and not weights.changed
 
 
@@ -259,16 +259,16 @@ def test_modules_under_other_names_are_not_mixed_up(patcher):
 
 def test_what_was_sent_is_compared_by_checksum_wherever_it_lies_now(patcher):
     weights = Weights()
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert not weights.changed, "there is nothing to compare with"
     state_source(patcher, weights)
     with torch.inference_mode(parameter(patcher).is_inference()):
         parameter(patcher).data = parameter(patcher).data.clone()
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert not weights.changed
     with torch.inference_mode():
         parameter(patcher).data[200:202] = 0
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert weights.changed == {NAME}
 
 
@@ -326,7 +326,7 @@ def test_a_checkpoint_overwritten_before_it_was_compared_is_refused(tmp_path):
     weights = describe_source(patcher).weights
     write_model(path, heads=1, blocks=(2, 1))
     with pytest.raises(Refused, match="changed on disk since it was loaded"):
-        weights.compare(patcher)
+        weights.compare(patcher.model)
 
 
 def test_a_change_is_found_when_the_checkpoint_is_gone(tmp_path):
@@ -334,10 +334,10 @@ def test_a_change_is_found_when_the_checkpoint_is_gone(tmp_path):
     patcher = load(str(path))
     weights = compared(patcher)
     path.unlink()
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert not weights.changed
     parameter(patcher).data[5, 5] += 1
-    weights.compare(patcher)
+    weights.compare(patcher.model)
     assert weights.changed == {NAME}
 
 
@@ -346,8 +346,8 @@ def test_a_cancel_amid_it_loses_nothing(patcher):
     parameter(patcher).data.mul_(1.5)
     mm.interrupt_current_processing()
     with pytest.raises(mm.InterruptProcessingException):
-        weights.compare(patcher)
-    weights.compare(patcher)
+        weights.compare(patcher.model)
+    weights.compare(patcher.model)
     assert weights.changed == {NAME}
     assert all(torch.equal(value, before[name]) for name, value in contents(patcher).items() if name != NAME)
 
@@ -385,7 +385,7 @@ def test_to_compare_an_unchanged_model_again_reads_nothing_that_grows_with_it(ma
     monkeypatch.setattr(memory, "has_own_page", lambda *range_: searches.append(range_) is not None)
     monkeypatch.setattr(memory, "are_pages_of_files", lambda *range_: read.append(range_) is None)
     monkeypatch.setattr(stored_weights, "read_into", lambda *place: read.append(place))
-    weights.compare(mapped)
+    weights.compare(mapped.model)
     assert len(searches) == 1 and not read, "all pages of the file at once"
 
 

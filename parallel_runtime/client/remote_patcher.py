@@ -133,7 +133,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
                     self.model.diffusion_model, operations=self.model.model_config.custom_operations
                 )
             self.remote.pool.runs.end_check(self.remote.model)
-            weights.compare(self)
+            weights.compare(self.model)
             changed = self.remote.source.attributes.changed(self.model)
             objects = {**cast_switches(self), **changed, **pack_bypass(self.injections), **plain}
             name = content_id({**objects, **in_block.identity}) + weights.changed_id

@@ -18,7 +18,7 @@ from ..crossing.upscalers import upscaler_source
 from ..errors import Refused
 from ..vae_modules import PUT_IN_PLACE
 from .remote_pool import RemotePool
-from .remote_vae import FirstStage, RemoteVAE, VAEPatcher, hold_part
+from .remote_vae import FirstStage, RemoteVAE, VAEPatcher, hold_part, with_own_weights
 from .tiles import OnTile, side_by_side
 
 PIXELS = 32  # rows and columns with which a model is tried
@@ -146,9 +146,9 @@ class UpscalerInPool:
                 return node(ForNode(self.remote.vae, self._patcher, scale, on_tile, halved, why))
 
             try:
-                return side_by_side(
-                    partial(loop, 0), partial(loop, self._scale), self._compute, self.remote.tiles_at_once()
-                )
+                with with_own_weights(self.remote):
+                    at_once = self.remote.tiles_at_once()
+                    return side_by_side(partial(loop, 0), partial(loop, self._scale), self._compute, at_once)
             except TileTooLarge as error:
                 halved, why = halved + 1, str(error)
 

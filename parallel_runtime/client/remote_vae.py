@@ -25,17 +25,18 @@ from comfy.utils import ProgressBar
 
 from ..comm.bands import ROWS, Bands
 from ..crossing.by_reference import OF_PATCHERS
-from ..crossing.source import describe_vae, vae_name, vae_source
+from ..crossing.source import Source, describe_vae, numbers_id, vae_source
 from ..errors import OutOfMemory, Refused
 from ..layout import ALONE, Layout
 from ..tolerance import ROWS_OF_PICTURE
 from ..vae_modules import why_not_in_bands
+from ..weights.background_check import BackgroundCheck
 from ..weights.quantised import stored_bytes
 from ..wire.arena import Board
 from .branch import Branch
 from .evaluations import Work
 from .first_of import FirstOf, Look
-from .interrupt import held, interrupted, interrupting
+from .interrupt import held, interrupted, interrupting, wait_for
 from .remote_pool import RemotePool
 from .tiles import OnTile, side_by_side
 
@@ -106,7 +107,7 @@ class RemoteVAE:
             self._at[0].residency.release(self._at[1])
 
     @interrupting
-    def bring_up(self) -> tuple[RemotePool, str]:
+    def bring_up(self) -> tuple[RemotePool, Source]:
         """Has every rank of a live pool hold the VAE. Raises Refused, ModelError, PoolFailed."""
         if why := self.why_by_stock():
             raise Refused(f"{self.behind} What was changed: {why}.")
@@ -120,7 +121,7 @@ class RemoteVAE:
         if self._at is not None and pool is not self._at[0]:
             self.release()
         source = pool.residency.use(self.module, partial(describe_vae, self.vae, self.kind))
-        if source.model != vae_name(self.vae, self.kind):
+        if not source.model.endswith(numbers_id(self.vae, self.kind)):
             raise Refused(
                 "A node has changed this VAE's numbers since the pool loaded it: unload the models and free"
                 " the node cache in ComfyUI's menu, then queue again."
@@ -129,9 +130,17 @@ class RemoteVAE:
         self.firsts = replace(self.firsts, notice=pool.admission.firsts.notice)
         pool.sessions.settle(interrupted)
         pool.runs.end_owed()
+        if self.vae.patcher.backup:  # a clone with weight patches has put them on
+            self.vae.patcher.unpatch_model(self.vae.patcher.offload_device)
+
+        def state() -> dict[str, Any]:
+            tree = self.source()
+            source.weights.note_sent(tree["state"])
+            return tree
+
         while not pool.residency.is_ready(source.model, ""):
-            pool.residency.load(source, self.source, interrupted)
-        return self._at
+            pool.residency.load(source, state, interrupted)
+        return pool, source
 
     @interrupting
     def compute(self, work: str, samples: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -141,7 +150,7 @@ class RemoteVAE:
         unit, samples = 1, with_noise(self.vae, work, samples)
         if work == "encode":
             unit = self.vae.spacial_compression_encode()
-        with self._computing(work, unit, options) as (pool, dispatch):
+        with with_own_weights(self), self._computing(work, unit, options) as (pool, dispatch):
             ranks, width = pool.layout.members(0, pool.layout.widths[-1]), pool.layout.widths[-1]
             if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
                 why = "the pool is a pipeline" if pool.layout.stages > 1 else "it has too few rows"
@@ -170,7 +179,8 @@ class RemoteVAE:
         self, work: str, unit: int, options: dict[str, Any]
     ) -> Iterator[tuple[RemotePool, Callable[[Sequence[VAEShare]], list[torch.Tensor]]]]:
         """Yields the pool, and what has it compute shares side by side."""
-        pool, model = self.bring_up()
+        pool, source = self.bring_up()
+        model = source.model
         with held(pool.turn):
             run = pool.runs.beside(model)
 
@@ -200,6 +210,26 @@ class RemoteVAE:
             raise torch.OutOfMemoryError(str(error)) from error
         finally:
             pool.runs.end(model)
+
+
+@contextmanager
+def with_own_weights(remote: RemoteVAE) -> Iterator[None]:
+    """Inside, ranks compute with the weights that the UI has: they load them again if a node has
+    changed them since. Raises Refused at the end for a write that only the full comparison beside
+    the ranks' work finds, and ComfyUI's interrupt.
+    """
+    _, source = remote.bring_up()
+    source.weights.compare(remote.module)
+    if source.weights.changed:
+        remote.release()
+        _, source = remote.bring_up()
+        source.weights.compare(remote.module)
+    check = BackgroundCheck(source.weights, type(remote.module).__name__)
+    try:
+        yield
+        wait_for(check.require_unchanged)
+    finally:
+        check.end()
 
 
 class StepsDone:
@@ -350,8 +380,9 @@ def in_tiles(work: str, name: str) -> Callable[..., torch.Tensor]:
         ask_all = partial(
             loop, **as_it_is, vae_dtype=samples.dtype, device=samples.device, output_device="meta"
         )
-        at_once = remote.tiles_at_once()
-        return side_by_side(ask_all, loop, partial(remote.compute_whole, work), at_once, prepare)
+        with with_own_weights(remote):
+            at_once = remote.tiles_at_once()
+            return side_by_side(ask_all, loop, partial(remote.compute_whole, work), at_once, prepare)
 
     return method
 

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -221,14 +222,13 @@ def describe_vae(vae: Any, kind: str = "vae") -> Source:
     """In the UI: the source of a VAE or an upscale model. Its weights are sent as they are."""
     path = checkpoint_of(vae.patcher)
     file = stat_file(path) if path and os.path.exists(path) else None
-    return Source(model=vae_name(vae, kind), file=file)
+    return Source(model=f"{kind}-{uuid.uuid4().hex}-{numbers_id(vae, kind)}", file=file)
 
 
-def vae_name(vae: Any, kind: str = "vae") -> str:
-    """Returns what a VAE is called in ranks: another one once a node has changed its numbers."""
+def numbers_id(vae: Any, kind: str = "vae") -> str:
+    """Returns the end of a VAE's name in ranks: another one once a node has changed its numbers."""
     numbers = json.dumps(vae_numbers(vae.first_stage_model)) if kind == "vae" else ""
-    digest = hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()
-    return f"{kind}-{vae.patcher.clone_base_uuid.hex}-{digest}"
+    return hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()
 
 
 def vae_numbers(model: Any) -> dict[str, Any]:

@@ -59,8 +59,9 @@ class Weights:
         self._own = {name: checksum(tensor) for name, tensor in state.items()}
         self._seen.clear()
 
-    def compare(self, patcher: Any) -> None:
-        """Updates ``changed``.
+    def compare(self, model: Any) -> None:
+        """Updates ``changed``. ``model``: ComfyUI's own of a transformer, or the module of a VAE or
+        of an upscale model.
 
         The model has to be unpatched, so that names and contents are those of the loader. Raises
         Refused where the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
@@ -71,10 +72,10 @@ class Weights:
         unwritten = all(is_unwritten(*pages) for pages in pages_of(on_files))
         doubtful = [
             slot
-            for slot in slots(patcher.model.diffusion_model)
+            for slot in slots(getattr(model, "diffusion_model", model))
             if slot.name not in self._seen or not self._seen[slot.name].is_still(slot.tensor, unwritten)
         ]
-        theirs = self._open(patcher) if doubtful else None
+        theirs = self._open(model) if doubtful else None
         if theirs is None:
             return
         self._nbytes = 0
@@ -117,7 +118,7 @@ class Weights:
             for slot in found
         }
 
-    def _open(self, patcher: Any) -> CheckpointContent | NoContent | None:
+    def _open(self, model: Any) -> CheckpointContent | NoContent | None:
         """What to compare with. None where there is nothing yet, and where the file was overwritten
         since: then the run is refused when it begins.
         """
@@ -133,7 +134,7 @@ class Weights:
             check_file(self._file)
         except Refused:
             return NoContent(False)
-        return CheckpointContent(patcher.model, self._file)
+        return CheckpointContent(model, self._file)
 
 
 class WeightMark:
