@@ -2,6 +2,9 @@
 one start, not one for each prompt.
 """
 
+from functools import partial
+from types import SimpleNamespace
+
 import comfy.model_management
 import pytest
 import torch
@@ -10,13 +13,20 @@ from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.sampling import NO_ROOM
 from pipemesh.nodes.auto.switch import Switch
+from pipemesh.nodes.extension import show_notice
+from pipemesh.nodes.notices import Notices
+from pipemesh.nodes.runtime import Runtime
+from pipemesh.nodes.screen import SHOWS_TEXT
+from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolSpent
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import Load
 from pipemesh.pool.conversation import stop_if
+from pipemesh.pool.devices import place
 
+from .fake_pools import fake_setup
 from .in_groups import in_groups
 from .models import run
 from .queues import Workflow, in_line, seeds_of
@@ -26,8 +36,9 @@ from .test_auto import notices, said
 from .test_edge_of_memory import GIB, OnGPUs, Prompts, uncounted
 from .test_first_evaluation import tree, trial, trials, watched
 from .test_pool_leaks import KEY
+from .test_screen import server
 
-__all__ = ["notices", "settings", "tree", "trial", "trials"]  # fixtures
+__all__ = ["notices", "server", "settings", "tree", "trial", "trials"]  # fixtures
 
 
 class NoRoomInFp32(OnGPUs):
@@ -112,17 +123,40 @@ def test_stop_in_a_restart_is_heard_and_the_next_prompt_needs_no_other(monkeypat
     assert prompts()[Load] == (moment != "SetWeightPatches") and gpus.starts == 1
 
 
+# -- the page
+
+
+@pytest.mark.parametrize(("flag", "frames"), [(SHOWS_TEXT, 2), ("said_nothing_of_it", 0)])
+def test_a_run_that_goes_on_in_fresh_workers_says_so_on_its_node_and_to_a_page_alone(server, flag, frames):
+    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded", count=uncounted(), made=Stopped)
+    waiting = SimpleNamespace(end=lambda: pytest.fail("the run waits on"))
+    told = Notices(partial(show_notice, waiting))
+    choice = Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
+    prompts.remote.admission = Runtime(fake_setup(), notices=told).pool_for(choice).admission
+    sent_by = server("a client", **{flag: True})
+    for number in ("1", "2"):
+        with CurrentNodeContext(number, "3"):
+            prompts()
+    (notice,) = told.latest()
+    assert (notice.prompt, notice.node) == ("1", "3")
+    text = "Rank 0 on cuda:0 ran out of memory. This run goes on: they load its model, and compute the"
+    assert notice.text.startswith(text)
+    assert (
+        sent_by.sent == [(f"PipeMesh: {notice.text}", "a client"), ("pipemesh.notice", "a client")][:frames]
+    )
+
+
 # -- auto mode
 
 
-class Runtime(SharedRuntime):
+class OfOneModel(SharedRuntime):
     def parallelize(self, model, choice, left_open=None):
         return parallelize(model, self._client, 1.0, weights="offloaded")
 
 
 def test_auto_mode_tries_a_kind_without_room_in_two_prompts_and_then_leaves_it_to_one_gpu(settings, notices):
     prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, count=uncounted())
-    gpus, runtime = prompts.gpus, Runtime(prompts.remote)
+    gpus, runtime = prompts.gpus, OfOneModel(prompts.remote)
     auto = Auto(lambda: runtime, Switch({}, lambda: settings.file), notices, StepTimes())
     settings(True)
 

@@ -47,7 +47,8 @@ class Admission:
     """Whether ranks may compute a BaseModel. ``load`` is called before they load it, and may raise
     Refused, or RunCancelled while it waits. ``first`` returns who judges the first evaluation that
     they share; None if nobody has to. ``not_judged`` is told why that judge was not asked.
-    ``firsts``: of models without a token plan.
+    ``firsts``: of models without a token plan; its notice takes what else users should know of a
+    run that goes on.
     """
 
     load: Callable[[Any], None] = lambda model: None

@@ -61,7 +61,9 @@ def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
     if not can_repeat(patcher):
         raise OutOfMemory(f"{error} {move}") from error
     if is_over:
-        log.warning("[PipeMesh] %s The evaluation is computed again in a fresh pool.", error)
+        remote.pool.admission.firsts.notice(
+            f"{error} This run goes on: they load its model, and compute the evaluation again."
+        )
     elif not freed:
         log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
     return unloads
