@@ -43,16 +43,16 @@ LIFETIMES = {
         " ConditioningCache._entries*,_named,_sent,collected"
         " KeptConditioning._named,_tensors* Mover._buffers*,_laid RankLoop._ahead,_enqueued"
         " RequestHandler._failed,models Segment._registered* Sends._sending* Sent.recent SequenceComm._by_width"
-        " Session.leaving,models,tickets Comparison._known ShardGather._works StageLink._posted*,_unchecked"
+        " Session.leaving,models,owed,tickets Comparison._known ShardGather._works StageLink._posted*,_unchecked"
         " StopFlag._later Trail._places"
     ),
     "ComfyUI or a worker": (
-        "Auto._others Beside._enough,_more,reloads,restarted Counts._begun"
+        "Auto._others Counts._begun"
         " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
-        " Planning._choices,_plans,_runs Residency._sources,_unused,_users,loads,titles*"
-        " Runs._open,checks,owed,recent*,stateful Runtime._pools Seam._ours,_stock"
+        " Planning._choices,_plans,_runs Residency._uses,models*"
+        " Runs._sampled,recent* Runtime._pools Seam._ours,_stock"
         " Sessions.at_close"
-        " StageBalance._measured,_seconds*,_wanted Switch._last TooLarge._failed _tell_of_sage alike cut_latent"
+        " StageBalance._seconds* Switch._last TooLarge._failed _tell_of_sage alike cut_latent"
         " figures"
         " opaque_attention operation tell_uncompiled words_of_class"
     ),

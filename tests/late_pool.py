@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.wire.arena import ROOM, Board
@@ -130,7 +131,9 @@ class PoolWorld(LateWorld):
         handle = SimpleNamespace(layout=self.layout, ensure=lambda *_: self.pool, live=lambda: self.pool)
         remote = RemotePool(handle)
         session = remote.sessions.open(lambda: False)
-        session.models |= {name: Resident(state=ResidentState.READY) for name in self.models}
+        for name in self.models:
+            model = remote.residency.models[name] = PooledModel(name, name, users=1)
+            session.models[model] = Resident(state=ResidentState.READY)
         self._ui(remote)
         for channel in self.ranks.channels:
             channel.send(Close())

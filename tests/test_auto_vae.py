@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.decoding import TRIES, WORTH_S, VAETimes
 from pipemesh.nodes.auto.seam import OF_VAES, HostChanged, VAESeam
+from pipemesh.parallel_runtime.client.run import PooledModel
 
 from .shared_runtime import settings, switched
 from .vaes import image_weights, loaded, noise, video_weights
@@ -53,9 +54,10 @@ def test_a_picture_that_is_made_while_a_sampler_runs_is_stocks(switched, request
     vae = loaded(video_weights())
     truth, *_ = (USES["decode"](vae) for _ in range(3))
     requests.clear()
-    client.runs.begin("sampled")
+    sampled = PooledModel("sampled", "sampled")
+    client.runs.begin(sampled)
     assert torch.equal(USES["decode"](vae), truth) and not requests["Forward"]
-    client.runs.end("sampled")
+    client.runs.end(sampled)
     USES["decode"](vae)
     assert requests["Forward"]
 
@@ -69,7 +71,7 @@ def test_a_vae_that_nobody_holds_any_more_goes_and_ranks_free_it(switched, clien
     gc.collect()
     assert gone() is None
     USES["decode"](loaded(video_weights()))
-    client.residency._release_unused()
+    client.residency._release_unused(client.sessions.live)
     assert len(client.sessions.live.models) < before
 
 

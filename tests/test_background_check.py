@@ -130,7 +130,7 @@ def test_a_model_that_nobody_says_is_sampled_is_compared_before_its_first_evalua
     assert not is_checking()
     monkeypatch.undo()
     parallel.cleanup()
-    assert not client.runs.checks
+    assert parallel.remote.model.check is None
 
 
 def test_a_model_that_is_loaded_and_not_sampled_is_in_nobodys_way(served, files, client, monkeypatch):

@@ -14,6 +14,7 @@ from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.crossing.source import Source
 from pipemesh.parallel_runtime.errors import (
@@ -108,8 +109,13 @@ def remote(pool: Ledger, *models: str) -> RemotePool:
     return made
 
 
+def model_of(client: RemotePool, name: str) -> PooledModel:
+    """One that somebody uses for as long as the test lasts."""
+    return client.residency.models.setdefault(name, PooledModel(name, name, users=1))
+
+
 def submit(pool: RemotePool, arguments: dict, model: str = "a") -> Ticket:
-    run = pool.runs.of(model)
+    run = pool.runs.of(model_of(pool, model))
     return pool.evaluations.submit(run, Work(arguments, Branch(("cond",))), (0, 4, False))
 
 
@@ -186,12 +192,12 @@ def place_of(tensor, request):
 def test_what_is_left_of_a_run_after_another_inside_it_ends_with_it_and_once_in_the_ranks():
     pool = Ledger(room=1)
     client = remote(pool, "a")
-    client.runs.begin("a")
-    client.runs.begin("a")
-    client.runs.end("a")  # the inner one
+    client.runs.begin(model_of(client, "a"))
+    client.runs.begin(model_of(client, "a"))
+    client.runs.end(model_of(client, "a"))  # the inner one
     evaluate(client, "a")
     for _ in range(2):
-        client.runs.end("a")
+        client.runs.end(model_of(client, "a"))
     assert pool.asked.count(("EndRun", "a")) == 3 and client.runs.models() == set()
 
 
@@ -201,32 +207,36 @@ def test_an_evaluation_without_a_sampler_begins_a_run_by_itself_which_is_in_nobo
     run = client.runs.last
     evaluate(client, "a")
     assert client.runs.last is run and len(run.evaluations) == 2
-    assert client.residency.make_room("b") and not client.residency.held("a")
+    assert client.residency.make_room(model_of(client, "b")) and not client.residency.held(
+        model_of(client, "a")
+    )
 
 
 def test_a_model_that_a_guider_evaluates_beside_the_sampled_one_is_in_the_same_run_and_its_figures():
     pool = Ledger(room=3)
     client = remote(pool, "c", "a", "b")
-    run = client.runs.begin("a")
+    run = client.runs.begin(model_of(client, "a"))
     for model in "abab":
         evaluate(client, model)
     assert client.runs.last is run and len(run.evaluations) == 4
-    assert client.residency.make_room("x") and not client.residency.make_room("x"), "c is in no run"
-    client.runs.end("a")
+    assert client.residency.make_room(model_of(client, "x")) and not client.residency.make_room(
+        model_of(client, "x")
+    ), "c is in no run"
+    client.runs.end(model_of(client, "a"))
     assert pool.asked[-2:] == [("EndRun", "a"), ("EndRun", "b")]
-    assert client.residency.make_room("x")
+    assert client.residency.make_room(model_of(client, "x"))
 
 
 def test_the_end_of_a_run_that_ranks_were_too_busy_to_hear_is_told_once_they_are_free():
     """Else its keys and values would stay beside those of the next run, of another model."""
     pool = Ledger(room=2)
     client = remote(pool, "a", "b")
-    client.runs.begin("a")
+    client.runs.begin(model_of(client, "a"))
     pool.idle = False
-    client.runs.end("a")
+    client.runs.end(model_of(client, "a"))
     assert pool.asked[2:] == []
     pool.idle = True
-    client.runs.begin("b")
+    client.runs.begin(model_of(client, "b"))
     for _ in range(2):
         client.runs.end_owed()
     assert pool.asked[2:] == [("EndRun", "a")]
@@ -235,7 +245,7 @@ def test_the_end_of_a_run_that_ranks_were_too_busy_to_hear_is_told_once_they_are
 def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch, caplog):
     pool = Ledger(room=1)
     client = remote(pool, "a")
-    client.runs.begin("a")
+    client.runs.begin(model_of(client, "a"))
     given_up = []
 
     def hang(request, fds, interrupted):
@@ -244,7 +254,7 @@ def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch, capl
         raise RunCancelled
 
     monkeypatch.setattr(pool, "ask", hang)
-    client.runs.end("a")
+    client.runs.end(model_of(client, "a"))
     assert given_up == [True] and not caplog.text
 
 
@@ -252,13 +262,13 @@ def test_the_end_of_a_run_is_waited_for_a_little_and_no_longer(monkeypatch, capl
 def test_an_end_of_a_run_that_was_not_answered_is_told_and_not_raised(monkeypatch, caplog, error):
     """It would hide the error that the run ended with."""
     client = remote(Ledger(room=1), "a")
-    client.runs.begin("a")
+    client.runs.begin(model_of(client, "a"))
 
     def fail(*_):
         raise error
 
     monkeypatch.setattr(client.sessions.live.pool, "ask", fail)
-    client.runs.end("a")
+    client.runs.end(model_of(client, "a"))
     assert ("gone" in caplog.text) == (str(error) == "gone")
 
 
@@ -266,8 +276,8 @@ def test_only_ranks_on_the_uis_own_device_give_back_what_torch_caches():
     pool = Ledger(room=1)
     client = RemotePool(pool, beside_ui=())
     load(client, "a")
-    client.runs.begin("a")
-    client.runs.end("a")
+    client.runs.begin(model_of(client, "a"))
+    client.runs.end(model_of(client, "a"))
     assert pool.ended[-1].cleared == ()
 
 
@@ -339,7 +349,7 @@ def test_a_submission_that_could_not_be_sent_is_not_in_flight_and_holds_no_model
         patch.setattr(pool, "submit", fail)
         evaluate(client, "a")
     assert not client.sessions.live.tickets
-    client.residency.release("a")
+    client.residency.release(model_of(client, "a"))
     assert pool.models == []
 
 
@@ -359,7 +369,8 @@ def test_an_error_while_conditioning_is_compared_calls_the_ranks_back(monkeypatc
 
 def load(client: RemotePool, *models: str) -> None:
     for model in models:
-        client.residency.load(Source(model=model, factory="f"), dict, lambda: False)
+        source = Source(model=model, factory="f")
+        client.residency.load(model_of(client, model), source, dict, lambda: False)
 
 
 @pytest.mark.parametrize(("device", "asked"), [("cpu", ["Load"]), ("far/cpu", ["check", "Load"])])
@@ -373,10 +384,10 @@ def test_where_another_machine_is_to_load_a_file_all_check_it_before_any_loads_i
 def test_the_least_recently_used_model_makes_room_for_another():
     pool = Ledger(room=2)
     client = remote(pool, "a", "b")
-    assert client.residency.is_ready("a", "")  # b is the older one now
+    assert client.residency.is_ready(model_of(client, "a"), "")  # b is the older one now
     load(client, "c")
     assert pool.models == ["a", "c"]
-    assert not client.residency.held("b")
+    assert not client.residency.held(model_of(client, "b"))
 
 
 def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on():
@@ -385,7 +396,7 @@ def test_weight_patches_and_forwards_without_room_release_other_models_and_go_on
         client = remote(pool, "a", "b", "c")
         ask(client, "c")
         assert pool.models == ["c"]
-        assert client.residency.held("c")
+        assert client.residency.held(model_of(client, "c"))
     assert [request.part.attempt for request in pool.submitted] == [0, 1, 2], "what ranks kept is void"
 
 
@@ -403,9 +414,11 @@ def test_a_release_that_ranks_fail_in_is_told_and_fails_nobody_who_needed_the_me
         return answer(request)
 
     monkeypatch.setattr(pool, "answer", fail)
-    client.residency.release("a")
-    assert list(client.sessions.live.models) == ["b"] and "Rank 0 failed while releasing" in caplog.text
-    client.sessions.live.leaving.append("b")
+    client.residency.release(model_of(client, "a"))
+    assert [*client.sessions.live.models] == [
+        model_of(client, "b")
+    ] and "Rank 0 failed while releasing" in caplog.text
+    client.sessions.live.leaving.append(model_of(client, "b"))
     client.residency.release_leaving(client.sessions.live)
     assert not client.sessions.live.models
 
@@ -413,9 +426,9 @@ def test_a_release_that_ranks_fail_in_is_told_and_fails_nobody_who_needed_the_me
 def test_a_cancel_amid_making_room_forgets_no_model_that_the_ranks_hold():
     pool = Ledger(room=2)
     client = remote(pool, "a", "b")
-    client.residency.load(Source(model="c", factory="f"), dict, lambda: True)
+    client.residency.load(model_of(client, "c"), Source(model="c", factory="f"), dict, lambda: True)
     assert sorted(pool.models) == ["b", "c"]
-    assert [model for model in "abc" if client.residency.held(model)] == ["b", "c"]
+    assert [model for model in "abc" if client.residency.held(model_of(client, model))] == ["b", "c"]
 
 
 def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
@@ -423,7 +436,7 @@ def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
     client = remote(pool)
     with pytest.raises(OutOfMemory):
         load(client, "a")
-    assert not client.residency.held("a")
+    assert not client.residency.held(model_of(client, "a"))
     pool = Ledger(room=1, short=Forward)
     client = remote(pool, "a")
     with pytest.raises(OutOfMemory):
@@ -432,12 +445,14 @@ def test_a_model_that_does_not_fit_alone_is_an_error_and_keeps_nothing():
 
 
 def patch(client: RemotePool, model: str) -> None:
-    client.residency.set_weight_patches(model, "p", {}, ("", {}), lambda: False)
+    client.residency.set_weight_patches(model_of(client, model), "p", {}, ("", {}), lambda: False)
 
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
     client.evaluations.dispatch(
-        client.runs.of(model), [Work(arguments or conditioned(0.0), Branch(("cond",)))], lambda: False
+        client.runs.of(model_of(client, model)),
+        [Work(arguments or conditioned(0.0), Branch(("cond",)))],
+        lambda: False,
     )
 
 

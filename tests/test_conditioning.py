@@ -9,6 +9,7 @@ import pytest
 import torch
 from pipemesh.parallel_runtime.client.branch import Branch, Origin
 from pipemesh.parallel_runtime.client.conditioning import KEYS, RECENT, ConditioningCache
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.runs import Runs
 from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena, Board
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
@@ -63,11 +64,12 @@ def test_what_was_expected_wrongly_is_found_out_and_looked_at_from_then_on(arena
 
 
 def test_what_a_branch_sent_is_not_assumed_in_the_next_run(arena, cache):
-    live = SimpleNamespace(conditioning=cache, models={}, pool=SimpleNamespace(idle=True))
+    live = SimpleNamespace(conditioning=cache, models={}, owed=[], pool=SimpleNamespace(idle=True))
     runs = Runs(SimpleNamespace(live=live, at_close=[]))
-    runs.begin("m")
+    model = PooledModel("m", "m")
+    runs.begin(model)
     sent = cache.put(BRANCH, "context", text(1))
-    runs.begin("m")
+    runs.begin(model)
     ref, right = cache.assume(BRANCH, "context", text(2))
     assert ref != sent and right()
     assert shows(arena, ref, text(2))

@@ -16,6 +16,7 @@ from pipemesh.parallel_runtime.client.beside import Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize, with_room
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolSpent, Refused
 from pipemesh.parallel_runtime.layout import Layout
@@ -113,7 +114,8 @@ class Prompts:
 
     def hold(self, name, nbytes):
         """Ranks hold another model beside it."""
-        self.remote.sessions.open(lambda: False).models[name] = Resident(state=ResidentState.READY)
+        resident = Resident(state=ResidentState.READY)
+        self.remote.sessions.open(lambda: False).models[PooledModel(name, name, users=1)] = resident
         self.gpus.held[name] = int(nbytes)
         self.ranks.tell()
 
@@ -281,7 +283,7 @@ def test_a_run_that_cannot_go_on_in_a_fresh_pool_says_so_and_starts_none(why, mo
     def grows(step, *_):
         prompts.gpus.takes = prompts.ranks.free(0) + 1
         if why == "a node's code in the blocks":
-            remote.pool.runs.stateful[remote.model] = remote.pool.residency.loads[remote.model]
+            remote.model.run.names.load = remote.model.loads
         else:
             changed.append(True)
 
@@ -416,7 +418,8 @@ def test_room_is_asked_for_before_several_prompts_are_sampled_at_once():
     ours.model.remote.pool.beside._counts = Counts(lambda asked: COUNTED)
     gpus = ours.pool.gpus
     gpus.nbytes, gpus.takes = int(1.2 * needed(TWO)), int(0.9 * needed(TWO))
-    ours.model.remote.pool.sessions.open(lambda: False).models["other"] = Resident(state=ResidentState.READY)
+    other = PooledModel("other", "other", users=1)
+    ours.model.remote.pool.sessions.open(lambda: False).models[other] = Resident(state=ResidentState.READY)
     gpus.held["other"] = int(0.5 * needed(TWO))
     ours.pool.tell()
     in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12, 13))

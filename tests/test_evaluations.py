@@ -31,20 +31,20 @@ def evaluated(pair, client):
     source = parallel.remote.source
     _, (arguments, *_) = asked_of(stock, Case(PLAIN, "ulysses2", "odd", 4, 1.0, False, "euler"))
     arguments["transformer_options"] = {}
-    client.residency.release(source.model)  # another test may have had its weights shared out
-    client.residency.load(source, lambda: state_source(parallel), never)
-    client.residency.set_weight_patches(source.model, "", {}, ("", {}), never)
+    client.residency.release(parallel.remote.model)  # another test may have had its weights shared out
+    client.residency.load(parallel.remote.model, source, lambda: state_source(parallel), never)
+    client.residency.set_weight_patches(parallel.remote.model, "", {}, ("", {}), never)
     latent, *others = arguments
 
     def evaluated(change, branch="first"):
         changed = {latent: change(arguments[latent]), **{name: arguments[name] for name in others}}
         (output,) = client.evaluations.dispatch(
-            client.runs.of(source.model), [Work(changed, Branch((branch,)))], never
+            client.runs.of(parallel.remote.model), [Work(changed, Branch((branch,)))], never
         )
         return output
 
     yield evaluated
-    client.runs.end(source.model)
+    client.runs.end(parallel.remote.model)
 
 
 @pytest.mark.parametrize("before", [(), ("other",), ("other",) * 3], ids=len)
@@ -79,17 +79,17 @@ def dispatched(pair):
 
     def dispatched(client, branches):
         used.append(client)
-        client.residency.load(source, lambda: state_source(parallel), never)
-        client.residency.set_weight_patches(source.model, "", {}, ("", {}), never)
+        client.residency.load(parallel.remote.model, source, lambda: state_source(parallel), never)
+        client.residency.set_weight_patches(parallel.remote.model, "", {}, ("", {}), never)
         works = [Work(swapped, Branch((str(branch),))) for branch in range(branches)]
-        outputs = client.evaluations.dispatch(client.runs.of(source.model), works, never)
+        outputs = client.evaluations.dispatch(client.runs.of(parallel.remote.model), works, never)
         for output in outputs:
             assert relative_error(output, truth) <= BOUND
         return outputs
 
     yield dispatched
     for client in used:
-        client.runs.end(source.model)
+        client.runs.end(parallel.remote.model)
 
 
 def outputs_held(client):

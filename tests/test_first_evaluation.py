@@ -22,6 +22,7 @@ from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.crossing.rows import latents_of
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, Refused
 from pipemesh.parallel_runtime.families import plan_for
@@ -232,10 +233,11 @@ def test_parts_of_weights_and_what_is_not_counted_are_reasons():
     sampled = Sampled(weakref.ref(model), (1, 16, 8, 8), {"positive": [{}]})
 
     def why(kept="whole"):
-        held = {"model": SimpleNamespace(weights=Keeping(kept))}
+        pooled = PooledModel("model", "model")
+        held = {pooled: SimpleNamespace(weights=Keeping(kept))}
         pool = SimpleNamespace(facts=SimpleNamespace(speeds=()))
         sessions = SimpleNamespace(live=SimpleNamespace(models=held, pool=pool), layout=PAIR)
-        return Beside(sessions, None, Counts(count_nothing)).why_not_alone("model", sampled, 1)
+        return Beside(sessions, None, Counts(count_nothing)).why_not_alone(pooled, sampled, 1)
 
     assert why("sharded") == "each worker has a part of its weights"
     assert why() == "what it takes is not known (nothing counts here)"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import Case, conditioning, empty_latent, mask_values, sample, stock_model
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.runs import Runs
 from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, joined_outputs, take
 from pipemesh.parallel_runtime.errors import Refused
@@ -44,7 +45,7 @@ def test_a_batch_of_one_branch_is_cut_for_the_groups():
 
 def test_a_pipelines_branch_stays_in_its_group_and_new_ones_go_where_least_is_to_do():
     runs = Runs(SimpleNamespace(live=None, at_close=[]))
-    run = runs.begin("m")
+    run = runs.begin(PooledModel("m", "m"))
     assert [
         run.names.group_of(branch, weight, 2)
         for branch, weight in (("a", 3), ("b", 1), ("c", 1), ("d", 2), ("a", 3))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.crossing.source import Source, state_source
 from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.forward import PREFIX
@@ -187,7 +188,8 @@ class Counted:
         self.changed = {}  # weights that a node changed in place
         monkeypatch.setattr(ResidentModel, "_patched", self.counted("merged", ResidentModel._patched))
         loaded = stock_model(2)
-        self.client.residency.load(Source(model="m"), lambda: state_source(loaded), lambda: False, WHOLE)
+        self.model, state = PooledModel("m", "m", users=1), lambda: state_source(loaded)
+        self.client.residency.load(self.model, Source(model="m"), state, lambda: False, WHOLE)
         settled = self.counted("restored", device_weights.settled_as)
         monkeypatch.setattr(device_weights, "settled_as", settled)
         layers = ("img_mod.lin.weight", "txt_mlp.0.weight")
@@ -210,7 +212,7 @@ class Counted:
         before = dict(self.counts)
         patches, truth = self.sets[name]
         self.client.residency.set_weight_patches(
-            "m", f"{name}{objects[0]}", patches, objects, lambda: False, comes_back=comes_back
+            self.model, f"{name}{objects[0]}", patches, objects, lambda: False, comes_back=comes_back
         )
         here = self.pool.handler.models["m"].patcher.model.named_parameters()
         for key, weight in here:
@@ -270,9 +272,9 @@ def test_sets_that_are_kept_go_first_where_memory_lacks_and_models_after_them(mo
             rank.switch(name)
         rank.pool.is_full, rank.pool.asked = True, []
         assert rank.switch("a")[0]
-        assert DropSets in rank.pool.asked and list(rank.client.sessions.live.models) == ["m"]
+        assert DropSets in rank.pool.asked and [*rank.client.sessions.live.models] == [rank.model]
         make_room = rank.client.residency.make_room
-        assert make_room("m") and not make_room("m"), "b was kept, and nothing is any more"
+        assert make_room(rank.model) and not make_room(rank.model), "b was kept, and nothing is any more"
 
     on_a_late_gpu(monkeypatch, work)
 

@@ -8,7 +8,9 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.client import beside
 from pipemesh.parallel_runtime.client.evaluations import Evaluations
+from pipemesh.parallel_runtime.client.headroom import Headroom
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families.every import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
@@ -246,7 +248,8 @@ def needing(monkeypatch, pool, nbytes):
     monkeypatch.setattr(
         pool.beside, "_counts", SimpleNamespace(of=lambda model, cond, shape, *_: shape[-1] * shape[-2])
     )
-    pool.beside._more.clear()
+    for model in pool.residency.models.values():
+        model.headroom = Headroom()
     release_all(pool)
 
 
@@ -288,27 +291,29 @@ def test_weights_that_left_too_little_leave_more_and_the_evaluation_is_computed(
 
 def test_weights_that_were_asked_to_leave_more_and_do_not_are_loaded_anew_no_further_time():
     held = SimpleNamespace(weights=SimpleNamespace(leaves=GIB, kept="offloaded", budget=GIB))
-    sessions, released = SimpleNamespace(latest=SimpleNamespace(models={"m": held})), []
+    model = PooledModel("m", "m")
+    sessions, released = SimpleNamespace(latest=SimpleNamespace(models={model: held})), []
     made = beside.Beside(sessions, SimpleNamespace(release=released.append), None)
-    assert [made.leave_more("m") for _ in range(3)] == [True, False, False] and released == ["m"]
+    assert [made.leave_more(model) for _ in range(3)] == [True, False, False] and released == [model]
 
 
 def test_a_model_is_loaded_anew_three_times_for_an_evaluation_and_then_the_error_says_what_to_do():
     weights = SimpleNamespace(leaves=GIB, kept="offloaded", budget=GIB)
-    sessions = SimpleNamespace(latest=SimpleNamespace(models={"m": SimpleNamespace(weights=weights)}))
+    pooled = PooledModel("m", "m")
+    sessions = SimpleNamespace(latest=SimpleNamespace(models={pooled: SimpleNamespace(weights=weights)}))
 
     def reload(model):
-        weights.leaves = made._more[model]
+        weights.leaves = model.headroom.more
 
     made, left = beside.Beside(sessions, SimpleNamespace(release=reload), None), []
     with pytest.raises(OutOfMemory, match=r"anew 3 times.* 11\.5 GiB left free .*: make the image or"):
-        while len(left) < 20 and made.leave_more("m"):
+        while len(left) < 20 and made.leave_more(pooled):
             left.append(weights.leaves / GIB)
     assert left == [2.5, 5.5, 11.5]
-    assert made.leave_more("m"), "the next prompt may be a larger one"
+    assert made.leave_more(pooled), "the next prompt may be a larger one"
     for _evaluation in range(9):
-        made.had_room("m")
-        assert made.leave_more("m")
+        made.had_room(pooled)
+        assert made.leave_more(pooled)
 
 
 def fails(*_args, **_more):

@@ -54,11 +54,11 @@ class Sampler:
                 self.runs[place] = type(error)
                 self.stops = -1
                 remote.evaluations.abandon()
-            remote.runs.end("m")
+            remote.runs.end(remote.residency.models["m"])
 
     def sampled(self, remote):
         remote.sessions.open(lambda: False)  # what was stopped is over
-        run, evaluations = remote.runs.begin("m"), remote.evaluations
+        run, evaluations = remote.runs.begin(remote.residency.models["m"]), remote.evaluations
         tickets, outputs, given = deque(), [], {}
 
         def collect():
@@ -153,7 +153,7 @@ def test_a_sampler_that_writes_in_place_and_an_output_larger_than_the_latent():
     outputs = []
 
     def sample(remote):
-        run, given = remote.runs.begin("m"), [on_gpu(cond) for cond in CONDS]
+        run, given = remote.runs.begin(remote.residency.models["m"]), [on_gpu(cond) for cond in CONDS]
         for step in range(3):
             works = [Work(one, Branch((str(branch),))) for branch, one in enumerate(given)]
             found = [remote.evaluations.dispatch(run, [work], lambda: False)[0] for work in works]
@@ -162,7 +162,7 @@ def test_a_sampler_that_writes_in_place_and_an_output_larger_than_the_latent():
                 one["img"].mul_(-1.5).add_(output.repeat(1, 1, 3))
             if step == 1:
                 given[0]["mask"].mul_(0.5)
-        remote.runs.end("m")
+        remote.runs.end(remote.residency.models["m"])
 
     pooled(Layout(ulysses=2), sample, seed=2)
     model = Model(4)

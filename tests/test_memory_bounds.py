@@ -19,6 +19,8 @@ from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.residency import Residency
+from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.session import Sessions
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
@@ -82,11 +84,11 @@ def test_windows_that_shift_models_in_turn_and_residuals_once_leave_what_the_pag
         def memory():
             return shared_figures(session), max(one.conditioning for one in session.pool.memory)
 
-        for model in MODELS:
+        for model in map(remote.residency.models.get, MODELS):
             run = remote.runs.begin(model)
             for step in range(STEPS):
                 options = {}
-                if (model, step) == ("m3", 7):
+                if (model.name, step) == ("m3", 7):
                     options = {"residuals": torch.ones(RESIDUALS // 4).to(own_gpu())}
                 outputs.append(evaluated(remote, run, next(seeds), step, **options))
                 del options
@@ -110,7 +112,7 @@ def test_what_an_evaluation_names_beyond_the_bound_is_sent_once_in_a_run_and_goe
     monkeypatch.setattr(ConditioningCache.__init__, "__defaults__", (0,))
 
     def sample(remote):
-        known, run = remote.sessions.latest.conditioning, remote.runs.begin("m")
+        known, run = remote.sessions.latest.conditioning, remote.runs.begin(remote.residency.models["m"])
         assert evaluated(remote, run, 1)
         uploads, nbytes = known.uploads, known.nbytes
         assert nbytes >= text(1).nbytes
@@ -118,7 +120,7 @@ def test_what_an_evaluation_names_beyond_the_bound_is_sent_once_in_a_run_and_goe
             assert evaluated(remote, run, 1)
         assert known.uploads == uploads, "each tensor was sent once"
         assert evaluated(remote, run, 2) and known.nbytes == nbytes, "what was named before has gone"
-        remote.runs.end("m")
+        remote.runs.end(remote.residency.models["m"])
         assert known.nbytes == known.copied_bytes == 0
 
     pooled(Layout(), sample, at_once=True, pins=True)
@@ -152,7 +154,7 @@ def test_runs_after_a_shrink_that_goes_wrong_are_right_and_shrink(wrong, layout,
     def sample(remote, seen):
         waiting.clear()
         arena = remote.sessions.open(lambda: False).pool.arena
-        run, outputs = remote.runs.begin("m"), []
+        run, outputs = remote.runs.begin(remote.residency.models["m"]), []
         for step in range(2):
             residuals = torch.ones(RESIDUALS // 4).to(own_gpu())
             outputs.append(made(remote, run, step, step, residuals=residuals))
@@ -164,7 +166,7 @@ def test_runs_after_a_shrink_that_goes_wrong_are_right_and_shrink(wrong, layout,
         arena, own = pool.arena, getcurrent().gpu
 
         def end():
-            remote.runs.end("m")
+            remote.runs.end(remote.residency.models["m"])
             of_file, registered = os.fstat(arena.segment.fd).st_size, sum(own.box.registered.values())
             sizes.append((arena.nbytes, of_file, registered))
 
@@ -199,11 +201,11 @@ def test_ranks_tell_what_their_methods_keep(layout, monkeypatch):
 
     def sample(remote):
         pool = remote.sessions.latest.pool
-        run = remote.runs.begin("m")
+        run = remote.runs.begin(remote.residency.models["m"])
         for seed in range(2):
             assert evaluated(remote, run, seed)
             told.append([one.kept for one in pool.memory])
-        remote.runs.end("m")
+        remote.runs.end(remote.residency.models["m"])
         told.append([one.kept for one in pool.memory])
 
     pooled(layout, sample, at_once=True)
@@ -254,14 +256,17 @@ def test_layouts_in_turn_leave_nothing_of_their_pools_on_the_uis_gpu():
 def test_comparisons_of_weights_that_no_run_ends_end_with_the_pool():
     known = sessions()
     of_pool = runs.Runs(known)
-    session = known.open(lambda: False)
-    of_pool.begin("sampled")
-    for model in ("sampled", "by a guider's own loop"):
-        of_pool.checks[model] = BackgroundCheck(Weights(), model)
+    models, session = Residency(known, of_pool).models, known.open(lambda: False)
+    for name in ("sampled", "by a guider's own loop"):
+        models[name] = PooledModel(name, name, check=BackgroundCheck(Weights(), name))
+    sampled, other = models.values()
+    checked = sampled.check
+    of_pool.begin(sampled)
+    sampled.check = checked = BackgroundCheck(Weights(), "sampled")
     session.pool.arena.close()
-    assert [*of_pool.checks] == ["sampled"], "its run's end tells of a weight that was written to"
-    of_pool.end("sampled")
-    assert not of_pool.checks
+    assert (sampled.check, other.check) == (checked, None), "its run's end tells of a weight that was written"
+    of_pool.end(sampled)
+    assert sampled.check is None
 
 
 def test_latents_by_which_calls_are_told_apart_are_forgotten_beyond_their_bound(monkeypatch):
@@ -281,10 +286,11 @@ def test_latents_by_which_calls_are_told_apart_are_forgotten_beyond_their_bound(
 def test_names_and_figures_are_forgotten_beyond_their_bounds(monkeypatch):
     monkeypatch.setattr(runs, "MOST_EVALUATIONS", 10)
     known = runs.Runs(SimpleNamespace(live=None, at_close=[]))
+    model, short = PooledModel("m", "m"), PooledModel("short", "short")
     for evaluations in (1, 2, 3, 6, 11, 4):
-        known.begin("m").evaluations += [None] * evaluations
-        known.begin("short")
+        known.begin(model).evaluations += [None] * evaluations
+        known.begin(short)
         assert sum(len(run.evaluations) for run in list(known.recent)[:-2]) <= 10
     for _ in range(100):
-        known.begin("m")
+        known.begin(model)
     assert len(known.recent) == runs.KEPT

@@ -146,11 +146,11 @@ def test_what_blocks_took_on_a_slower_stage_is_not_taken_for_their_cost():
     """Twelve blocks alike, of which eight ran on a stage twice as fast as the other."""
     balance, speeds = StageBalance(), (2.0, 1.0)
     times = [dict.fromkeys(range(8), 1.0), dict.fromkeys(range(8, 12), 2.0)]
-    balance.learn("model", Part(1, 0, (0, 4, False)), times, speeds)
-    assert balance.choose("model", (), 2, speeds) == (), "the stages are as fast as can be"
+    balance.learn(Part(1, 0, (0, 4, False)), times, speeds)
+    assert balance.choose((), 2, speeds) == (), "the stages are as fast as can be"
     other = StageBalance()
-    other.learn("model", Part(1, 0, (0, 4, False)), times)
-    assert other.choose("model", (), 2) != ()
+    other.learn(Part(1, 0, (0, 4, False)), times)
+    assert other.choose((), 2) != ()
 
 
 # -- groups

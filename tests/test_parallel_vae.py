@@ -224,7 +224,7 @@ def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, cli
     vae = parallel(stock["video"], client)
     vae.decode(noise(1, 16, 1, 6, 4))
     assert vae.patcher.current_loaded_device() == vae.patcher.load_device
-    model = vae.first_stage_model.remote.bring_up()[1].model
+    model = vae.first_stage_model.remote.bring_up()[1]
     assert client.residency.held(model)
     mm.unload_all_models()
     assert not client.residency.held(model)

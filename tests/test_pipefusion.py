@@ -350,14 +350,14 @@ def test_conditioning_is_looked_at_once_at_most_for_all_patches_of_an_evaluation
 def test_blocks_are_shared_out_anew_by_what_they_were_measured_to_cost(broken_pipeline, truths):
     (model, client), of = broken_pipeline("dear_first_blocks"), case(cfg=1.0)
     first = sample(model, of, steps=3)
-    held, name = client.sessions.live.pool.memory, model.remote.source.model
-    costs = client.residency._balance._costs_of(name)
+    held, pooled = client.sessions.live.pool.memory, model.remote.model
+    costs = pooled.balance.costs()
     assert min(costs[:2]) > sum(costs[2:])
     again = sample(model, of, steps=3)
     assert (
         client.sessions.live.loads == 2
-        and sum(client.sessions.live.models[name].stages) == len(costs)
-        and client.sessions.live.models[name].stages[0] == 1
+        and sum(client.sessions.live.models[pooled].stages) == len(costs)
+        and client.sessions.live.models[pooled].stages[0] == 1
     )
     assert (
         client.sessions.live.pool.memory[0].model < held[0].model
@@ -400,7 +400,7 @@ def test_stages_may_be_cut_as_the_user_says(clients, truths):
             loads = client.sessions.live.loads if client.sessions.live else 0
             assert relative_error(sample(model, of), truths.patched(of, 3)) <= truths.bound(of)
         assert (
-            client.sessions.live.models[model.remote.source.model].stages == stages
+            client.sessions.live.models[model.remote.model].stages == stages
             and client.sessions.live.loads == loads
         ), number
         held.append([memory.model for memory in client.sessions.live.pool.memory])

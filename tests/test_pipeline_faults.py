@@ -144,7 +144,7 @@ def test_the_host_may_unload_the_model_in_mid_run(pipeline, truths, clients):
     of, client = case(), clients(1, 1, 2)
     for wrap, whole in ((lambda model: model, 2), (together, 4)):
         model = wrap(pipeline(PLAIN, (2, 1), 3))
-        name = model.remote.source.model
+        name = model.remote.model
         sample(model, of)
         loads = client.sessions.live.loads
         ours = with_callback(model, of, lambda name=name: client.residency.release(name))
@@ -213,4 +213,4 @@ def test_another_model_makes_room_for_keys_and_values_and_the_run_begins_again(b
     assert {one.part.run for one in client.runs.last.evaluations} == {run + 2}, (
         "what was kept of the first attempt is void"
     )
-    assert client.sessions.live.pool is pool and not client.residency.held(other.remote.source.model)
+    assert client.sessions.live.pool is pool and not client.residency.held(other.remote.model)

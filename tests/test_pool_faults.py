@@ -398,7 +398,7 @@ def test_a_checkpoint_overwritten_in_place_is_named_and_no_longer_held(own, clie
     path.write_bytes(write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99).read_bytes())
     with pytest.raises(Refused, match=sentence):
         picture(model)
-    assert not client.residency.held(model.remote.source.model)
+    assert not client.residency.held(model.remote.model)
     assert is_right(parallelize(load(path), client, holds_ui_device=False), picture(load(path)))
 
 
@@ -408,7 +408,7 @@ def test_a_checkpoint_that_changed_is_refused_however_often_its_model_is_paralle
     stock = load(path)
     assert is_right(parallelize(stock, clients(2), holds_ui_device=False), picture(stock))
     sentence = changed(path, str(path.stat().st_size))
-    clients(2).residency.release(parallelize(stock, clients(2), holds_ui_device=False).remote.source.model)
+    clients(2).residency.release(parallelize(stock, clients(2), holds_ui_device=False).remote.model)
     write_model(path.with_suffix(".other"), heads=1, blocks=(1, 1), seed=99).replace(path)
     for _ in range(2):
         with pytest.raises(Refused, match=sentence):

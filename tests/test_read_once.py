@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from .late_device import late_device
 from .late_ranks import LateWorld, own_gpu
 from .models import load, run
-from .test_client import Ledger
+from .test_client import Ledger, model_of
 from .test_client import load as load_by_name
 
 LAYERS, WIDTH = 2, 2047  # no even parts
@@ -182,7 +182,7 @@ def test_weights_are_read_once_every_rank_has_built_the_model_and_the_model_goes
     pool = Unread(room=1)
     client = RemotePool(pool)
     load_by_name(client, "a")
-    client.residency.release("a")
+    client.residency.release(model_of(client, "a"))
     pool.fails = True
     with pytest.raises(Refused):
         load_by_name(client, "a")

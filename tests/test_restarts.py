@@ -118,7 +118,8 @@ def test_stop_in_a_restart_is_heard_and_the_next_prompt_needs_no_other(monkeypat
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         prompts()
     assert gpus.starts == starts
-    assert not remote.sessions.latest.tickets and not remote.runs._open and not remote.runs.checks
+    model = prompts.model.remote.model
+    assert not remote.sessions.latest.tickets and model.run is None and model.check is None
     monkeypatch.setattr(Stopped, "moment", "")
     assert prompts()[Load] == (moment != "SetWeightPatches") and gpus.starts == 1
 

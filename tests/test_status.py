@@ -14,7 +14,7 @@ from pipemesh.nodes.status.collection import MOST, status_of
 from pipemesh.nodes.status.figures import QueueFigures
 from pipemesh.nodes.timing import Stepped
 from pipemesh.parallel_runtime.client.ahead import Images
-from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run, RunNames
+from pipemesh.parallel_runtime.client.run import Evaluation, PooledModel, Queued, Run, RunNames
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.occupancy import Span
 
@@ -43,6 +43,9 @@ def runtime(monkeypatch, tmp_path):
     made._keeper.close()
 
 
+MODEL = PooledModel("model", "model")
+
+
 def pool_of(runtime, **degrees):
     return runtime._pool(runtime.choose(layout="by hand", **degrees).placement)
 
@@ -52,7 +55,7 @@ def ran(runtime, pool, number, *, ended=True, evaluations=50):
     timed = Evaluation(0.1, 0.01, 0.01, 4, spans={0: Span(0, 0.1, 0.01), 1: Span(0, 0.1, 0.01)})
     run = Run(
         RunNames(number),
-        "model",
+        MODEL,
         began_s=1000.0 + number,
         evaluations=Counted([timed] * evaluations),
         is_sampled=True,
@@ -111,10 +114,11 @@ def test_how_far_a_run_is_and_how_long_it_takes_still_is_told_and_why_it_ended_e
     assert (now.done, now.total, now.left_s) == (1, 20, None)
     runtime.planning.times._stepped[run] = Stepped(5, 20, 2.0)
     assert status_of(runtime, AUTO).current_run.steps.left_s == 30.0
-    pool.runs._open["model"] = run
+    pool.runs._sampled.append(run)
+    MODEL.run = run
     lost = PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words")
-    pool.runs.note_fault("model", lost)
-    pool.runs.end("model")
+    run.note_fault(lost)
+    pool.runs.end(MODEL)
     (ended,) = status_of(runtime, AUTO).last_runs
     assert (ended.steps.done, ended.steps.total, ended.steps.left_s) == (5, 20, None)
     assert ended.steps.fault == "Rank 1 on cpu was killed: run again."

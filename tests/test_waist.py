@@ -174,7 +174,7 @@ def test_free_reaches_the_pool_when_the_samplers_own_clone_is_gone(files, client
         parallel = parallelize(
             with_lora(stock, files, strength) if strength else stock, client, holds_ui_device=True
         )
-        model = parallel.remote.source.model
+        model = parallel.remote.model
         run(parallel)
         share = parallel.loaded_size()
         del parallel  # and the clone with the LoRA with it, as when its strength is changed
@@ -212,7 +212,7 @@ def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, c
     import comfy.model_management as mm
 
     stock = load(files["other"])
-    model = parallelize(stock, client, holds_ui_device=True).remote.source.model
+    model = parallelize(stock, client, holds_ui_device=True).remote.model
     run(parallelize(stock, client, holds_ui_device=True))
     gc.collect()
     assert client.residency.held(model), "the sampler's own parallel MODEL is gone, the loader's is not"
@@ -229,7 +229,7 @@ def test_the_pool_keeps_a_model_for_as_long_as_its_loaders_output_lives(files, c
 
 def test_memory_the_host_counts_is_what_the_pool_holds_on_its_device(files, client):
     parallel = parallelize(load(files["model"]), client, holds_ui_device=True)
-    client.residency.release(parallel.remote.source.model)
+    client.residency.release(parallel.remote.model)
     weights = sum(p.numel() * p.element_size() for p in parallel.model.diffusion_model.parameters())
     assert (parallel.model_size(), parallel.loaded_size()) == (weights, 0)
     run(parallel)

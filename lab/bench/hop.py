@@ -59,11 +59,11 @@ class Hops:
         stock = SAMPLE.form.random_model(options.choose(SIZE, LEAST))
         # The pool holds the model for as long as this lives
         self._patcher = parallelize(stock, self._remote, holds_ui_device=False)
-        self._model = self._patcher.remote.source.model
+        remote = self._patcher.remote
         self._remote.residency.load(
-            self._patcher.remote.source, lambda: state_source(self._patcher), lambda: False
+            remote.model, remote.source, lambda: state_source(self._patcher), lambda: False
         )
-        self._run = self._remote.runs.begin(self._model)
+        self._run = self._remote.runs.begin(remote.model)
         # The sampler's arithmetic is on a GPU as a rule; here its waiting threads would spin on the
         # ranks' cores
         torch.set_num_threads(1)

@@ -125,8 +125,8 @@ def model_statuses(pool: RemotePool) -> tuple[ModelStatus, ...]:
     session = pool.sessions.live  # once: the pool may end meanwhile
     models = dict(session.models) if session is not None else {}
     return tuple(
-        ModelStatus(name, title_of(pool, name), held.state.name.lower(), held.weights.kept, held.weights.why)
-        for name, held in models.items()
+        ModelStatus(model.name, model.title, held.state.name.lower(), held.weights.kept, held.weights.why)
+        for model, held in models.items()
     )
 
 
@@ -158,13 +158,13 @@ def ring_kernels(handle: PoolHandle) -> RingKernels:
 
 
 def run_status(runtime: Runtime, handle: PoolHandle, pool: RemotePool, run: Run) -> RunStatus:
-    placement, planned, title = handle.placement, runtime.planning.of(run), title_of(pool, run.model)
+    placement, planned, title = handle.placement, runtime.planning.of(run), run.model.title
     speed = runtime.planning.times.speed_of(run)
     figures = run.once("figures", lambda: run_figures(run, title, placement.backend))
     devices = [device.name for device in placement.devices]
     return RunStatus(
         pool=pool_id(placement),
-        model=run.model,
+        model=run.model.name,
         title=title,
         began=run.began_s,
         ended=run.ended_s or None,
@@ -196,10 +196,6 @@ def step_status(runtime: Runtime, pool: RemotePool, run: Run, ratio: float | Non
         runtime.planning.times.prompts.of(run, ratio),
         queue_figures(run, runtime.planning.of(run)),
     )
-
-
-def title_of(pool: RemotePool, model: str) -> str:
-    return pool.residency.titles.get(model, model)
 
 
 def device_statuses(ranks: list[RankFigures]) -> tuple[DeviceStatus, ...]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import OutOfMemory, RunCancelled
 from ..layout import Layout
@@ -18,15 +17,13 @@ from ..planner.counts import Counts, NotCounted
 from ..planner.keeping import LEFT_FREE, are_cpus, as_gib
 from ..planner.prediction import beside_bytes
 from .residency import Residency
-from .run import Run
+from .run import PooledModel, Run
 from .runs import tell
 from .session import Resident, Sessions
 from .too_large import TooLarge
 
 log = logging.getLogger("pipemesh")
 MOST_RELOADS = 3  # of a model for one evaluation: each may take a minute
-SLACK = 0.9  # a count may be a little too high
-MOST = 1.25  # times its count: what failed with more free failed for another reason
 
 
 @dataclass(eq=False)
@@ -52,25 +49,6 @@ class Sampled:
         return is_first, replace(self, shape=shape, needed=0)
 
 
-class Enough(NamedTuple):
-    """Of what an evaluation is counted to need, the ``part`` that must be free for it to be sent.
-    ``failed``: the largest part with which one ran out of memory.
-    """
-
-    part: float = SLACK
-    failed: float = 0.0
-
-    def ran(self, part: float) -> Enough:
-        """Returns what is enough after an evaluation that ran with so much free."""
-        failed = self.failed if self.failed < part else 0.0
-        between = (failed + part) / 2 if failed else SLACK * part
-        return Enough(max(SLACK * part, between), failed) if part < self.part else self
-
-    def lacked(self, part: float) -> Enough:
-        """Returns what is enough after one that ran out of memory with so much free."""
-        return Enough(max(self.part, part / SLACK), max(self.failed, part)) if 0 < part < MOST else self
-
-
 class Beside:
     """Knows it for the models of one pool. ``too_large``: of pictures, what had no room there."""
 
@@ -78,27 +56,23 @@ class Beside:
         self._sessions = sessions
         self._residency = residency
         self._counts = counts
-        self._more: dict[str, int] = {}  # of each model, for as long as ComfyUI runs
-        self.reloads: Counter[str] = Counter()  # of each model since an evaluation had room
-        self.restarted: set[str] = set()  # models for which a fresh pool was started, likewise
-        self._enough: dict[str, Enough] = {}  # of each model, likewise
         self.too_large = TooLarge(sessions)
 
-    def left_free(self, model: str, sampled: Sampled | None) -> int:
+    def left_free(self, model: PooledModel, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""
         needed = 0
         if sampled is not None:
             try:
-                needed = int(self._needed(model, sampled) * max(1.0, self._enough_of(model).part))
+                needed = int(self._needed(model, sampled) * max(1.0, model.headroom.enough.part))
             except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
                 log.info(
                     "[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.",
                     error,
                     LEFT_FREE >> 20,
                 )
-        return max(LEFT_FREE, self._more.get(model, 0), needed)
+        return max(LEFT_FREE, model.headroom.more, needed)
 
-    def why_not_alone(self, model: str, sampled: Sampled, rows: int) -> str:
+    def why_not_alone(self, model: PooledModel, sampled: Sampled, rows: int) -> str:
         """Says why the first rank cannot compute an evaluation of so many rows by itself, in fp32;
         empty where it can. Raises RunCancelled.
         """
@@ -123,7 +97,7 @@ class Beside:
 
     # -- before an evaluation is sent
 
-    def short(self, model: str, sampled: Sampled, *, measures: bool) -> tuple[int, ...]:
+    def short(self, model: PooledModel, sampled: Sampled, *, measures: bool) -> tuple[int, ...]:
         """Returns the ranks that have less free than an evaluation is counted to need. None are
         where that is not counted yet, nor on CPUs, whose main memory has other uses for what looks
         taken. ``measures``: ranks do so anew, as ComfyUI may have loaded other models on its own
@@ -138,7 +112,7 @@ class Beside:
             return ()
         if measures:
             tell(session, model, ())
-        room, enough = session.room, self._enough_of(model).part * needed
+        room, enough = session.room, model.headroom.enough.part * needed
         sampled.needed = needed
         short = tuple(rank for rank, there in enumerate(room) if there < enough)
         if short:
@@ -151,7 +125,7 @@ class Beside:
             )
         return short
 
-    def load_anew(self, model: str) -> bool:
+    def load_anew(self, model: PooledModel) -> bool:
         """Releases a model whose weights may leave more free, for them to be loaded anew beside
         what is counted. Returns False if they could not leave more.
         """
@@ -160,19 +134,16 @@ class Beside:
         self._residency.release(model)
         return True
 
-    def had_room(self, model: str, sampled: Sampled | None = None) -> None:
+    def had_room(self, model: PooledModel, sampled: Sampled | None = None) -> None:
         """Notes that an evaluation was computed, or that no further one is tried."""
-        self.reloads.pop(model, None)
-        self.restarted.discard(model)
+        headroom = model.headroom
+        headroom.reloads, headroom.has_restarted = 0, False
         if part := self._free_part(sampled):
-            self._enough[model] = self._enough_of(model).ran(part)
+            headroom.enough = headroom.enough.ran(part)
 
-    def lacked_room(self, model: str, sampled: Sampled | None) -> None:
+    def lacked_room(self, model: PooledModel, sampled: Sampled | None) -> None:
         """Notes that ranks ran out of memory in an evaluation."""
-        self._enough[model] = self._enough_of(model).lacked(self._free_part(sampled))
-
-    def _enough_of(self, model: str) -> Enough:
-        return self._enough.get(model, Enough())
+        model.headroom.enough = model.headroom.enough.lacked(self._free_part(sampled))
 
     def _free_part(self, sampled: Sampled | None) -> float:
         """Returns the part of what an evaluation is counted to need that is free, if room was just
@@ -189,18 +160,18 @@ class Beside:
         """Returns whether a run may go on in a fresh pool after a lack of memory has ended the
         other: once a run, and not if the last time that brought no evaluation of the model.
         """
-        if run.restarts or run.model in self.restarted:
+        if run.restarts or run.model.headroom.has_restarted:
             return False
         run.restarts += 1
-        self.restarted.add(run.model)
+        run.model.headroom.has_restarted = True
         return True
 
-    def held_others(self, model: str) -> bool:
+    def held_others(self, model: PooledModel) -> bool:
         """Returns whether the pool that ended held other models: a fresh one has their room."""
         session = self._sessions.latest
         return session is not None and bool(session.models.keys() - {model})
 
-    def leave_more(self, model: str) -> bool:
+    def leave_more(self, model: PooledModel) -> bool:
         """Releases a model whose weights left too little free, so that they are loaded anew and
         leave more: half as much again in the second of ``MOST_RELOADS``, twice as much in the
         third. Returns False if they would leave no more. Raises OutOfMemory after the last.
@@ -208,7 +179,7 @@ class Beside:
         held = self._reloadable(model)
         if held is None:
             return False
-        reloads, leaves = self.reloads[model], held.weights.leaves
+        headroom, reloads, leaves = model.headroom, model.headroom.reloads, held.weights.leaves
         if reloads == MOST_RELOADS:
             self.had_room(model)  # the next prompt may be another
             raise OutOfMemory(
@@ -217,14 +188,14 @@ class Beside:
                 " add devices, or free memory."
             )
         step = max(LEFT_FREE, leaves // 4)
-        if leaves + step <= self._more.get(model, 0):  # that was asked for, and brought no more
+        if leaves + step <= headroom.more:  # that was asked for, and brought no more
             return False
-        self._more[model] = int(leaves + step * 2**reloads)
-        self.reloads[model] += 1
+        headroom.more = int(leaves + step * 2**reloads)
+        headroom.reloads += 1
         self._residency.release(model)
         return True
 
-    def _reloadable(self, model: str) -> Resident | None:
+    def _reloadable(self, model: PooledModel) -> Resident | None:
         """Returns what is known of a model if ranks hold it, and would leave more free of it if it
         was loaded anew.
         """
@@ -240,14 +211,14 @@ class Beside:
 
     # -- by its count
 
-    def _needed(self, name: str, sampled: Sampled, rows: int = 0, *, waits: bool = True) -> int:
+    def _needed(self, pooled: PooledModel, sampled: Sampled, rows: int = 0, *, waits: bool = True) -> int:
         """Returns what each rank needs, or one rank for so many ``rows`` by itself, in fp32.
         Weights that are loaded can be sampled with while that is counted; those that are not would
         be loaded twice. Nobody ``waits`` for a count that the image does not depend on. Raises
         NotCounted, RunCancelled.
         """
         session = self._sessions.live
-        is_up = session is not None and name in session.models
+        is_up = session is not None and pooled in session.models
         model, conds = sampled.model(), [one for several in sampled.conds.values() for one in several]
         if model is None or not conds:
             raise NotCounted("nothing is sampled")

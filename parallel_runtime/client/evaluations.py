@@ -17,7 +17,6 @@ import torch
 from ..crossing.rows import latents_of, tensors_in
 from ..errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from ..layout import ALONE
-from ..planner.balance import StageBalance
 from ..refusals import patch_name
 from ..wire.arena import Frame, identity
 from ..wire.messages import Done, Forward
@@ -55,10 +54,9 @@ class Work:
 class Evaluations:
     """Computes every model's evaluations on one pool handle."""
 
-    def __init__(self, sessions: Sessions, residency: Residency, balance: StageBalance):
+    def __init__(self, sessions: Sessions, residency: Residency):
         self._sessions = sessions
         self._residency = residency
-        self._balance = balance
 
     def dispatch(
         self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
@@ -137,7 +135,7 @@ class Evaluations:
         session.tickets.append(ticket)
         request = Forward(
             request=number,
-            model=run.model,
+            model=run.model.name,
             patches_id=work.branch.weights,
             arguments=written.tree,
             arena_bytes=session.pool.arena.nbytes,
@@ -160,7 +158,7 @@ class Evaluations:
         """
         output, replies = self._await_output(ticket, interrupted)
         block_s = (reply.block_s for reply in replies.values())
-        self._balance.learn(ticket.run.model, ticket.part, block_s, self._sessions.speeds_of_stages(replies))
+        ticket.run.model.balance.learn(ticket.part, block_s, self._sessions.speeds_of_stages(replies))
         ticket.run.evaluations.append(
             measured(ticket.began, [replies], ticket.part, ticket.written.arguments)
         )

@@ -31,12 +31,12 @@ from .evaluations import Work
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
 from .rows_apart import RowsApart
-from .run import Run
+from .run import PooledModel, Run
 from .separable import WRAPPER_KEY
 
 
 class InGroups:
-    """Samples one MODEL on the groups of a pool. ``model``: its name there; ``with_room``: as in
+    """Samples one MODEL on the groups of a pool. ``with_room``: as in
     ``Conds``; ``can_join``: groups can share a sequence of its tokens. ``rows``: compares those of
     a batch that are computed apart, in place of what a run watches; None of a model with a plan.
     What is compared is computed by the first rank alone too. ``ahead``: samples what waits in the
@@ -48,7 +48,7 @@ class InGroups:
     def __init__(
         self,
         pool: RemotePool,
-        model: str,
+        model: PooledModel,
         with_room: WithRoom,
         can_join: bool = True,
         rows: RowsApart | None = None,

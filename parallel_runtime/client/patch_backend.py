@@ -13,17 +13,16 @@ from .branch import SampleCall
 from .evaluations import Work, one_thread
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
+from .run import PooledModel
 from .session import Ticket
 
 NO_LOAD = -1
 
 
 class PipelineBackend:
-    """Computes the patches of a model that a pipeline holds: a ``PatchBackend``. ``model``: its
-    name in the pool.
-    """
+    """Computes the patches of a model that a pipeline holds: a ``PatchBackend``."""
 
-    def __init__(self, pool: RemotePool, model: str, constants: Constants, beside_ui: bool):
+    def __init__(self, pool: RemotePool, model: PooledModel, constants: Constants, beside_ui: bool):
         self._pool = pool
         self._model = model
         self.constants = constants
@@ -38,7 +37,7 @@ class PipelineBackend:
         self._load = None
 
     def restart_if_reloaded(self) -> bool:
-        load, self._load = self._load, self._pool.residency.loads[self._model]
+        load, self._load = self._load, self._model.loads
         if load in (None, self._load):
             return False
         self._pool.runs.restart(self._pool.runs.of(self._model))

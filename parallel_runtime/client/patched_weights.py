@@ -8,6 +8,7 @@ from typing import Any
 
 from ..wire.messages import Done, DropSets, SetWeightPatches
 from ..wire.parcel import Parcel
+from .run import PooledModel
 from .session import ResidentState, Session
 
 
@@ -24,7 +25,7 @@ class PatchedWeights:
 
 
 def send_weights(
-    session: Session, model: str, patched: PatchedWeights, interrupted: Callable[[], bool]
+    session: Session, model: PooledModel, patched: PatchedWeights, interrupted: Callable[[], bool]
 ) -> None:
     """Brings all ranks to a set. The patches are sent only if a rank lacks the set, object patches
     only if ranks have others.
@@ -39,7 +40,12 @@ def send_weights(
         what = {"patches_id": patched.patches_id, "comes_back": patched.comes_back}
         try:
             return session.ask(
-                SetWeightPatches, [parcel.segment.fd], interrupted, model=model, payload=parcel.tree, **what
+                SetWeightPatches,
+                [parcel.segment.fd],
+                interrupted,
+                model=model.name,
+                payload=parcel.tree,
+                **what,
             )
         finally:
             parcel.segment.close()

@@ -1,4 +1,4 @@
-"""What all clones of one parallelized MODEL share: its name in a pool, and its run there."""
+"""What all clones of one parallelized MODEL share: the model in a pool, and its sampling there."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .groups import InGroups
 from .interrupt import held, wait_for
 from .patchwise import Patchwise
 from .remote_pool import RemotePool
+from .run import PooledModel
 
 
 class Remote:
@@ -35,6 +36,7 @@ class Remote:
     def __init__(
         self,
         pool: RemotePool,
+        model: PooledModel,
         source: Source,
         holds_ui_device: float,
         activations: float,
@@ -43,8 +45,8 @@ class Remote:
         weights: str = "whole",
     ):
         self.pool = pool
+        self.model = model
         self.source = source
-        self.model = source.model  # its name in the pool
         self.holds_ui_device = holds_ui_device
         self.activations = activations
         self.sampling = sampling
@@ -105,16 +107,11 @@ class Remote:
             self.pool.admission.not_judged(model, why)
         return None if why else judge
 
-    def check_weights(self) -> None:
+    def check_weights(self) -> BackgroundCheck:
         """Begins to compare the UI's weights in full. It ends with the model's run."""
-        self.pool.runs.end_check(self.model)
-        self.pool.runs.checks[self.model] = BackgroundCheck(self.source.weights, self.source.title)
-
-    def require_weights(self) -> None:
-        """Waits until the UI's weights are compared. Raises Refused for one that a node has written
-        to, and ComfyUI's interrupt.
-        """
-        wait_for(self.pool.runs.checks[self.model].require_unchanged)
+        self.model.end_check()
+        check = self.model.check = BackgroundCheck(self.source.weights, self.model.title)
+        return check
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -130,10 +127,11 @@ class Remote:
                 self.require_same_file()
                 raise
             self.require_same_file()
-            if self.model in self.pool.runs.checks:
-                self.pool.runs.checks[self.model].require_unchanged()
+            if self.model.check is not None:
+                self.model.check.require_unchanged()
         except PipeMeshError as error:
-            self.pool.runs.note_fault(self.model, error)
+            if self.model.run is not None:
+                self.model.run.note_fault(error)
             raise
 
     def require_same_file(self) -> None:
@@ -164,10 +162,10 @@ class Remote:
         """
         self.sampled = None
         self.pool.wait.end()
-        check = self.pool.runs.checks.get(self.model)
+        check = self.model.check
         try:
             if check is not None and sys.exc_info()[1] is check.error_before:
                 with self.computing():
-                    self.require_weights()
+                    wait_for(check.require_unchanged)
         finally:
             self.pool.runs.end(self.model)

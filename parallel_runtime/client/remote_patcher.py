@@ -48,14 +48,14 @@ from .branch import Branch, SampleCall
 from .groups import InGroups
 from .in_pool import InPool
 from .instead import Instead, take_place
-from .interrupt import interrupted, interrupting
+from .interrupt import interrupted, interrupting, wait_for
 from .patch_backend import PipelineBackend
 from .patching import Patching
 from .patchwise import SAMPLING, Patchwise
 from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward, set_later
 from .remote_pool import RemotePool
-from .residency import load_of, require_states
+from .residency import load_of, require_state
 from .room import find_room, require_more_room
 from .rows_apart import RowsApart
 from .separable import WRAPPER_KEY
@@ -132,7 +132,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
                 require_unchanged(
                     self.model.diffusion_model, operations=self.model.model_config.custom_operations
                 )
-            self.remote.pool.runs.end_check(self.remote.model)
+            self.remote.model.end_check()
             weights.compare(self.model)
             changed = self.remote.source.attributes.changed(self.model)
             objects = {**cast_switches(self), **changed, **pack_bypass(self.injections), **plain}
@@ -257,11 +257,10 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
     evaluation needs that: once a run in a fresh pool, if ranks ran out of it where others waited
     for them. ``latent``: the shape of its first latent, to ask for room; empty if that was done.
     """
-    remote, runs, unloads = patcher.remote, patcher.remote.pool.runs, True
+    remote, model, unloads = patcher.remote, patcher.remote.model, True
     with remote.computing():
-        if remote.model not in runs.checks:  # in no run that tells when it is done
-            remote.check_weights()
-            remote.require_weights()
+        if model.check is None:  # in no run that tells when it is done
+            wait_for(remote.check_weights().require_unchanged)
         while True:
             try:
                 session, sampled = remote.pool.sessions.latest, remote.sampled
@@ -272,10 +271,10 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
                         find_room(patcher, latent, bring_up)
                 outputs = compute()
                 if patcher.in_block is not None and patcher.in_block.objects:
-                    runs.stateful[remote.model] = load_of(remote.pool.residency, remote.model)
-                beside = remote.pool.beside
-                if beside.reloads or beside.restarted or (sampled is not None and sampled.needed):
-                    beside.had_room(remote.model, sampled)
+                    remote.pool.runs.of(model).names.load = load_of(remote.pool.residency, model)
+                asked = sampled is not None and sampled.needed
+                if asked or model.headroom.reloads or model.headroom.has_restarted:
+                    remote.pool.beside.had_room(model, sampled)
                 return outputs
             except OutOfMemory as error:
                 unloads = require_more_room(patcher, error, unloads)
@@ -292,18 +291,19 @@ def bring_up(patcher: RemotePatcher) -> None:
     name = f"{hook_id or patcher.patches_uuid.hex}{objects_id}" if patched or objects else ""
     if patcher.patches_id != name:
         patcher.patches_id = name
-    residency, model = patcher.remote.pool.residency, patcher.remote.model
-    patcher.remote.pool.sessions.settle(interrupted)
-    if patcher.remote.pool.runs.owed:
-        patcher.remote.pool.runs.end_owed()
-    if patcher.remote.pool.runs.stateful:
-        require_states(residency, patcher.remote.pool.runs)
+    pool, model = patcher.remote.pool, patcher.remote.model
+    residency = pool.residency
+    pool.sessions.settle(interrupted)
+    if pool.sessions.latest is not None and pool.sessions.latest.owed:
+        pool.runs.end_owed()
+    if model.run is not None and model.run.names.load:
+        require_state(residency, pool.runs, model)
     while not residency.is_ready(model, patcher.patches_id):
         state = partial(state_source, patcher, patcher.remote.source.weights)
         wish = WeightsWish(
             patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model), patcher.remote.left_free
         )
-        residency.load(patcher.remote.source, state, interrupted, wish)
+        residency.load(model, patcher.remote.source, state, interrupted, wish)
         if not residency.is_ready(model, patcher.patches_id):
             patches, takes_turns = pack_patches(with_hooks(patcher, hook_patches)), bool(patcher.hook_patches)
             residency.set_weight_patches(
@@ -374,10 +374,10 @@ def parallelize(
     require_whole_groups(patcher.model.diffusion_model, pool.layout)
     if patching is not None:
         plan.require_stages(type(patcher.model.diffusion_model))
-    source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
+    model, source = pool.residency.use(patcher.model, lambda: describe_source(patcher))
     if patching is not None:
         beside_ui = holds_ui_device > 0
-        backend = PipelineBackend(pool, source.model, Constants(pool.layout.groups), beside_ui)
+        backend = PipelineBackend(pool, model, Constants(pool.layout.groups), beside_ui)
         patch_size = plan.patch_size_of(patcher.model.diffusion_model)
         sampling = Patchwise(backend, patch_size, plan, patching, notice, with_room)
     else:
@@ -386,10 +386,9 @@ def parallelize(
             rows = RowsApart(pool.admission.firsts, patcher.model.diffusion_model, plan.is_tried)
             rows.require()
         ahead = None if weights == "sharded" else ahead
-        sampling = InGroups(pool, source.model, with_room, can_join and bool(plan.blocks), rows, ahead)
-    remote = Remote(
-        pool, source, holds_ui_device, activations, sampling, patching.stages if patching else (), weights
-    )
+        sampling = InGroups(pool, model, with_room, can_join and bool(plan.blocks), rows, ahead)
+    stages = patching.stages if patching else ()
+    remote = Remote(pool, model, source, holds_ui_device, activations, sampling, stages, weights)
     made = remote_clone(patcher, remote)
     for kind in (*SAMPLING, WrappersMP.PREPARE_SAMPLING, *WRAPPERS):
         made.remove_wrappers_with_key(kind, WRAPPER_KEY)

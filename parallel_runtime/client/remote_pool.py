@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-from ..planner.balance import StageBalance
 from ..planner.counts import Counts, count_nothing
 from ..weights.weight_patches import Digests
 from .alone import Admission
@@ -39,8 +38,7 @@ class RemotePool:
         self.sessions = Sessions(handle)
         self.layout = handle.layout
         self.runs = Runs(self.sessions, beside_ui)
-        balance = StageBalance()
-        self.residency = Residency(self.sessions, self.runs, balance)
-        self.evaluations = Evaluations(self.sessions, self.residency, balance)
+        self.residency = Residency(self.sessions, self.runs)
+        self.evaluations = Evaluations(self.sessions, self.residency)
         self.beside = Beside(self.sessions, self.residency, counts or Counts(count_nothing))
         self.digests = Digests()  # of LoRAs under hooks

@@ -38,6 +38,7 @@ from .evaluations import Work
 from .first_of import FirstOf, Look
 from .interrupt import held, interrupted, interrupting, wait_for
 from .remote_pool import RemotePool
+from .run import PooledModel
 from .tiles import OnTile, side_by_side
 
 SHOWN_AFTER_S = 1.0
@@ -64,7 +65,7 @@ class RemoteVAE:
         self._vae_of = vae_of
         self.holds_ui_device = holds_ui_device
         self._pool_of = pool_of
-        self._at: tuple[RemotePool, str] | None = None  # the pool, and the VAE's name there
+        self._at: tuple[RemotePool, PooledModel] | None = None  # the pool, and the VAE there
         self.firsts = FirstOf()  # of each work, by so many ranks
         # Of each work, number of frames and of ranks: how often a rank ticks, whatever the rows
         self._steps: dict[tuple[Any, ...], int] = {}
@@ -107,7 +108,7 @@ class RemoteVAE:
             self._at[0].residency.release(self._at[1])
 
     @interrupting
-    def bring_up(self) -> tuple[RemotePool, Source]:
+    def bring_up(self) -> tuple[RemotePool, PooledModel, Source]:
         """Has every rank of a live pool hold the VAE. Raises Refused, ModelError, PoolFailed."""
         if why := self.why_by_stock():
             raise Refused(f"{self.behind} What was changed: {why}.")
@@ -120,13 +121,13 @@ class RemoteVAE:
             )
         if self._at is not None and pool is not self._at[0]:
             self.release()
-        source = pool.residency.use(self.module, partial(describe_vae, self.vae, self.kind))
-        if not source.model.endswith(numbers_id(self.vae, self.kind)):
+        model, source = pool.residency.use(self.module, partial(describe_vae, self.vae, self.kind))
+        if not model.name.endswith(numbers_id(self.vae, self.kind)):
             raise Refused(
                 "A node has changed this VAE's numbers since the pool loaded it: unload the models and free"
                 " the node cache in ComfyUI's menu, then queue again."
             )
-        self._at = pool, source.model
+        self._at = pool, model
         self.firsts = replace(self.firsts, notice=pool.admission.firsts.notice)
         pool.sessions.settle(interrupted)
         pool.runs.end_owed()
@@ -138,9 +139,9 @@ class RemoteVAE:
             source.weights.note_sent(tree["state"])
             return tree
 
-        while not pool.residency.is_ready(source.model, ""):
-            pool.residency.load(source, state, interrupted)
-        return pool, source
+        while not pool.residency.is_ready(model, ""):
+            pool.residency.load(model, source, state, interrupted)
+        return pool, model, source
 
     @interrupting
     def compute(self, work: str, samples: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -179,8 +180,7 @@ class RemoteVAE:
         self, work: str, unit: int, options: dict[str, Any]
     ) -> Iterator[tuple[RemotePool, Callable[[Sequence[VAEShare]], list[torch.Tensor]]]]:
         """Yields the pool, and what has it compute shares side by side."""
-        pool, source = self.bring_up()
-        model = source.model
+        pool, model, _ = self.bring_up()
         with held(pool.turn):
             run = pool.runs.beside(model)
 
@@ -218,11 +218,11 @@ def with_own_weights(remote: RemoteVAE) -> Iterator[None]:
     changed them since. Raises Refused at the end for a write that only the full comparison beside
     the ranks' work finds, and ComfyUI's interrupt.
     """
-    _, source = remote.bring_up()
+    *_, source = remote.bring_up()
     source.weights.compare(remote.module)
     if source.weights.changed:
         remote.release()
-        _, source = remote.bring_up()
+        *_, source = remote.bring_up()
         source.weights.compare(remote.module)
     check = BackgroundCheck(source.weights, type(remote.module).__name__)
     try:

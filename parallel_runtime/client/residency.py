@@ -7,18 +7,18 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from ..crossing.source import Source
 from ..errors import ModelError, OutOfMemory, PipeMeshError, PoolFailed, Refused
-from ..planner.balance import Sizes, StageBalance
+from ..planner.balance import Sizes
 from ..planner.keeping import WHOLE, WeightsWish, least
 from ..wire.messages import EndRun, Load, ReadWeights, Release
 from ..wire.parcel import Parcel
 from .patched_weights import PatchedWeights, drop_sets, send_weights
+from .run import PooledModel
 from .runs import Runs
 from .session import Resident, ResidentState, Session, Sessions
 
@@ -29,58 +29,53 @@ log = logging.getLogger("pipemesh")
 class Residency:
     """Keeps the models of one pool handle. A new pool holds none; the count of users goes on."""
 
-    def __init__(self, sessions: Sessions, runs: Runs, balance: StageBalance):
+    def __init__(self, sessions: Sessions, runs: Runs):
         self._sessions = sessions
         self._runs = runs
-        self._balance = balance
-        self._users: Counter[str] = Counter()
-        self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
-        self._unused: list[str] = []  # to be released at the next occasion
+        self.models: dict[str, PooledModel] = {}  # by name
+        # Of the UI's own model objects
+        self._uses: weakref.WeakKeyDictionary[Any, tuple[PooledModel, Source]] = weakref.WeakKeyDictionary()
         self._thread = 0  # that asks for models: requests of another could come between its own
-        self.titles: dict[str, str] = {}  # of each model, the name by which users know it
-        self.loads: Counter[str] = Counter()  # of each model, by this pool and those before
+        sessions.at_close.append(partial(end_checks, self.models, runs))
 
     # -- who uses a model
 
-    def use(self, host_model: Any, describe: Callable[[], Source]) -> Source:
+    def use(self, host_model: Any, describe: Callable[[], Source]) -> tuple[PooledModel, Source]:
         """Registers ``host_model``, the UI's own model object, as a user of its source.
 
         For as long as a loader's output lives the pool's copy is worth keeping, however many
         clones, LoRA strengths and sampler runs come and go; and it stays the file it was when it
         was first described.
         """
-        if host_model not in self._sources:
-            source = self._sources[host_model] = describe()
-            self.titles[source.model] = source.title
-            self._users[source.model] += 1
-            weakref.finalize(host_model, self._drop_user, source.model).atexit = False
-        return self._sources[host_model]
+        if host_model not in self._uses:
+            source = describe()
+            model = self.models.setdefault(source.model, PooledModel(source.model, source.title))
+            self._uses[host_model] = model, source
+            model.users += 1
+            weakref.finalize(host_model, self._drop_user, model).atexit = False
+        return self._uses[host_model]
 
-    def _drop_user(self, model: str) -> None:
+    def _drop_user(self, model: PooledModel) -> None:
         """Counts a user less. The garbage collector calls this on any thread, even amid a request:
         then the model is released later.
         """
-        self._users[model] -= 1
-        if not self._users[model]:
-            self._unused.append(model)
-            session = self._sessions.live
-            if session is not None and session.pool.idle and threading.get_ident() == self._thread:
-                self._release_unused()
+        model.users -= 1
+        session = self._sessions.live if not model.users else None
+        if session is not None and session.pool.idle and threading.get_ident() == self._thread:
+            self._release_unused(session)
 
-    def _release_unused(self) -> None:
-        while self._unused:
-            model = self._unused.pop()
-            if not self._users[model]:
-                self.release(model)
+    def _release_unused(self, session: Session) -> None:
+        for model in [model for model in session.models if not model.users]:
+            self.release(model)
 
     # -- what ranks hold
 
-    def held(self, model: str) -> Resident | None:
+    def held(self, model: PooledModel) -> Resident | None:
         """Returns what is known of a model that ranks may hold, so that it can be released."""
         session = self._sessions.live
         return session.models.get(model) if session is not None else None
 
-    def is_ready(self, model: str, patches_id: str) -> bool:
+    def is_ready(self, model: PooledModel, patches_id: str) -> bool:
         """Returns whether every rank holds the model under exactly these weight patches. Then it
         counts as just used.
         """
@@ -98,6 +93,7 @@ class Residency:
 
     def load(
         self,
+        model: PooledModel,
         source: Source,
         state: Callable[[], dict],
         interrupted: Callable[[], bool],
@@ -109,13 +105,14 @@ class Residency:
         holds the model. Raises ModelError, Refused, PoolFailed, RunCancelled.
         """
         session = self._open(interrupted)
-        held = session.models.get(source.model)
+        held = session.models.get(model)
         if held is None or held.state is ResidentState.LOADING:
-            self.retry_with_room(source.model, lambda: self._load(session, source, state, interrupted, wish))
+            self.retry_with_room(model, lambda: self._load(session, model, source, state, interrupted, wish))
 
     def _load(
         self,
         session: Session,
+        model: PooledModel,
         source: Source,
         state: Callable[[], dict],
         interrupted: Callable[[], bool],
@@ -124,17 +121,17 @@ class Residency:
         """Loads it in every rank. A load that is cancelled may still end there: it stays listed, so
         that it can be released.
         """
-        stages = self._balance.sizes_of(source.model)
+        stages = model.balance.wanted
         if wish.depends_on_room:
             drop_sets(session)
             # Of no run: ranks tell of their memory as it is now
-            session.ask(EndRun, (), interrupted, model=source.model)
+            session.ask(EndRun, (), interrupted, model=model.name)
         ranks = session.pool.facts.names, self._sessions.layout, session.pool.memory
         weights, stages = wish.cut_for(*ranks, stages, self._sessions.speeds_of_stages())
         parcel = Parcel(source.tree() if source.factory else state())
-        resident = session.models[source.model] = Resident(stages, wish.asked, weights)
-        title = title_in(source.title, stages)
-        fds, told = [parcel.segment.fd], {"model": source.model, "source": parcel.tree, "title": title}
+        resident = session.models[model] = Resident(stages, wish.asked, weights)
+        title = title_in(model.title, stages)
+        fds, told = [parcel.segment.fd], {"model": model.name, "source": parcel.tree, "title": title}
         load = partial(session.ask, Load, fds, interrupted, **told)
         try:
             if source.factory and any("/" in name for name in session.pool.facts.names):
@@ -143,19 +140,19 @@ class Residency:
                 stages=stages, weights=weights.kept, budget=weights.budget, by_layer=weights.by_layer
             )
             if any(answer.unread for answer in answers):
-                session.ask(ReadWeights, (), interrupted, model=source.model, title=title)
+                session.ask(ReadWeights, (), interrupted, model=model.name, title=title)
         except (ModelError, Refused):
-            self.release(source.model)  # ranks that did load it
+            self.release(model)  # ranks that did load it
             raise
         finally:
             parcel.segment.close()
         resident.state = ResidentState.READY
         session.loads += 1
-        self.loads[source.model] += 1
+        model.loads += 1
 
     def set_weight_patches(
         self,
-        model: str,
+        model: PooledModel,
         patches_id: str,
         patches: dict,
         objects: tuple[str, dict],
@@ -181,12 +178,12 @@ class Residency:
     def _open(self, interrupted: Callable[[], bool]) -> Session:
         session = self._sessions.open(interrupted)
         self._thread = threading.get_ident()
-        self._release_unused()
+        self._release_unused(session)
         return session
 
     # -- room
 
-    def retry_with_room(self, model: str, attempt: Callable[[], T]) -> T:
+    def retry_with_room(self, model: PooledModel, attempt: Callable[[], T]) -> T:
         """Calls ``attempt``, and where the ranks run out of memory again after each other model is
         released, least recently used first.
         """
@@ -197,7 +194,7 @@ class Residency:
                 if not self.make_room(model, of_runs=True):
                     raise
 
-    def make_room(self, model: str, of_runs: bool = False) -> bool:
+    def make_room(self, model: PooledModel, of_runs: bool = False) -> bool:
         """Frees sets of patched weights that ranks keep, and if they keep none the least recently
         used model, but not ``model``, nor one that is in a run unless ``of_runs``. Returns False if
         there is no such model.
@@ -211,7 +208,7 @@ class Residency:
             self.release(others[0])
         return bool(others)
 
-    def release(self, model: str) -> None:
+    def release(self, model: PooledModel) -> None:
         """Frees a model's weights in every rank, once nothing is in flight. The checkpoint's pages
         stay in the page cache.
 
@@ -226,9 +223,9 @@ class Residency:
             return
         del session.models[model]
         try:
-            session.ask(Release, model=model)
+            session.ask(Release, model=model.name)
         except PipeMeshError as error:
-            log.warning("[PipeMesh] Releasing %s in the pool: %s", self.titles.get(model, model), error)
+            log.warning("[PipeMesh] Releasing %s in the pool: %s", model.title, error)
 
     def release_leaving(self, session: Session) -> None:
         """Releases what was to go while evaluations were in flight, once none is."""
@@ -236,7 +233,7 @@ class Residency:
             self.release(session.leaving.pop())
 
     def recut(
-        self, model: str, asked: Sizes, weights: str = "whole", left_free: Callable[[], int] = least
+        self, model: PooledModel, asked: Sizes, weights: str = "whole", left_free: Callable[[], int] = least
     ) -> None:
         """Decides, between runs, how many blocks each stage has. A model that is cut otherwise,
         whose ``weights`` were asked to be kept otherwise, or leave less free than a run needs, is
@@ -244,7 +241,7 @@ class Residency:
         """
         session = self._sessions.live
         stages = session.pool.facts.stages if session is not None else 0
-        wanted = self._balance.choose(model, asked, stages, self._sessions.speeds_of_stages())
+        wanted = model.balance.choose(asked, stages, self._sessions.speeds_of_stages())
         held = self.held(model)
         if held is not None and (
             (held.stages, held.asked) != (wanted, weights) or held.weights.leaves_less(left_free)
@@ -252,26 +249,32 @@ class Residency:
             self.release(model)
 
 
+def end_checks(models: Mapping[str, PooledModel], runs: Runs) -> None:
+    """Ends the comparisons that the end of no run ends, as nobody said that the model is sampled:
+    the ranks that they were for are gone.
+    """
+    for model in {*models.values()} - runs.models():
+        model.end_check()
+
+
 def title_in(title: str, stages: Sequence[int]) -> str:
     """Names a model, and its blocks in each stage where they were shared out anew."""
     return f"{title} into stages of {', '.join(map(str, stages))} blocks" if stages else title
 
 
-def load_of(residency: Residency, model: str) -> int:
+def load_of(residency: Residency, model: PooledModel) -> int:
     """Returns which of the model's loads ranks hold, counted over all pools; 0: none."""
     held = residency.held(model)
-    return residency.loads[model] if held is not None and held.state is not ResidentState.LOADING else 0
+    return model.loads if held is not None and held.state is not ResidentState.LOADING else 0
 
 
-def require_states(residency: Residency, runs: Runs) -> None:
+def require_state(residency: Residency, runs: Runs, model: PooledModel) -> None:
     """Raises PoolFailed if ranks have lost what a node's code in the blocks kept of a run that goes
     on: the rest of it would be another image.
     """
-    sampled = runs.models()
-    for model, load in runs.stateful.items():
-        if model in sampled and load_of(residency, model) != load:
-            raise PoolFailed(
-                f"The workers lost {residency.titles.get(model, model)} in the middle of a run, and with it"
-                " what a node's code in its blocks had kept of the steps before, such as references or a"
-                " count: run again, from the first step."
-            )
+    if model.run is not None and model.run.names.load != load_of(residency, model) and model in runs.models():
+        raise PoolFailed(
+            f"The workers lost {model.title} in the middle of a run, and with it what a node's code in its"
+            " blocks had kept of the steps before, such as references or a count: run again, from the first"
+            " step."
+        )

@@ -72,7 +72,7 @@ def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
 def can_repeat(patcher: Any) -> bool:
     """Returns whether ranks can go on with a run after they have loaded its model anew."""
     remote = patcher.remote
-    return remote.sampling.can_repeat and remote.model not in remote.pool.runs.stateful
+    return remote.sampling.can_repeat and not (remote.model.run is not None and remote.model.run.names.load)
 
 
 def frees(patcher: Any, short: Collection[int]) -> bool:

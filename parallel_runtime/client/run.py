@@ -1,4 +1,6 @@
-"""Runs: one sampling of one model, from ``pre_run`` to ``cleanup``, and its figures."""
+"""A model in a pool, and its runs: one sampling each, from ``pre_run`` to ``cleanup``, with its
+figures.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from ..branches import first_done
+from ..errors import PipeMeshError, RunCancelled
 from ..families.plan import COMPILE
 from ..occupancy import Span
 from ..patches import Part
+from ..planner.balance import StageBalance
+from ..weights.background_check import BackgroundCheck
 from ..wire.messages import Done
+from .headroom import Headroom
 
 T = TypeVar("T")
 
@@ -49,11 +56,38 @@ class Queued(NamedTuple):
 
 
 @dataclass(eq=False)
+class PooledModel:
+    """Keeps what is known of a model on one pool handle, for as long as ComfyUI runs. What the
+    ranks of a pool hold of it is its ``Resident``, which goes with that pool's session.
+
+    ``name``: of its content, by which ranks know it; ``title``: by which users do. ``users``: the
+    loaders' outputs that it is of; with none of them it is released. ``loads``: how often ranks
+    have loaded it, over all pools. ``check``: of the UI's weights, while ranks compute with it.
+    """
+
+    name: str
+    title: str
+    users: int = 0
+    loads: int = 0
+    run: Run | None = None  # that it is in
+    check: BackgroundCheck | None = None
+    balance: StageBalance = field(default_factory=StageBalance)
+    headroom: Headroom = field(default_factory=Headroom)
+
+    def end_check(self) -> None:
+        """Ends the comparison of the model's weights while it is in a run."""
+        check, self.check = self.check, None
+        if check is not None:
+            check.end()
+
+
+@dataclass(eq=False)
 class RunNames:
     """Keeps the names by which ranks know a run, until what they keep of it is void. ``run``: its
     number; ``failed``: how many of its evaluations have. ``groups``: of each branch of a
     pipeline's, its group of ranks and what it costs. ``looked_at``: the branches whose first output
-    was, by number and what had failed.
+    was, by number and what had failed. ``load``: which of the model's loads has a state of the run
+    that no fresh copy has, as a node's cache or count in the blocks; 0: none.
     """
 
     run: int = 0
@@ -61,6 +95,7 @@ class RunNames:
     branches: dict[Hashable, int] = field(default_factory=dict)
     groups: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
     looked_at: set[tuple[int, int]] = field(default_factory=set)
+    load: int = 0
 
     def part(self, branch: Hashable, patch: tuple[int, int, bool] | None = None) -> Part:
         """Returns the name of an evaluation of this branch, or of a patch of it."""
@@ -91,12 +126,12 @@ class Run:
     """
 
     names: RunNames = field(default_factory=RunNames)
-    model: str = ""
+    model: PooledModel = field(default_factory=partial(PooledModel, "", ""))
     mode: str = ""
     began_s: float = field(default_factory=time.time)
     evaluations: list[Evaluation] = field(default_factory=list)
     is_sampled: bool = False
-    joined: list[str] = field(default_factory=list)
+    joined: list[PooledModel] = field(default_factory=list)
     ended_s: float = 0.0  # 0 while it goes on
     fault: str = ""
     sums: dict[Hashable, Any] = field(default_factory=dict)
@@ -109,6 +144,11 @@ class Run:
         """How many prompts each evaluation was of; 0 where that changed."""
         found = {one.images for one in self.evaluations}
         return found.pop() if len(found) == 1 else int(not found)
+
+    def note_fault(self, error: PipeMeshError) -> None:
+        """Keeps why the run cannot go on, unless users cancelled it."""
+        if not isinstance(error, RunCancelled):
+            self.fault = str(error).partition("\n")[0]
 
     def once(self, what: Hashable, sum_up: Callable[[], T]) -> T:
         """Returns what is summed up of the run, under a name: once it has ended that is done once,

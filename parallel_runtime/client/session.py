@@ -20,7 +20,7 @@ from ..wire.arena import Arena, Frame
 from ..wire.messages import Done, Memory, Request
 from ..wire.segment import TensorRef
 from .conditioning import ConditioningCache
-from .run import Run
+from .run import PooledModel, Run
 
 log = logging.getLogger("pipemesh")
 
@@ -135,9 +135,10 @@ class Session:
         self.stage_speeds = stage_speeds(layout, pool.facts.speeds)
         self.conditioning = ConditioningCache(pool.arena)
         pool.arena.at_close.append(self.conditioning.close)
-        self.models: dict[str, Resident] = {}
+        self.models: dict[PooledModel, Resident] = {}
         self.tickets: list[Ticket] = []  # submitted and not collected
-        self.leaving: list[str] = []  # models to be released when nothing is in flight
+        self.leaving: list[PooledModel] = []  # to be released when nothing is in flight
+        self.owed: list[PooledModel] = []  # of ended runs, until their ranks have heard of it
         self.loads = 0  # models that every rank has loaded, over the pool's life
         self.patchings = 0  # likewise, sets of weight patches and object patches
 

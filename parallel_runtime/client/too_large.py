@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import OutOfMemory
 from ..planner.keeping import as_gib
+from .run import PooledModel
 from .runs import tell
 from .session import Sessions
 
@@ -23,7 +24,7 @@ MORE = 1.1  # times as much as was free before: then it is tried again
 class Picture:
     """A picture that so many ``ranks`` together were to ``work`` on, by the VAE ``model``."""
 
-    model: str
+    model: PooledModel
     work: str
     ranks: int
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class TooLarge:
         self._failed: deque[tuple[Picture, int]] = deque(maxlen=KEPT)
 
     @contextmanager
-    def trying(self, model: str, work: str, ranks: int, shape: Sequence[int]) -> Iterator[None]:
+    def trying(self, model: PooledModel, work: str, ranks: int, shape: Sequence[int]) -> Iterator[None]:
         """Raises OutOfMemory for a picture that is no smaller than one that ranks ran out of memory
         with, unless they have more free by now; notes if they run out of it inside. Call it while
         they hold the model.

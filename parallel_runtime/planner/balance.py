@@ -16,26 +16,23 @@ Sizes = tuple[int, ...]  # blocks of each stage; empty: as many each, or by thei
 
 
 class StageBalance:
-    """The stages of every model on one pool handle. Outlives the pools that it starts."""
+    """The stages of one model on one pool handle. Outlives the pools that it starts."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, dict[tuple, list[float]]] = {}
-        self._measured: dict[str, Sizes] = {}  # the best sizes by the first run's costs
-        self._wanted: dict[str, Sizes] = {}
+        self._seconds: dict[tuple, list[float]] = {}
+        self._measured: Sizes | None = None  # the best sizes by the first run's costs
+        self.wanted: Sizes = ()
 
-    def learn(
-        self, model: str, part: Part, block_s: Iterable[Mapping[int, float]], speeds: Sequence[float] = ()
-    ) -> None:
+    def learn(self, part: Part, block_s: Iterable[Mapping[int, float]], speeds: Sequence[float] = ()) -> None:
         """Notes the seconds that each rank's blocks took for one patch, until sizes were chosen by
         them. ``speeds`` of those ranks' stages; empty where they are alike.
         """
-        if model not in self._measured:
-            known = self._seconds.setdefault(model, {})
+        if self._measured is None:
             for blocks, speed in zip(block_s, speeds or repeat(1.0), strict=False):
                 for block, seconds in blocks.items():
-                    known.setdefault((block, part.branch, part.patch), []).append(seconds * speed)
+                    self._seconds.setdefault((block, part.branch, part.patch), []).append(seconds * speed)
 
-    def choose(self, model: str, asked: Sizes, stages: int, speeds: Sequence[float] = ()) -> Sizes:
+    def choose(self, asked: Sizes, stages: int, speeds: Sequence[float] = ()) -> Sizes:
         """Decides, between runs, how many blocks each stage has from now on: as ``asked``, else by
         cost.
 
@@ -44,24 +41,21 @@ class StageBalance:
         stages; empty where they are alike.
         """
         if asked:
-            self._seconds.pop(model, None)  # not needed any more
-            self._wanted[model] = asked
+            self._seconds.clear()  # not needed any more
+            self.wanted = asked
         else:
-            costs = self._costs_of(model) if stages and model not in self._measured else []
+            costs = self.costs() if stages and self._measured is None else []
             if costs:
-                self._measured[model] = best_sizes(costs, stages, speeds)
-            self._wanted[model] = self._measured.get(model, ())
-        return self._wanted[model]
+                self._measured = best_sizes(costs, stages, speeds)
+            self.wanted = self._measured or ()
+        return self.wanted
 
-    def sizes_of(self, model: str) -> Sizes:
-        return self._wanted.get(model, ())
-
-    def _costs_of(self, model: str) -> list[float]:
+    def costs(self) -> list[float]:
         """Seconds of every block in order, for all patches of an evaluation. Medians, since a rank
         may lose its core now and then.
         """
         costs: defaultdict[int, float] = defaultdict(float)
-        for (block, *_patch), seconds in self._seconds.get(model, {}).items():
+        for (block, *_patch), seconds in self._seconds.items():
             costs[block] += median(seconds)
         return [cost for _, cost in sorted(costs.items())]
 
