@@ -37,7 +37,7 @@ def write_model(
         raise ValueError(
             f"text of width {size.text_dim}, but ComfyUI reads a file's as {form.file.text_dim} wide"
         )
-    shapes = form.file.shapes(form.config(size))
+    shapes = form.shapes(form.base_model(form.config(size), dtype, torch.device("meta")))
     return _write_safetensors(
         Path(path), shapes, dtype, lambda name, shape: random_tensor(name, shape, seed, dtype)
     )

@@ -48,7 +48,7 @@ def test_comfyui_detects_the_file(patcher, file):
     expected = FORM.config(SIZE)
     assert {name: config[name] for name in expected} == expected
     assert patcher.cached_patcher_init[1][0] == str(file)
-    named = patcher.model.model_config.process_unet_state_dict(FORM.file.shapes(expected))
+    named = patcher.model.model_config.process_unet_state_dict(FORM.shapes(patcher.model))
     assert {
         name: tuple(tensor.shape) for name, tensor in patcher.model.diffusion_model.state_dict().items()
     } == named

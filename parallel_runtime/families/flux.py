@@ -4,9 +4,8 @@ joined in the single ones.
 
 from dataclasses import replace
 
-from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, Form, Masks, Released, Sample, Size, Tiny, random_extras, sample
+from .sample import Config, Family, FileForm, Form, Masks, Released, Sample, Size, Tiny, random_extras, sample
 
 JOINT = ("txt", "img")
 CACHE = "comfy_extras.nodes_flux"
@@ -104,13 +103,18 @@ DEV_2 = Released(
 # a picture with a timestep of its own
 REFERENCE = random_extras(reference_latents=[(1, 128, 4, 3)], reference_latents_method="index_timestep_zero")
 INPUTS_2 = {"tiny": Tiny(blocks=(2, 2)), "latents": {"even": (1, 128, 8, 6), "odd": (1, 128, 5, 7)}}
+FILE = FileForm(
+    head_dim=128,
+    lora_targets=("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "linear1", "linear2"),
+    named=lambda name: name.replace("_norm.weight", "_norm.scale"),
+)
 
 FLUX = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="flux",
-            form=Form(config_class="FluxSchnell", config=config, file=files.FLUX, released=(DEV,)),
+            form=Form(config_class="FluxSchnell", config=config, file=FILE, released=(DEV,)),
             # 12 divides by every world size that parity tries, 5 by none
             tiny=Tiny(heads=(12, 5), blocks=(2, 2)),
             larger={

@@ -136,17 +136,16 @@ class Tiny:
 
 @dataclass(frozen=True, kw_only=True)
 class FileForm:
-    """The tensors of a checkpoint file from which ComfyUI detects the model.
-
-    ``shapes``: a ``unet_config`` -> every tensor, under its name in a file. ``head_dim``: the only
-    head size that ComfyUI reads from files; ``text_dim``: the only width of a prompt's tokens, 0
-    where it reads that too. ``lora_targets``: name endings of the layers that a LoRA changes.
+    """What a checkpoint file has otherwise than the transformer that ComfyUI makes of it.
+    ``named``: a name in the transformer's state dict -> that in a file. ``head_dim``: the only head
+    size that ComfyUI reads from files; ``text_dim``: the only width of a prompt's tokens, 0 if it
+    reads that too. ``lora_targets``: name endings of the layers that a LoRA changes.
     """
 
-    shapes: Callable[[Config], Shapes]
     head_dim: int
     lora_targets: tuple[str, ...]
     text_dim: int = 0
+    named: Callable[[str], str] = str
 
 
 class TokenParts(NamedTuple):
@@ -219,6 +218,14 @@ class Form:
         made.set_inference_dtype(dtype, None)
         return made.get_model({}, "", device=device)
 
+    def shapes(self, model: Any) -> Shapes:
+        """Return the shape of every tensor of a BaseModel, under its name in a file if there is a
+        form of files.
+        """
+        named = str if self.file is None else self.file.named
+        state = model.diffusion_model.state_dict()
+        return {named(name): tuple(tensor.shape) for name, tensor in state.items()}
+
     def random_model(self, size: Size, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
         """Build a stock MODEL (a ModelPatcher) that computes in ``dtype``; its
         ``cached_patcher_init`` is None.
@@ -231,12 +238,7 @@ class Form:
             comfy.model_management.unet_offload_device(),
         )
         model = self.base_model(self.config(size), dtype).to(offload_device)
-        if self.file is not None:
-            shapes = self.file.shapes(self.config(size))
-        else:
-            shapes = {
-                name: tuple(tensor.shape) for name, tensor in model.diffusion_model.state_dict().items()
-            }
+        shapes = self.shapes(model)
         weights = {name: random_tensor(name, shape, seed, dtype) for name, shape in shapes.items()}
         if self.offset_scales:
             weights |= {name: weight - 1 for name, weight in weights.items() if name.endswith(".scale")}

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from . import files
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
 from .sample import (
     VIDEO,
@@ -19,6 +18,7 @@ from .sample import (
     Extent,
     Extras,
     Family,
+    FileForm,
     Form,
     Released,
     Sample,
@@ -106,12 +106,17 @@ T2V = (
 )
 
 I2V = partial(config, extra_channels=20, model_type="i2v")
+FILE = FileForm(
+    head_dim=128,
+    text_dim=4096,
+    lora_targets=("attn.q", "attn.k", "attn.v", "attn.o", "ffn.0", "ffn.2"),
+)
 WAN = Family(
     plans=(PLAN,),
     samples=(
         Sample(
             name="wan2.1-t2v",
-            form=Form(config_class="WAN21_T2V", config=config, file=files.WAN, released=T2V),
+            form=Form(config_class="WAN21_T2V", config=config, file=FILE, released=T2V),
             larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
             latents=VIDEO,
             stands_for=("Along", "Blocks.local"),
