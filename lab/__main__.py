@@ -20,7 +20,6 @@ python3 -m lab COMMAND [options]
   train       the small model of the demo, from its first picture
   host-diff   what another ComfyUI changes for each family of models
   fingerprints  what this ComfyUI is, into the table of those that were tested
-  redundancy  how much a model's blocks change from one evaluation to the next
   mutants     which faults of one line the product's tests find
   dryrun      what each rank would compute, hold and send, on GPUs that are not there
   first-day   what a machine with GPUs shows in its first minutes, step by step
@@ -36,7 +35,6 @@ INSIDE = {  # command -> the module whose main(argv, host) it is
     "dryrun": "lab.commands.dryrun",
     "mutants": "lab.commands.mutants",
     "train": "lab.commands.train",
-    "redundancy": "lab.commands.redundancy",
     "fingerprints": "lab.commands.fingerprints",
     "host-diff": "lab.commands.host_diff",
     "first-day": "lab.commands.first_day",

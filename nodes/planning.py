@@ -27,7 +27,6 @@ from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.windows import windows_of
-from ..parallel_runtime.crossing.source import checkpoint_of
 from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole, takes_rows_for_frames
 from ..parallel_runtime.families.plan import TokenPlan
@@ -37,11 +36,8 @@ from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_o
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.machine import HowKnown, MachineBox, RankDevice, machine_box, over_machines
-from ..parallel_runtime.planner.measured import Speeds, keep_devices, read_devices, read_speeds, this_machine
+from ..parallel_runtime.planner.measured import keep_devices, read_devices
 from ..parallel_runtime.planner.prediction import Prediction
-from ..parallel_runtime.planner.warm_up import FOLDER as WARM_UPS
-from ..parallel_runtime.planner.warm_up import WarmUp, warm_up_of
-from ..parallel_runtime.planner.warm_up import read_warm_ups as read_warm_ups
 from ..parallel_runtime.planner.ways import Kept
 from ..pool.devices import Device, Placement, on_devices
 from ..pool.pool import WorkerPool
@@ -50,8 +46,8 @@ from .settings import Choice
 from .timing import StepTimes
 
 log = logging.getLogger("pipemesh")
-SPEEDS, DEVICES = "speeds.json", "devices.json"  # in the cache folder
-NO_STAGES = WarmUp()
+DEVICES = "devices.json"  # in the cache folder
+EVALUATIONS_PER_WARM_UP = 20  # of stages
 # As weights are asked for; else all ways
 KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}
 STEP_BYTES = 1 << 28  # in which free memory counts
@@ -60,14 +56,13 @@ STEP_BYTES = 1 << 28  # in which free memory counts
 @dataclass(frozen=True)
 class Sampling:
     """What is about to be sampled: a latent (B, C, ...), or as many context ``windows`` of that
-    shape, its conds of every evaluation, how many evaluations there are, one a step, and the
-    model's ``file``, if any. ``images``: prompts of the queue at once, in so many ``rounds``.
+    shape, its conds of every evaluation, and how many evaluations there are, one a step.
+    ``images``: prompts of the queue at once, in so many ``rounds``.
     """
 
     shape: tuple[int, ...]
     conds: tuple[Mapping[str, Any], ...]
     evaluations: int
-    file: str = ""
     windows: int = 1
     images: int = 1
     rounds: int = 1
@@ -89,8 +84,7 @@ class Sampling:
         if not found or sigmas is None or len(sigmas) < 2:
             raise NotCounted("there is nothing to evaluate")
         windows, shape = windows_of(guider.model_options, noise.shape)
-        file = checkpoint_of(getattr(guider, "model_patcher", None))
-        return cls(shape, found, len(sigmas) - 1, file, windows)
+        return cls(shape, found, len(sigmas) - 1, windows)
 
     @property
     def branches(self) -> int:
@@ -121,7 +115,7 @@ class PlannedLayout:
     why: str
     asked: str = ""
     plan: Plan | None = None
-    warm_up: WarmUp = NO_STAGES
+    warm_up: int = 1
     known: HowKnown | Literal[""] = ""
     box: str = ""
     awaits: bool = False
@@ -163,15 +157,15 @@ class PlannedLayout:
 
 class Planning:
     """Chooses layouts, and remembers what it chose. ``counts``: of evaluations. ``ahead`` knows
-    what waits in the queue. ``speeds``: the file with measured speeds; others lie beside it.
+    what waits in the queue. ``devices``: the file with the speeds of GPUs that ranks measured.
     """
 
     def __init__(
-        self, times: StepTimes, counts: Counts, speeds: Path | None = None, ahead: LookAhead | None = None
+        self, times: StepTimes, counts: Counts, devices: Path | None = None, ahead: LookAhead | None = None
     ):
         self.times = times
         self.ahead = ahead or LookAhead(lambda: None)
-        self._speeds = speeds or cache_folder(os.environ) / SPEEDS
+        self._file = devices or cache_folder(os.environ) / DEVICES
         self.counts = counts
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
@@ -179,7 +173,7 @@ class Planning:
         # By what was asked: all layouts of 8 GPUs take a third of a second to predict
         self._plans: deque[tuple[tuple, Plan]] = deque(maxlen=2 * AGAIN)
         # Once: another speed would be another pool
-        self._devices = read_devices(self._speeds.with_name(DEVICES))
+        self._devices = read_devices(self._file)
 
     # -- how fast devices are
 
@@ -193,7 +187,7 @@ class Planning:
         """Keep what ranks have measured of their devices."""
         found = {one.device_name: one.flops_per_s for one in pool.ready if one.flops_per_s}
         try:
-            keep_devices(self._speeds.with_name(DEVICES), found)
+            keep_devices(self._file, found)
         except OSError as error:
             log.warning(
                 "[PipeMesh] How fast the GPUs are could not be kept (%s): published figures are taken.", error
@@ -286,17 +280,16 @@ class Planning:
         placement = choice.placement
         if choice.weights == "sharded":
             raise NotCounted("weights are asked for as sharded, over all ranks of one sequence")
-        here = self._here(placement, type(model.diffusion_model), room)
+        here = self._here(placement, room)
         approximate = may_be_approximate(choice, plan_or_whole(type(model.diffusion_model)))
-        measured = read_warm_ups(self._speeds.with_name(WARM_UPS), asked.file) if approximate else ()
-        warm_up = warm_up_of(measured, asked.evaluations) if approximate else NO_STAGES
+        warm_up = max(1, asked.evaluations // EVALUATIONS_PER_WARM_UP)
         is_up = self._fitting(model, choice, running) is not None
         job = Job(
             whole=self.counts.of(model, asked.conds, asked.shape, is_up),
             evaluations=asked.evaluations,
             branches=asked.branches,
             batch=asked.shape[0] * asked.images,
-            warm_up=warm_up.evaluations,
+            warm_up=warm_up,
             keeps=KEEPS.get(choice.weights, Job.keeps),
             merges=merges,
             together=takes_rows_for_frames(model.diffusion_model),
@@ -336,23 +329,18 @@ class Planning:
         )
 
     def _predicted(self, job: Job, here: MachineBox, approximate: bool) -> Plan:
-        asked = job, here.box, approximate, sizes_here(job, here), here.alone
+        asked = job, here.box, approximate, sizes_here(job, here)
         made = next((made for before, made in list(self._plans) if before == asked), None)
         if made is None:
-            made = plan(*asked[:2], allows_approximate=approximate, sizes=asked[3], alone=here.alone)
+            made = plan(*asked[:2], allows_approximate=approximate, sizes=asked[3])
             self._plans.append((asked, made))
         return made
 
-    def _here(self, placement: Placement, model_class: type, room: Mapping[str, int]) -> MachineBox:
-        token_plan = plan_or_whole(model_class)
-        family = token_plan.family if token_plan is not None else ""
+    def _here(self, placement: Placement, room: Mapping[str, int]) -> MachineBox:
         own = len(placement.ranks_on("")) or 1
         if placement.machines not in ((), tuple(rank // own for rank in range(len(placement.devices)))):
             raise NotCounted("not as many devices of each machine are listed, ComfyUI's first")
-        speeds = read_speeds(self._speeds, this_machine())
-        measured, alone = (speeds_for(speeds, family, how) for how in ("both", "on all cores"))
-        staged = placement.backend == "gloo"
-        here = machine_box(rank_devices(placement, room), staged=staged, measured=measured, alone=alone)
+        here = machine_box(rank_devices(placement, room), staged=placement.backend == "gloo")
         return over_machines(here, len(placement.devices))
 
 
@@ -369,14 +357,6 @@ def sizes_here(job: Job, here: MachineBox) -> tuple[int, ...]:
     """
     devices = len(here.box.devices)
     return (devices,) if here.known == "plain" and any(legal_layouts(job, devices)) else sizes_of(devices)
-
-
-def speeds_for(speeds: Mapping[str, Speeds], family: str, how: str) -> Speeds | None:
-    """Return the speeds of ranks that compute so, of this family or else of any: ``both`` at once,
-    or one ``on all cores``.
-    """
-    found = {name.removesuffix(f" {how}"): one for name, one in speeds.items() if name.endswith(f" {how}")}
-    return found.get(family) or next(iter(found.values()), None)
 
 
 def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevice]:
@@ -413,7 +393,7 @@ def placed(choice: Choice, planned: PlannedLayout) -> Choice:
     that was left open and whole ones have no room.
     """
     layout, weights = planned.layout, choice.weights
-    patching = Patching(layout.stages + 1, planned.warm_up.evaluations) if layout.stages > 1 else None
+    patching = Patching(layout.stages + 1, planned.warm_up) if layout.stages > 1 else None
     if weights == "auto" and planned.kept != "whole":
         weights = planned.kept
     return replace(

@@ -13,8 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import conditioning
 from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client.coroutines import Coroutine
-from pipemesh.parallel_runtime.families.flux import FILE
-from pipemesh.parallel_runtime.families.flux import guided_config
+from pipemesh.parallel_runtime.families.flux import FILE, guided_config
 from pipemesh.parallel_runtime.families.sample import Form, Size
 
 FREE = "free-running"

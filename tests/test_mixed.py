@@ -225,7 +225,7 @@ def test_measured_speeds_count_before_published_ones_where_all_were_measured(tmp
         SimpleNamespace(device_name="NVIDIA L40S", flops_per_s=2e14),
         SimpleNamespace(device_name="Strange GPU", flops_per_s=1e14),
     ]
-    file = tmp_path / "speeds.json"
+    file = tmp_path / "devices.json"
     chooser = Planning(StepTimes(), Counts(count_nothing), file)
     chooser.keep_speeds(SimpleNamespace(ready=ready))
     assert chooser.with_speeds(pair) == pair, "another speed would be another pool"

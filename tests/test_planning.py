@@ -2,7 +2,6 @@
 for the devices that are there, and the image is stock's own whatever is chosen.
 """
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 import comfy.samplers
 import pytest
 import torch
-from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.nodes.auto.layouts import require_more_than_frames, require_several
 from pipemesh.nodes.auto.mode import Auto
@@ -28,7 +26,6 @@ from pipemesh.nodes.planning import (
 )
 from pipemesh.nodes.report.text import plan_text
 from pipemesh.nodes.room import room_on_devices
-from pipemesh.nodes.runtime import tell_of_restart
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.status.sums import longer_alone, plan_figures
 from pipemesh.nodes.timing import StepTimes
@@ -38,7 +35,7 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames
 from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import plan, with_running
+from pipemesh.parallel_runtime.planner.choose import plan
 from pipemesh.parallel_runtime.planner.counts import NotCounted
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.machine import (
@@ -49,15 +46,12 @@ from pipemesh.parallel_runtime.planner.machine import (
     over_machines,
     published_name,
 )
-from pipemesh.parallel_runtime.planner.measured import Speeds, this_machine, write
-from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
+from pipemesh.parallel_runtime.planner.prediction import RESERVED
 from pipemesh.parallel_runtime.planner.published import published_box
-from pipemesh.parallel_runtime.planner.warm_up import FOLDER, file_digest
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.pool.devices import Device, Placement, place
 
-from .at_once import at_once
 from .bounds import assert_same
 from .foreign_pack import unet, video_unet
 from .in_groups import GroupsHere
@@ -73,8 +67,8 @@ TWO_GPUS = Placement(layout=Layout(ulysses=2), devices=(Device("cuda:0"), Device
 PROMPT = {"cross_attn": torch.zeros(1, 13, 64), "pooled_output": torch.zeros(1, 32)}
 
 
-def planning(count=lambda *_: FLUX, speeds=NOWHERE):
-    return Planning(StepTimes(), SimpleNamespace(of=count), speeds)
+def planning(count=lambda *_: FLUX):
+    return Planning(StepTimes(), SimpleNamespace(of=count), NOWHERE)
 
 
 def gpus(title="NVIDIA L40", count=2, gib=48, **how):
@@ -201,136 +195,10 @@ def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(slow_links):
     chosen = planning().choose(model, choice, asked(evaluations=40), ())
     own = placed(choice, chosen)
     assert (own.placement.layout, own.patching.patches, own.patching.warm_up) == (Layout(pipefusion=2), 3, 2)
+    assert "the first 2 are whole (warm-up)" in plan_text(plan_figures(chosen))
     exact = planning().choose(model, replace(choice, allows_approximate=False), asked(), ())
     assert not exact.plan.best.layout.is_approximate
     assert planning().choose(unet().model, choice, asked(), ()).layout.pipefusion == 1
-
-
-def test_a_warm_up_lasts_as_long_as_the_models_blocks_were_measured_to_need_it(slow_links, tmp_path):
-    model = stock_model(5)
-    model.cached_patcher_init = (None, (str(tmp_path / "model.safetensors"),))
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    sampled, noise, _ = guider(1.0, model=model)
-
-    def chosen():
-        asked = Sampling.of(sampled, noise, torch.linspace(1, 0, 41))
-        return planning(speeds=tmp_path / "speeds.json").choose(model.model, slow_links, lambda: asked, ())
-
-    by_rule = chosen()
-    assert by_rule.warm_up.evaluations == 2 and "the first 2 are whole (warm-up): one in 20" in plan_text(
-        plan_figures(by_rule)
-    )
-    stored = tmp_path / FOLDER / f"model-{file_digest(tmp_path / 'model.safetensors')}-euler-20.json"
-    stored.parent.mkdir()
-    stored.write_text(json.dumps({"warm_up": 4, "evaluations": 20}))
-    measured = chosen()
-    assert placed(slow_links, measured).patching.warm_up == 8, "four evaluations of twenty"
-    assert (
-        "the first 8 are whole (warm-up): until its blocks change little, as measured over 20"
-        in plan_text(plan_figures(measured))
-    )
-    assert measured.seconds > by_rule.seconds, "a longer one is predicted as slower"
-    (tmp_path / "model.safetensors").write_bytes(b"others!")
-    assert chosen().warm_up == by_rule.warm_up, "another model under that name"
-
-
-def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start():
-    job = Job(whole=FLUX, branches=2, evaluations=20)
-    fast = box(2, flops=1e14)
-    made = plan(job, fast, sizes=(2,))
-    assert made.best.layout.groups == 2
-    kept = with_running(job, fast, made, Layout(ulysses=2))
-    assert kept.best.layout == Layout(ulysses=2) and {row.loss for row in kept.rows[1:]} >= {
-        Text("lost_running")
-    }
-    slow = box(2, flops=1e12, port=1e6)
-    assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
-    saved = round(10 / (predicted(job, fast, Layout(ulysses=2)) - made.best.prediction.seconds))
-    for times, again, stays in (
-        (0.9, False, True),
-        (1.5, False, False),
-        (1.5, True, True),
-        (2.1, True, False),
-    ):
-        longer = replace(job, evaluations=round(times * saved))
-        made = plan(longer, fast, sizes=(2,))
-        chosen = with_running(longer, fast, made, Layout(ulysses=2), is_wanted_again=again)
-        assert (chosen.best.layout == Layout(ulysses=2)) is stays
-    alone = Job(whole=FLUX, evaluations=1000)
-    kept = with_running(alone, fast, plan(alone, fast, sizes=(2,)), Layout(cfg=2))
-    assert kept.best.layout == Layout(cfg=2), "its groups share the sequence of one prompt"
-
-
-@pytest.mark.parametrize("branches", [1, 2])
-def test_running_groups_are_taken_to_keep_weights_as_they_would(branches):
-    """Where whole weights have no room, one sequence would share them; groups cannot."""
-    job, small = Job(whole=FLUX, branches=branches, evaluations=1), box(2, flops=1e14, memory=18 << 30)
-    made = plan(job, small, sizes=(2,))
-    assert made.best.prediction.kept == "sharded"
-    due = min((one.seconds for one in predict(job, Layout(cfg=2), small)), default=None)
-    chosen = with_running(job, small, made, Layout(cfg=2)).best
-    assert chosen.layout != Layout(cfg=2) or (chosen.prediction.kept, chosen.prediction.seconds) == (
-        "offloaded",
-        due,
-    )
-
-
-def predicted(job, a_box, layout):
-    return min(one.seconds for one in predict(job, layout, a_box))
-
-
-def test_a_workflow_of_two_kinds_of_samplings_counts_the_way_back_until_one_of_them_is_gone(
-    known, monkeypatch
-):
-    known(box(2, flops=1e14))
-    chooser, model, counted, best = planning(), stock_model(5).model, [], {}
-
-    def noted(_job, _box, made, _running, *, is_wanted_again, **_):
-        counted.append(is_wanted_again)
-        return made
-
-    monkeypatch.setattr("pipemesh.nodes.planning.with_running", noted)
-    for branches in (2, 1, 2, 1, 1, 1, 1, 1):
-        running = [best[3 - branches]] if 3 - branches in best else []
-        best[branches] = chooser.choose(model, OPEN, asked(branches), running).layout
-        assert best[branches].groups == branches
-    assert counted == [True, True, True, True, True, True, False]
-
-
-def test_a_notice_of_a_layout_that_was_chosen_does_not_advise_to_connect_one_pool():
-    told = []
-    notices = SimpleNamespace(tell=lambda text, one_gpu: told.append(text))
-    chooser, model = planning(), stock_model(5).model
-    with CurrentNodeContext("a prompt", "1"):
-        taken = placed(OPEN, chooser.choose(model, OPEN, asked(2), ())).placement
-    other = place(Layout(ulysses=2), "cpu", "auto", ())
-    # Node 2 has a pool by hand, of the layout that node 1 got by choice
-    for node, old, new in (("1", other, taken), ("1", taken, other), ("2", other, taken)):
-        with CurrentNodeContext("a prompt", node):
-            tell_of_restart(notices, chooser.past.led_to, old, new)
-    assert [text.rpartition(", ")[2] for text in told] == [
-        "set layout of PipeMesh Pool to by hand.",
-        "connect one pool to all samplers.",
-        "connect one pool to all samplers.",
-    ]
-
-
-def test_a_restart_may_be_asked_about_while_a_sampling_is_planned():
-    def uncounted():
-        raise NotCounted("nothing is counted")
-
-    chooser, model = planning(), stock_model(5).model
-
-    def choose():
-        return [chooser.choose(model, OPEN, uncounted, ()) for _ in range(300)]
-
-    def ask():
-        return {chooser.past.led_to(replace(OPEN.placement, backend="gloo")) for _ in range(3000)}
-
-    at_once(choose, ask)
-
-
-# -- the devices
 
 
 @pytest.mark.parametrize(
@@ -362,24 +230,6 @@ def test_how_the_speeds_of_a_box_are_known_is_said():
     assert strange.box.devices[0].memory_bytes == 8 << 30
     cpus = [RankDevice("CPU", 1, cores=1)] * 2
     assert machine_box(cpus).known == "plain"
-    measured = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=0.0, link=1e9)
-    both = machine_box(cpus, measured=measured)
-    assert (both.known, both.alone) == ("measured", None)
-    alone = machine_box(cpus, measured=measured, alone=replace(measured, matmul=3e9)).alone
-    assert (len(alone.devices), alone.devices[0].matmul_flops_per_s) == (1, 3e9)
-
-
-def test_one_rank_has_all_cores_and_is_predicted_by_what_it_does_on_them(tmp_path):
-    """Of two ranks each is half as fast as one on both cores, so one without messages is faster."""
-    half = Speeds(matmul=1e9, attention=1e9, beside_s=0.0, memory=1e9, merge=1e9, latency_s=1e-3, link=1e6)
-    file = tmp_path / "speeds.json"
-    for best, speeds in (
-        (1, {"x both": half, "x on all cores": replace(half, matmul=2e9, attention=2e9)}),
-        (2, {"x both": replace(half, latency_s=0.0, link=1e15)}),
-    ):
-        write(file, this_machine(), speeds)
-        chosen = planning(speeds=file).choose(stock_model(5).model, OPEN, asked(), ())
-        assert (chosen.layout.world_size, chosen.why) == (best, "by speeds measured on this machine")
 
 
 def test_memory_is_what_is_free_and_what_models_hold_that_would_make_room(monkeypatch):

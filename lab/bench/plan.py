@@ -3,13 +3,11 @@ families at two sizes.
 
 Speeds of the devices come from forwards of the same models at other sizes, alone and both at once,
 that of a ring's merges from one attention, whole and in two parts, those of the link from messages
-of two sizes; all within the same rounds. Where there were enough, they are kept in the cache
-folder, by machine, and pools choose by them.
+of two sizes; all within the same rounds.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from ...launcher.cache import cache_folder
 from ...parallel_runtime.comm.mesh import Mesh
 from ...parallel_runtime.comm.parts import to_all
 from ...parallel_runtime.families import plan_for
@@ -27,10 +24,11 @@ from ...parallel_runtime.families.every import SAMPLES
 from ...parallel_runtime.families.sample import Extent, Released, Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.patches import Part
+from ...parallel_runtime.planner.box import Box, DeviceSpeeds, Level
 from ...parallel_runtime.planner.cost import MERGE_BYTES
 from ...parallel_runtime.planner.job import Job
-from ...parallel_runtime.planner.measured import Speeds, this_machine, write
 from ...parallel_runtime.planner.prediction import predict
+from ...parallel_runtime.planner.whole import ITEM_BYTES as COUNTED_BYTES
 from ...parallel_runtime.planner.whole import Attended, Whole
 from ...parallel_runtime.stages import share_out
 from .figures import CaseFigures, Estimate, Figure, Goal, Options, Round, percentile, typical
@@ -49,8 +47,7 @@ GROUPS = (Layout(cfg=2), Layout(data=2))  # forwards of their own, both at once
 MOVED = 2 * 4 << 20  # bytes that doubling a million numbers moves
 GOALS = {"mean_error": 0.10, "largest_error": 0.25, "regret": 0.03}
 DRAWS = 100
-ENOUGH = 25  # rounds behind speeds that pools go by
-KEPT = ("alone", "both", "on all cores")  # phases that speeds are kept of
+PLENTY = 1e15
 
 Wholes = Mapping[str, Mapping[int, Whole]]  # model -> side -> counts
 
@@ -75,6 +72,44 @@ class Case(NamedTuple):
     layout: Layout
     predicted: float
     achieved: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What was measured. ``matmul`` and ``attention``: FLOPs per second of a model's forward while
+    all ranks compute; ``beside_s``: of each block beside those; ``memory``: bytes per second; of
+    what the parts of a ring's attention take beyond one over all keys, ``merge``; of the link
+    between two ranks ``latency_s`` and ``link``, bytes per second.
+    """
+
+    matmul: float
+    attention: float
+    beside_s: float
+    memory: float
+    merge: float
+    latency_s: float
+    link: float
+
+    def box(self, ranks: int, item_bytes: int) -> Box:
+        """Return so many ranks that send elements of ``item_bytes``; counts are of bf16."""
+        device = DeviceSpeeds(
+            name="here",
+            matmul_flops_per_s=self.matmul,
+            attention_flops_per_s=self.attention,
+            memory_bytes=PLENTY,
+            memory_bytes_per_s=self.memory,
+            beside_s=self.beside_s,
+            merge_bytes_per_s=self.merge,
+        )
+        level = Level(ranks=1, bytes_per_s=self.link * COUNTED_BYTES / item_bytes, latency_s=self.latency_s)
+        return Box(
+            name="here",
+            devices=(device,) * ranks,
+            levels=(level,),
+            host_bytes_per_s=PLENTY,
+            hop_s=0.0,
+            overlaps=False,
+        )
 
 
 def tried(families: int) -> list[tuple[Sample, Released]]:
@@ -224,23 +259,6 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure_on_all_cores(ranks: Ranks, rounds: int) -> list[Round]:
-    """Time the calibrating forwards in one process with a thread on every core, as a pool of one
-    rank has.
-    """
-    attend_with_sdpa()
-    torch.set_num_threads(max(1, len(ranks.own_cores)))
-    phases: dict[str, Phase] = {}
-    families, sides = ranks.choose((FAMILIES, SIDES), (1, LEAST))
-    for sample, small in tried(families):
-        model = sample.form.random_model(small.size).model
-        for side in sides.calibrated:
-            phases[f"{sample.name} {side} on all cores"] = Phase(
-                Forwards(model, sample, small, (side, side, small.extent[2])).alone
-            )
-    return ranks.measure(phases, rounds)
-
-
 def of_link(exchange: Any) -> dict[str, Phase]:
     """Return the phases that a link's speed and the memory's are measured by."""
 
@@ -319,9 +337,7 @@ def link_of(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, flo
 def speeds(
     rounds: Sequence[Round], wholes: Mapping[int, Whole], model: str, phase: str, sides: Sides = SIDES
 ) -> Speeds:
-    """Return this machine's speeds for a model, of forwards ``alone``, ``both`` at once, or one
-    ``on all cores``.
-    """
+    """Return this machine's speeds for a model, of forwards ``alone`` or ``both`` at once."""
     timed = [Timed.of(wholes[side], typical(rounds, f"{model} {side} {phase}")) for side in sides.calibrated]
     found = measured(timed, rounds)
     one, more_s = (
@@ -393,17 +409,6 @@ def bench(options: Options) -> Iterator[Figure]:
     rounds, wholes = merge([rank["rounds"] for rank in by_rank]), wholes_of(by_rank[0]["wholes"])
     sides = options.choose(SIDES, LEAST)
     yield from figures(rounds, wholes, sides)
-    if options.rounds < ENOUGH and not options.smallest:
-        return
-    (single,) = run(options, 1, "plan:measure_on_all_cores", rounds=options.rounds)
-    rounds = [{**several, **one} for several, one in zip(rounds, single, strict=True)]
-    kept = {
-        f"{model} {phase}": speeds(rounds, wholes[model], model, phase, sides)
-        for model in wholes
-        for phase in KEPT
-    }
-    if not options.smallest:
-        write(cache_folder(os.environ) / "speeds.json", this_machine(), kept)
 
 
 def figures(rounds: Sequence[Round], wholes: Wholes, sides: Sides = SIDES) -> Iterator[Figure]:

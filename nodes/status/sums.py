@@ -17,11 +17,10 @@ from .figures import InPatches, Loser, PlanFigures, RunFigures
 
 
 def asked_of(planned: PlannedLayout) -> str:
-    """Say what was to be sampled; with stages also how many evaluations are warm-up, and why."""
-    warm_up = planned.warm_up
-    if planned.layout.stages == 1 or not warm_up.why:
+    """Say what was to be sampled; with stages also how many evaluations are warm-up."""
+    if planned.layout.stages == 1:
         return planned.asked
-    return f"{planned.asked}; the first {warm_up.evaluations} are whole (warm-up): {warm_up.why}"
+    return f"{planned.asked}; the first {planned.warm_up} are whole (warm-up)"
 
 
 def plan_figures(planned: PlannedLayout, run: Run | None = None) -> PlanFigures:

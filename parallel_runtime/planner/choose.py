@@ -71,15 +71,12 @@ def plan(
     *,
     allows_approximate: bool = False,
     sizes: tuple[int, ...] = (),
-    alone: Box | None = None,
 ) -> Plan:
-    """Predict every legal layout of as many devices as ``sizes_of`` says, or of ``sizes``.
-    ``alone``: the box of one rank by itself, where that is another.
-    """
+    """Predict every legal layout of as many devices as ``sizes_of`` says, or of ``sizes``."""
     rows = []
     for size in sizes or sizes_of(len(box.devices)):
         for layout in legal_layouts(job, size):
-            made = predict(job, layout, alone if alone is not None and size == 1 else box)
+            made = predict(job, layout, box)
             rows.append((layout, min(made, key=lambda one: one.seconds) if made else None))
     chosen = fastest(
         [one for _, one in rows if one is not None and (allows_approximate or not one.layout.is_approximate)]

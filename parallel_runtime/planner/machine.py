@@ -1,5 +1,5 @@
-"""The box of a pool on this machine: speeds that were measured here, else published ones of its
-GPUs, else plain figures of a CPU's cores.
+"""The box of a pool on this machine: published speeds of its GPUs, else plain figures of a CPU's
+cores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Literal
 
 from .box import Box, DeviceSpeeds, Level
 from .cost import MERGE_BYTES, UNFUSED_MERGE_BYTES
-from .measured import Speeds
 from .published import GIGA, MICRO, TERA, box_of, device, figures, links, network_of, slowest_link
 from .whole import ITEM_BYTES
 
@@ -22,7 +21,7 @@ ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")
 NOT_LINKED = re.compile(r"PCIe|NVL\b")  # of cards
 FP32_BYTES = 4
 NETWORK_GBITS = 10  # between machines: nothing measures it
-HowKnown = Literal["measured", "published", "plain"]
+HowKnown = Literal["published", "plain"]
 
 
 @dataclass(frozen=True)
@@ -39,27 +38,17 @@ class RankDevice:
 
 @dataclass(frozen=True)
 class MachineBox:
-    """A box, and how its speeds are known. ``alone``: where one rank by itself has another device
-    than each of several, as one that has all cores of a machine.
-    """
+    """A box, and how its speeds are known."""
 
     box: Box
     known: HowKnown
     said: str
-    alone: Box | None = None
 
 
-def machine_box(
-    seen: Sequence[RankDevice],
-    staged: bool = False,
-    measured: Speeds | None = None,
-    alone: Speeds | None = None,
-) -> MachineBox:
-    """Return the box of ranks on these devices. ``staged``: messages go through main memory.
-    ``measured``: speeds of ranks on the CPU that compute at once; ``alone``: of one on all cores.
-    """
+def machine_box(seen: Sequence[RankDevice], staged: bool = False) -> MachineBox:
+    """Return the box of ranks on these devices. ``staged``: messages go through main memory."""
     if seen[0].cores:
-        return cpu_box(seen, measured, alone)
+        return cpu_box(seen)
     kinds = [published_name(one.title) for one in seen]
     unknown = sorted({one.title for one, kind in zip(seen, kinds, strict=True) if not kind})
     kinds = [PLAIN_GPU] * len(seen) if unknown else kinds  # else speeds of some would be taken for known
@@ -128,15 +117,10 @@ def speed_of(title: str) -> float:
     return device(kind).matmul_flops_per_s if kind else 0.0
 
 
-def cpu_box(seen: Sequence[RankDevice], measured: Speeds | None, alone: Speeds | None = None) -> MachineBox:
+def cpu_box(seen: Sequence[RankDevice]) -> MachineBox:
     """Return the box of ranks on the CPU. They compute in fp32, and have the checkpoint's pages in
     common, so memory is no limit.
     """
-    if measured is not None:
-        own = alone.box(1, FP32_BYTES) if alone is not None else None
-        return MachineBox(
-            measured.box(len(seen), FP32_BYTES), "measured", "by speeds measured on this machine", own
-        )
     figure = figures()["cpu"]
     moved = figure["memory_gb_per_s"] * GIGA
     devices = tuple(
