@@ -16,7 +16,7 @@ from ...parallel_runtime.families.every import PLANS
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ...pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 
-NOTHING = KnownHosts((), {}, {})
+NOTHING = KnownHosts((), {})
 
 
 def classes() -> list[str]:
@@ -26,26 +26,22 @@ def classes() -> list[str]:
 def with_host(known: KnownHosts, version: str, root: Path, kinds: Sequence[str] | None = None) -> KnownHosts:
     """Returns what is known, and this ComfyUI: of these classes, or of all."""
     files, digests = HostFiles(root), {kind: [*found] for kind, found in known.classes.items()}
-    functions = {module: {*found.split()} for module, found in known.functions.items()}
     for kind in classes() if kinds is None else kinds:
         found = files.fingerprint(kind)
         if not found.functions:
             continue
         if found.digest not in digests.setdefault(kind, []):
             digests[kind].append(found.digest)
-        for place, digest in found.functions.items():
-            functions.setdefault(place.partition(":")[0], set()).add(digest)
     types = {name for module in OF_TYPES for name in files.classes_in(module)}
     return KnownHosts(
         sorted({*known.versions, version}),
         digests,
-        {module: " ".join(sorted(found)) for module, found in functions.items()},
         sorted({*known.types, *types}),
     )
 
 
 def as_file(known: KnownHosts) -> str:
-    """Returns the text of the file: a class or a module a line."""
+    """Returns the text of the file: a class a line."""
     text = json.dumps(asdict(known), separators=(",", ":"), sort_keys=True)
     for end in ("}", "]", '"'):
         text = text.replace(f'{end},"comfy', f'{end},\n"comfy')

@@ -38,7 +38,6 @@ PACK = Path(__file__).resolve().parents[2]
 RUNTIME, TRIAL = "parallel_runtime", "pool/trial"
 NOT_IN_RANKS = ("client", "planner", "watch")  # folders of the runtime that compute nothing of a model
 POLL_S = 0.05
-NAMED = 2  # functions that a notice names
 TURN_OFF = "update PipeMesh, or set PIPEMESH_TRIAL=0, with which images may be wrong"
 NOT_AGAIN = "The pool ended for it, so it is not tried again before ComfyUI is started anew."
 FOLDER = "trials"  # of the cache folder
@@ -99,10 +98,6 @@ class Verdicts:
             return Verdict(**json.loads(self._file(found).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
-
-    def void_on(self, found: Fingerprint) -> list[Path]:
-        """Returns the files of verdicts on a class, each of which holds for some other code."""
-        return [one for one in self._folder.glob("*.json") if f'"{found.kind}"'.encode() in bytes_of(one)]
 
     def keep(self, found: Fingerprint, verdict: Verdict) -> None:
         """Where it cannot be written, it is known until ComfyUI ends."""
@@ -321,22 +316,10 @@ class HostTrials:
             return None
         if (kept := self._kept.of(found)) is not None:
             return done(kept)
-        if void := self._kept.void_on(found):
-            log.info(
-                "[PipeMesh] No kept verdict on %s holds here: the %d in %s are of another PipeMesh, torch or"
-                " ComfyUI.",
-                found.name,
-                len(void),
-                void[0].parent,
-            )
-        unknown = self._known().unknown_in(found)
-        named = ", ".join(one.partition(":")[2] for one in unknown[:NAMED])
-        more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
-        differs = f" ({named}{more} differ)" if unknown else ""
         self.firsts.tell(
             found.kind,
             f"{found.name} of this ComfyUI ({self.version}) is not the one that PipeMesh was tested"
-            f" with{differs}: it is compared with stock on the CPU, once.",
+            " with: it is compared with stock on the CPU, once.",
         )
         future: Future[Verdict] = Future()
         threading.Thread(
@@ -363,14 +346,6 @@ class HostTrials:
         took = f", {seconds:.0f} s" if seconds else ""
         log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
         return verdict
-
-
-def bytes_of(file: Path) -> bytes:
-    """Returns what a file has; nothing if it cannot be read."""
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""
 
 
 def done(verdict: Verdict) -> Future[Verdict]:

@@ -21,26 +21,16 @@ OF_TYPES = ("comfy.model_base", "comfy.supported_models")
 
 @dataclass(frozen=True)
 class KnownHosts:
-    """``versions`` of ComfyUI. ``classes``: ``module:Class`` -> its digests in them. ``functions``:
-    module -> the digests of its functions, which their names are part of, with spaces between them.
-    ``types``: the names of all types of models.
+    """``versions`` of ComfyUI. ``classes``: ``module:Class`` -> its digests in them. ``types``: the
+    names of all types of models.
     """
 
     versions: Sequence[str]
     classes: Mapping[str, Sequence[str]]
-    functions: Mapping[str, str]
     types: Sequence[str] = ()
 
     def has(self, found: Fingerprint) -> bool:
         return found.digest in self.classes.get(found.kind, ())
-
-    def unknown_in(self, found: Fingerprint) -> list[str]:
-        """Returns the functions of a class that no tested ComfyUI has, as ``module:name``."""
-        return sorted(
-            name
-            for name, digest in found.functions.items()
-            if digest not in self.functions.get(name.partition(":")[0], "")
-        )
 
     def new_among(self, types: Sequence[type]) -> str:
         """Returns the first type of ComfyUI's that no tested one has, by name; empty for none."""
