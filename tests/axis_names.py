@@ -28,7 +28,6 @@ SPELLS_AXES = {  # file, or folder with a slash, that may name an axis -> why
     "nodes/timing.py": "cfg is an attribute of ComfyUI's guiders",
 }
 SAYS_AXES = {  # file whose sentences for users may name an axis -> what they tell
-    "launcher/commands/doctor.py": "the kernel that ring attention lacks",
     "nodes/report/text.py": "the kernel of ring attention",
     f"{RUNTIME}client/timelines.py": "what a pipeline cannot compute",
     f"{RUNTIME}families/plan.py": "what a pipeline cannot compute",

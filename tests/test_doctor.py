@@ -37,7 +37,7 @@ CPU = Environment(
     ),
     torch=Torch(version="2.11.0", backends=("gloo", "nccl")),
     comfyui=ComfyInstall("/opt/python", "/opt/ComfyUI", "0.30.0", base=""),
-    packages=(*NEEDED, Package("flash-attn", "")),
+    packages=NEEDED,
 )
 GPU = Gpu("H100", 80 * doctor.GIB)
 INSTANCE = Gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * doctor.GIB)
@@ -45,7 +45,6 @@ EXCLUSIVE = replace(GPU, mode="exclusive_process")
 TWO_GPUS = replace(
     CPU,
     torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"),
-    packages=(*NEEDED, Package("flash-attn", "2.8")),
     host=HostCode(tested=("0.29.0",), classes=3),
 )
 DIFFERENT = replace(TWO_GPUS.host, unknown=("Flux", "Wan"), verified=("Flux",), refused=("Wan",))
@@ -57,8 +56,8 @@ DIFFER = (
 REFUSED = replace(
     TWO_GPUS,
     kernels=(
-        RingKernel("cuda:0", "flash-attn 3"),
-        RingKernel("cuda:1", "torch's flash attention", ("flash-attn 3 is not used: wrong.",)),
+        RingKernel("cuda:0", "cuDNN's attention"),
+        RingKernel("cuda:1", "torch's flash attention", ("cuDNN's attention is not used: wrong.",)),
     ),
 )
 
@@ -102,13 +101,12 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
         ("limited", torch(TWO_GPUS, gpus=(GPU,)), "One GPU", "add a GPU"),
         ("limited", torch(TWO_GPUS, backends=("gloo",)), "without NCCL", "NCCL (RCCL on AMD)"),
         ("limited", torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "to each other: 0-1", "NVLink"),
-        ("limited", replace(TWO_GPUS, packages=NEEDED), "flash-attn is not", "pip install flash-attn"),
         ("limited", machine(TWO_GPUS, shm_free_bytes=64 * 2**20), "has 0.1 GiB free", "--shm-size=1g"),
         ("limited", machine(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other"),
         (
             "limited",
             REFUSED,
-            "cuda:1: flash-attn 3 is not used: wrong.",
+            "cuda:1: cuDNN's attention is not used: wrong.",
             "until then torch's flash attention",
         ),
         ("limited", replace(TWO_GPUS, host=DIFFERENT), DIFFER, ""),

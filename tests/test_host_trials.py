@@ -141,13 +141,14 @@ def test_a_class_that_ranks_compute_otherwise_is_refused_with_the_figure_after_a
 
 
 @pytest.mark.parametrize("changed", ["torch", "pack", "host", "the file is another"])
-def test_a_verdict_holds_over_restarts_for_this_host_pack_and_torch_alone(
-    trial, trials, monkeypatch, tmp_path, changed
+def test_a_verdict_holds_over_restarts_for_this_host_pack_and_torch_alone_and_the_log_says_what_is_void(
+    trial, trials, monkeypatch, tmp_path, changed, caplog
 ):
+    caplog.set_level("INFO")
     trial.ends.set()
     for _ in range(2):
         trials().admit(Flux, never)
-    assert trial.begun == 1
+    assert trial.begun == 1 and "void" not in caplog.text
     if changed == "torch":
         monkeypatch.setattr(host_trials.torch, "__version__", "99.0")
     elif changed == "pack":
@@ -158,8 +159,10 @@ def test_a_verdict_holds_over_restarts_for_this_host_pack_and_torch_alone(
     else:
         (kept,) = (tmp_path / FOLDER).iterdir()
         kept.write_bytes(kept.read_bytes().replace(b'"is_same"', b'"of_an_earlier_version\xff"'))
+    (before,) = (tmp_path / FOLDER).iterdir()
     trials().admit(Flux, never)
     assert trial.begun == 2
+    assert re.search(f"No kept verdict on Flux holds here: the 1 in {before.parent} ", caplog.text)
 
 
 def test_a_trial_that_is_lost_is_told_and_tried_again(trial, trials):

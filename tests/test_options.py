@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import comfy.ldm.flux.model as flux
 import comfy.sample
 import comfy.samplers
+import comfy_extras.nodes_model_patch
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -148,93 +149,41 @@ def test_an_object_that_a_rank_might_read_is_refused_with_the_name_of_what_has_s
         sampled(ours, sampler)
 
 
-THEIR_PACK = {
-    "patches.py": """
-from . import deep
-from .names import KEY, Names
-
-KEYS = ("of_a_tuple", ["of_a_list", {"of_a_key": {"of_a_set"}}])
-FIELDS = "of_a_split of_another"
-
-def patch(out, extra_options, key="of_a_default", *, other="of_a_keyword"):
-    from .late import read
-    return out * extra_options["of_patch"] + deep.read(extra_options) + read(extra_options)
-""",
-    "late.py": 'def read(options): return options["of_late"] + options["of_" "a_sum"]',
-    "names.py": """
-import enum
-from dataclasses import dataclass
-
-KEY = "of_a_module"
-MADE = {"/".join(("of", "a", "value")): KEY}
-MADE["itself"] = MADE
-
-class Names(enum.Enum):
-    of_a_member = enum.auto()
-
-@dataclass
-class Fields:
-    of_a_field: int = 0
-    other = "-".join(("made", "up"))
-
-def of_a_routine(options, key="-".join(("a", "default"))):
-    return options["shared_%s" % key], options["form_{}".format(key)], options[f"block{key}"]
-""",
-    "deep.py": """
-import comfy.ldm.wan  # which has no file of its own
-
-WAN = comfy.ldm.wan
-
-class Reader:
-    option = "of_a_class"
-    def read(self, options, which): return options[f"whose_{which}"]
-
-def read(options, *, of_an_argument=0): return Reader().read(options, "it") + options.get("of_a_helper", 0)
-""",
-}
-
-
 @pytest.fixture
 def their_patch(tmp_path, monkeypatch):
     """A function of a node pack."""
-    (tmp_path / "their_pack").mkdir()
-    for name, text in THEIR_PACK.items():
-        (tmp_path / "their_pack" / name).write_text(text)
+    (tmp_path / "their_pack.py").write_text("def patch(out, options): return out * options[options['key']]")
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("their_pack.patches").patch
-    for name in [one for one in sys.modules if one.startswith("their_pack")]:
-        del sys.modules[name]
+    yield importlib.import_module("their_pack").patch
+    del sys.modules["their_pack"]
 
 
-READ = ("of_patch", "of_a_module", "of_a_class", "of_a_helper", "of_an_argument", "whose_it", "of_an_object",
-        "of_a_tuple", "of_a_list", "of_a_key", "of_a_set", "of_another", "of_a_default", "of_a_keyword",
-        "of_a_member", "of_a_field", "made-up", "Fields", "of/a/value", "of_late", "of_a_sum", "of_a_routine",
-        "a-default", "shared_it", "form_it", "block7")  # fmt: skip
-
-
-@pytest.mark.parametrize("option", [*READ, "ExtraOptions"])
-def test_code_of_nodes_that_ranks_run_is_looked_at_with_all_that_it_names_and_holds(their_patch, option):
-    readers = OptionReaders(
-        flux.Flux, [their_patch], {"patches": [["their patch", [0, "instance", {"of": "of_an_object"}]]]}
-    )
-    assert readers.of(option) == ("their_pack.patches.patch" if option in READ else "")
-    assert not OptionReaders(flux.Flux, [], {}).of(option)
+def test_code_of_nodes_that_ranks_run_may_ask_for_an_option_unless_it_is_comfyuis_and_has_not_its_name(
+    their_patch,
+):
+    of_comfyui = comfy_extras.nodes_model_patch.ZImageControlPatch
+    for code, may_ask in (
+        ([], ()),
+        ([of_comfyui, torch.nn.Linear], ("model_patch",)),
+        ([of_comfyui, their_patch], ("model_patch", "ExtraOptions")),
+    ):
+        readers = OptionReaders(flux.Flux, code)
+        asked = [option for option in ("model_patch", "ExtraOptions") if readers.of(option)]
+        assert asked == [*may_ask], code
 
 
 def test_an_option_whose_name_is_no_text_stays_unless_code_of_nodes_may_ask_for_it(their_patch):
-    held = SimpleNamespace(readers=OptionReaders(flux.Flux, [], {}), numbers={}, kept=None)
+    held = SimpleNamespace(readers=OptionReaders(flux.Flux, []), numbers={}, kept=None)
     assert crossing_options({("a", 1): 2, "plain": 3}, held).items() >= {"plain": 3}.items()
     assert ("a", 1) not in crossing_options({("a", 1): 2}, held)
-    held.readers = OptionReaders(flux.Flux, [their_patch], {})
-    with pytest.raises(
-        Refused, match=r"The option a key of the tree .*where their_pack\.patches\.patch may read it"
-    ):
+    held.readers = OptionReaders(flux.Flux, [their_patch])
+    with pytest.raises(Refused, match=r"The option a key of the tree .*where their_pack\.patch may read it"):
         crossing_options({("a", 1): 2}, held)
 
 
 def test_of_a_class_that_comfyuis_files_do_not_have_nothing_is_known():
     kind = type("Theirs", (flux.Flux,), {"__module__": "theirs"})
-    assert OptionReaders(kind, [], {}).of("ExtraOptions") == "Theirs"
+    assert OptionReaders(kind, []).of("ExtraOptions") == "Theirs"
 
 
 ASKED_FOR = re.compile(r"transformer_options(?:\[|\.(?:get|pop|setdefault)\()\s*([^'\"\s][^\],)]*)")

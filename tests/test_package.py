@@ -71,8 +71,8 @@ def test_the_pack_is_small_and_has_nothing_of_the_laboratory_and_the_tests():
 
 
 def test_an_extra_can_be_installed():
-    """`pip install ".[cuda]"`: pip finds seven top-level packages where it is not told that none is
-    in the wheel, and refuses.
+    """`pip install ".[browser]"`: pip finds seven top-level packages where it is not told that none
+    is in the wheel, and refuses.
     """
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r"^\[build-system\]\nrequires = .*\nbuild-backend = ", project, re.M)

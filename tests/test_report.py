@@ -88,7 +88,7 @@ def summed(evaluations, backend="gloo", mode="free-running"):
 
 
 def test_the_text_says_everything_that_is_known_of_the_last_run():
-    kernels = RingKernels(("flash-attn 3", "torch's"), ("flash-attn 2 is not used: it is wrong.",))
+    kernels = RingKernels(("cuDNN's", "torch's"), ("the merge in one kernel is not used: it is wrong.",))
     shares = (Text("share_stage", ("1", "2.3")),)
     whole = kept("model"), kept("other", "offloaded", "it does not fit")
     text = text_of(
@@ -115,8 +115,8 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
         "weight patches so far 5",
         "prompts sent so far 7",
         "weights of other: offloaded, it does not fit",
-        "attention around the ring: rank 0 flash-attn 3, rank 1 torch's",
-        "flash-attn 2 is not used: it is wrong.",
+        "attention around the ring: rank 0 cuDNN's, rank 1 torch's",
+        "the merge in one kernel is not used: it is wrong.",
         "",
         "rank device models free total",
         *(f"{rank} cuda:{rank} 300.0 MiB 10.0 GiB 24.0 GiB" for rank in range(4)),

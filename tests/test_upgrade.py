@@ -13,9 +13,9 @@ import pytest
 import torch
 from pipemesh.nodes.auto.switch import FILE, Switch
 from pipemesh.nodes.extension import PipeMeshExtension
-from pipemesh.nodes.planning import DEVICES, SPEEDS
+from pipemesh.nodes.planning import DEVICES
 from pipemesh.nodes.settings import PoolSettings
-from pipemesh.parallel_runtime.planner.measured import Speeds, read_devices, read_speeds
+from pipemesh.parallel_runtime.planner.measured import read_devices
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.pool.trial.host_trials import FOLDER, Verdicts
 
@@ -69,10 +69,7 @@ def test_the_settings_are_read(tmp_path):
 
 def test_measured_speeds_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    for name in (SPEEDS, DEVICES):
-        (tmp_path / name).write_text(json.dumps(SAVED["cache"][name]))
-    kept = SAVED["cache"][SPEEDS]
-    assert read_speeds(tmp_path / SPEEDS, kept["machine"]) == {"demo 2": Speeds(**kept["speeds"]["demo 2"])}
+    (tmp_path / DEVICES).write_text(json.dumps(SAVED["cache"][DEVICES]))
     assert read_devices(tmp_path / DEVICES) == {"NVIDIA GeForce RTX 4090": 1.6e14}
 
 

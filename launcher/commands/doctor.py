@@ -31,7 +31,6 @@ GIB = 2**30
 ROOMY_SHM_BYTES = GIB
 ROOMY_MEMORY_BYTES = 4 * GIB
 NEEDED_PACKAGES = ("greenlet", "msgspec", "safetensors")
-OPTIONAL_PACKAGES = ("flash-attn", "yunchang")
 GPU_NODES = {"/dev/nvidiactl": "NVIDIA", "/dev/dxg": "WSL", "/dev/kfd": "AMD"}
 HANGS = "2.7.0"  # the torch whose NCCL hangs at random where a process group has its device
 
@@ -136,16 +135,13 @@ def about_packages(facts: Environment) -> Iterator[Finding]:
     for name in NEEDED_PACKAGES:
         if name not in there:
             yield Finding("blocked", f"{name} is not installed.", f"{pip} {name}")
-    if facts.torch.gpus and "flash-attn" not in there:
-        text = "flash-attn is not installed: a ring's attention runs on torch's own kernels."
-        yield Finding("limited", text, f"{pip} flash-attn yunchang, if you want it")
 
 
 def about_kernels(facts: Environment) -> Iterator[Finding]:
     """Kernels that compute something else than attention, or another log-sum-exp."""
     for one in facts.kernels:
         for sentence in one.refused:
-            remedy = f"install another version of it; until then {one.name} is used"
+            remedy = f"update torch; until then {one.name} is used"
             yield Finding("limited", f"{one.device}: {sentence}", remedy)
 
 
@@ -288,7 +284,7 @@ def can_run(found: Sequence[Finding]) -> bool:
 def gather(host: ComfyInstall | None) -> Environment:
     torch, packages, code = Torch(version=""), (), None
     if host is not None:
-        torch, packages = ask_torch(), (*NEEDED_PACKAGES, *OPTIONAL_PACKAGES)
+        torch, packages = ask_torch(), NEEDED_PACKAGES
     if host is not None and torch.version:
         from ...pool.trial.host_trials import FOLDER, Verdicts, host_code
 

@@ -5,8 +5,7 @@ Every kernel holds scores and their sums in fp32 whatever q's dtype, so a host t
 precision has it. A query that may look at none of the keys given has out = 0 and lse = -inf: it
 does not count in a merge.
 
-Here are torch's own kernels; those of other packages are in ``packages``, and ``trial`` finds out
-which of all a device can be trusted with.
+Here are torch's own kernels; ``trial`` finds out which of them a device can be trusted with.
 
 Legend: B batch, H heads, Q query tokens, K key tokens, D head dim; ``lse`` is (B, H, Q) in fp32.
 Source: torch 2.11's aten kernels (native_functions.yaml).
@@ -34,16 +33,13 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | Non
 
 
 class Ask(NamedTuple):
-    """What an attention asks of a kernel. ``capability``: the CUDA device's. ``host``: the name of
-    the function that it stands for, as ``hosts.inexact`` has it; empty for exact attention.
-    """
+    """What an attention asks of a kernel. ``capability``: the CUDA device's."""
 
     device: str
     dtype: torch.dtype
     dim: int
     is_masked: bool
     capability: tuple[int, int] = (0, 0)
-    host: str = ""
 
     @property
     def is_half(self) -> bool:
@@ -65,19 +61,16 @@ def suits_efficient(ask: Ask) -> bool:
 
 
 class Usable(NamedTuple):
-    """A kernel under the name that users read, and what it may be asked for. ``stands_for``: the
-    host's function that it computes as; empty for exact attention.
-    """
+    """A kernel under the name that users read, and what it may be asked for."""
 
     name: str
     kernel: Kernel
     suits: Callable[[Ask], bool]
-    stands_for: str = ""
 
 
 class Kernels(NamedTuple):
     """The kernels of a rank: the first of ``order`` that suits is taken, and the last suits
-    all that is exact. ``refused``: a sentence for each one that was found wrong. ``merge``: what
+    all. ``refused``: a sentence for each one that was found wrong. ``merge``: what
     puts parts together.
     """
 
@@ -86,14 +79,7 @@ class Kernels(NamedTuple):
     merge: Merge = merge_partials
 
     def choose(self, ask: Ask) -> Usable:
-        """Raises ModelError where none computes as the host does."""
-        found = next(usable for usable in self.order if usable.suits(ask))
-        if found.stands_for != ask.host:
-            raise ModelError(
-                f"This MODEL attends by {ask.host}, of which no kernel here returns the log-sum-exp, by which"
-                f" ranks merge parts: {NO_PARTS}."
-            )
-        return found
+        return next(usable for usable in self.order if usable.suits(ask))
 
 
 def partial_attention(
@@ -109,8 +95,14 @@ def partial_attention(
     out (B, H, Q, D) in q's dtype, lse (B, H, Q) in fp32, and how many keys those are of.
 
     ``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q,
-    K) or (B, 1 or H, 1 or Q, K). ``host``: as ``Ask`` has it.
+    K) or (B, 1 or H, 1 or Q, K). ``host``: the name of the function that it stands for, as
+    ``hosts.inexact`` has it. Raises ModelError unless that is exact attention.
     """
+    if host:
+        raise ModelError(
+            f"This MODEL attends by {host}, of which no kernel here returns the log-sum-exp, by which ranks"
+            f" merge parts: {NO_PARTS}."
+        )
     batch, heads, queries, _ = q.shape
     # Torch's CPU kernel dies of an empty dimension
     if queries == 0 or k.shape[2] == 0 or heads == 0 or batch == 0:
@@ -120,7 +112,7 @@ def partial_attention(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     mask = None if mask is None else mask.to(q.dtype)
-    ask = Ask(q.device.type, q.dtype, q.shape[-1], mask is not None, capability_of(q.device), host)
+    ask = Ask(q.device.type, q.dtype, q.shape[-1], mask is not None, capability_of(q.device))
     out, lse = (kernels or TORCHS).choose(ask).kernel(q, k, v, mask, scale)
     if mask is not None:
         # Kernels differ in what they return for queries that may look at no key

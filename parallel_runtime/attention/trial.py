@@ -1,67 +1,49 @@
 """Find out which kernels a device can be trusted with: each one's output and log-sum-exp on random
 input are held to the explicit ones in fp32.
 
-Kernels of one name differ: in the base of the logarithm, in whether heads or tokens come first, in
-the names of their arguments. A wrong lse gives a wrong image without a word.
+Kernels of one name differ from version to version: in the base of the logarithm, in whether heads
+or tokens come first. A wrong lse gives a wrong image without a word.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 
 from .kernels import TO_TRY, Ask, Kernel, Kernels, Usable, capability_of, explicit
 from .merge_operation import in_one
 from .merging import Merge, Partial, merge_partials
-from .packages import PACKAGES, Candidate
 
 HALVES = (torch.bfloat16, torch.float16)
-RELEASED_DIMS = (64, 72, 96, 120, 128, 256)  # head dims of models that people run
-DIMS = (64, 128)  # for kernels that have no code of their own for each
+DIMS = (64, 128)
 SIZES = (2, 3, 33, 77)  # batch, heads, queries, keys: all different, and no multiples of a block
 SCALES = (None, 2.0)  # times what is usual
 
 
-class Bounds(NamedTuple):
-    """The largest difference that is rounding: of the output in units of its standard deviation, of
-    the lse as it is.
-    """
-
-    out: float
-    lse: float
-
-
-# Of the same half-precision q, k and v; an lse in half precision would be off by 0.016
-EXACT = Bounds(0.06, 5e-3)
-ROUNDED = Bounds(0.4, 0.1)  # queries and keys in 8 bits
+# The largest difference that is rounding, of the same half-precision q, k and v: of the output in
+# units of its standard deviation, of the lse as it is; one in half precision would be off by 0.016
+OUT, LSE = 0.06, 5e-3
 MERGED = 1e-4  # of values around one, in fp32
 
 
-class Fault(NamedTuple):
-    """A clause about a kernel. ``differs``: what it computes is wrong; else it computes nothing."""
-
-    text: str
-    differs: bool
-
-
-def fault_of(kernel: Kernel, device: torch.device, ask: Ask, bounds: Bounds) -> Fault | None:
-    """Try a kernel on random input. None where it is right."""
+def fault_of(kernel: Kernel, device: torch.device, ask: Ask) -> str:
+    """Try a kernel on random input. Return a clause that says what is wrong; nothing if it is
+    right.
+    """
     where = f"for head dim {ask.dim} in {str(ask.dtype).removeprefix('torch.')}"
     try:
         for times in SCALES:
-            text = difference(kernel, device, ask, None if times is None else times * ask.dim**-0.5, bounds)
-            if text:
-                return Fault(f"{where} {text}", differs=True)
-    except Exception as error:  # noqa: BLE001 whatever a package meets
-        return Fault(f"{where} it cannot run ({error_text(error)})", differs=False)
-    return None
+            if text := difference(kernel, device, ask, None if times is None else times * ask.dim**-0.5):
+                return f"{where} {text}"
+    except Exception as error:  # noqa: BLE001 whatever a kernel meets
+        return f"{where} it cannot run ({error_text(error)})"
+    return ""
 
 
-def difference(kernel: Kernel, device: torch.device, ask: Ask, scale: float | None, bounds: Bounds) -> str:
+def difference(kernel: Kernel, device: torch.device, ask: Ask, scale: float | None) -> str:
     """Say how a kernel's result differs from that of ``explicit``; nothing where it does not.
     Raises what the kernel raises.
     """
@@ -79,12 +61,13 @@ def difference(kernel: Kernel, device: torch.device, ask: Ask, scale: float | No
     for name, made, due in (("output", out, due_out), ("log-sum-exp", lse, due_lse)):
         if made.shape != due.shape:
             return f"its {name} is of shape {tuple(made.shape)}, not {tuple(due.shape)}"
-    off = Bounds(float((out - due_out).abs().max() / due_out.std()), float((lse - due_lse).abs().max()))
-    if off.out <= bounds.out and off.lse <= bounds.lse:  # False for NaN
+    off_out = float((out - due_out).abs().max() / due_out.std())
+    off_lse = float((lse - due_lse).abs().max())
+    if off_out <= OUT and off_lse <= LSE:  # False for NaN
         return ""
     return (
-        f"its output is off by {off.out:.2g} (rounding: {bounds.out:g}) and its log-sum-exp by {off.lse:.2g}"
-        f" (rounding: {bounds.lse:g})"
+        f"its output is off by {off_out:.2g} (rounding: {OUT:g}) and its log-sum-exp by {off_lse:.2g}"
+        f" (rounding: {LSE:g})"
     )
 
 
@@ -93,43 +76,26 @@ def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def asks(device: torch.device, dims: Iterable[int], host: str = "") -> list[Ask]:
+def asks(device: torch.device) -> list[Ask]:
     capability, dtypes = capability_of(device), (*HALVES, torch.float32)
     return [
-        Ask(device.type, dtype, dim, masked, capability, host)
-        for dim in dims
+        Ask(device.type, dtype, dim, masked, capability)
+        for dim in DIMS
         for dtype in dtypes
         for masked in (False, True)
     ]
 
 
-def tried_kernels(
-    device: torch.device, packages: Sequence[Candidate] = PACKAGES, torchs: Sequence[Usable] = TO_TRY
-) -> Kernels:
-    """Try every kernel that suits the device and is installed; return those that are right, and a
-    sentence for each that is not. A package is not imported where earlier ones take all that it
-    suits.
+def tried_kernels(device: torch.device, torchs: Sequence[Usable] = TO_TRY) -> Kernels:
+    """Try every kernel that suits the device; return those that are right, and a sentence for each
+    that is not.
     """
     usable: list[Usable] = []
     refused: list[str] = []
-    for candidate in packages:
-        due = [
-            ask
-            for ask in asks(device, RELEASED_DIMS, candidate.stands_for)
-            if candidate.suits(ask) and not any(other.suits(ask) for other in usable)
-        ]
-        if not due or not candidate.is_installed:
-            continue
-        found = judged(candidate, device, due)
-        if isinstance(found, Usable):
-            usable.append(found)
-        else:
-            refused.append(f"{candidate.name} is not used: {found}.")
     for own in torchs[:-1]:
-        faults = [fault_of(own.kernel, device, ask, EXACT) for ask in asks(device, DIMS) if own.suits(ask)]
-        fault = next((fault for fault in faults if fault), None)
-        if fault:
-            refused.append(f"{own.name} is not used: {fault.text}.")
+        faults = (fault_of(own.kernel, device, ask) for ask in asks(device) if own.suits(ask))
+        if fault := next(filter(None, faults), ""):
+            refused.append(f"{own.name} is not used: {fault}.")
         else:
             usable.append(own)
     merge = merge_partials
@@ -172,26 +138,6 @@ def merge_difference(device: torch.device, wanted: Merge, dtype: torch.dtype) ->
         .abs()
         .max()
     )
-
-
-def judged(candidate: Candidate, device: torch.device, due: Sequence[Ask]) -> Usable | str:
-    """Return the candidate for those of ``due`` that it computes, or a clause that says why it is
-    not used: one wrong result is enough.
-    """
-    try:
-        kernel = candidate.load()
-    except Exception as error:  # noqa: BLE001 whatever a package meets when it is imported
-        return f"it cannot be loaded ({error_text(error)})"
-    faults = {ask: fault_of(kernel, device, ask, ROUNDED if candidate.stands_for else EXACT) for ask in due}
-    right = frozenset((ask.dtype, ask.dim) for ask, fault in faults.items() if fault is None)
-    fault = next((fault for fault in faults.values() if fault and (fault.differs or not right)), None)
-    if fault:
-        return fault.text
-
-    def suits(ask: Ask) -> bool:
-        return (ask.dtype, ask.dim) in right and candidate.suits(ask)
-
-    return Usable(candidate.name, kernel, suits, candidate.stands_for)
 
 
 def usual(kernels: Kernels, device: torch.device) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..attention.hosts import NO_PARTS, inexact
-from ..attention.packages import PACKAGES
 from ..errors import Refused
 from ..layout import Layout
 from ..refusals import patch_name
@@ -22,15 +21,12 @@ def require_parts(patcher: Any, layout: Layout) -> None:
 
 
 def why_no_parts(patcher: Any) -> str:
-    """Names what a MODEL attends by, where ranks have no kernel for it whose parts can be merged;
-    empty where they have one.
-    """
+    """Names what a MODEL attends by, if that is no exact attention, whose parts ranks can merge."""
     override = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
     if override is not None and attention_backend(override) is None:
         return patch_name(override)
-    merged = {one.stands_for for one in PACKAGES if one.is_installed} | {""}
     names = (inexact(function, {}, False) for function in _functions(patcher, override))
-    return next((name for name in names if name not in merged), "")
+    return next(filter(None, names), "")
 
 
 def _functions(patcher: Any, override: Any) -> Iterator[Any]:

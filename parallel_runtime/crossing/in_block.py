@@ -58,7 +58,7 @@ class InBlockPatches:
         self.rebuilt, self.kept = plan.rebuilt, plan.kept
         self.state = PackState(apart.code, apart.take)
         taken["state"] = self.state.taken
-        self.readers = OptionReaders(type(transformer), apart.code, taken)
+        self.readers = OptionReaders(type(transformer), apart.code)
         some = any(taken.values())
         self.objects: dict[str, Any] = {IN_BLOCK: {**taken, "models": apart.models}} if some else {}
         self.identity: dict[str, Any] = {IN_BLOCK: taken} if some else {}

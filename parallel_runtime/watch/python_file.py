@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,16 +41,11 @@ class PythonFile:
     all_of: Sequence[str]
     rest: Sequence[str]
 
-    @cached_property
-    def imports(self) -> frozenset[Place]:
-        """Returns all that it imports."""
-        named = {place for places in self.imported.values() for place in places}
-        return frozenset({*named, *((module, "") for module in self.all_of)})
-
     @property
     def roots(self) -> frozenset[str]:
         """Returns the first parts of the names of imported modules."""
-        return frozenset(module.partition(".")[0] for module, _ in self.imports)
+        named = {module for places in self.imported.values() for module, _ in places}
+        return frozenset(module.partition(".")[0] for module in {*named, *self.all_of})
 
     def is_class(self, name: str) -> bool:
         return any(isinstance(one, ast.ClassDef) for one in self.bound.get(name, ()))

@@ -99,6 +99,10 @@ class Verdicts:
         except (OSError, ValueError, TypeError):
             return None
 
+    def void_on(self, found: Fingerprint) -> list[Path]:
+        """Returns the files of verdicts on a class, each of which holds for some other code."""
+        return [one for one in self._folder.glob("*.json") if f'"{found.kind}"'.encode() in bytes_of(one)]
+
     def keep(self, found: Fingerprint, verdict: Verdict) -> None:
         """Where it cannot be written, it is known until ComfyUI ends."""
         file = self._file(found)
@@ -316,6 +320,14 @@ class HostTrials:
             return None
         if (kept := self._kept.of(found)) is not None:
             return done(kept)
+        if void := self._kept.void_on(found):
+            log.info(
+                "[PipeMesh] No kept verdict on %s holds here: the %d in %s are of another PipeMesh, torch or"
+                " ComfyUI.",
+                found.name,
+                len(void),
+                void[0].parent,
+            )
         self.firsts.tell(
             found.kind,
             f"{found.name} of this ComfyUI ({self.version}) is not the one that PipeMesh was tested"
@@ -346,6 +358,14 @@ class HostTrials:
         took = f", {seconds:.0f} s" if seconds else ""
         log.info("[PipeMesh] %s of ComfyUI %s: %s%s. %s", found.name, self.version, said, took, says)
         return verdict
+
+
+def bytes_of(file: Path) -> bytes:
+    """Returns what a file has; nothing if it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def done(verdict: Verdict) -> Future[Verdict]:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = ("flash-attn", "yunchang", "flashinfer-python", "sageattention", "triton")
+PACKAGES = ("sageattention", "triton")
 GIB = 1 << 30
 MARKS = {"passed": "ok    ", "failed": "FAILED", "skipped": "left  "}
 
