@@ -388,11 +388,11 @@ def test_this_comfyui_what_was_tested_and_what_was_verified_here_are_named(page)
     other = {"version": "9.9", "verified": ["Flux"], "refused": ["Wan"], "pending": ["LTXVModel", "Lens"]}
     try:
         for host, said in (
-            (tested, "ComfyUI {version} is one that PipeMesh was tested with."),
+            (tested, "PipeMesh was tested with ComfyUI {version}."),
             (
                 other,
                 "PipeMesh was not tested with ComfyUI {version}. Verified here on the CPU: Flux. Not computed by the"
-                " pool, because its images differ: Wan. Being compared with stock: LTXVModel, Lens.",
+                " pool, because the images differ: Wan. Being compared with stock: LTXVModel, Lens.",
             ),
         ):
             page.evaluate(SAYS % json.dumps(made | {"host": made["host"] | host}))

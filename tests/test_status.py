@@ -135,8 +135,8 @@ def test_a_queue_is_told_of_with_the_run_that_computed_it_and_with_no_later_one(
     assert told.steps.queue == QueueFigures(2, 8, 0.8, 0.5)
     assert queue_text(told.steps.queue, Images(used=3, dropped=1)).splitlines() == [
         "2 of 8 queued images at once. Sampled ahead so far: 3 used, 1 thrown away.",
-        "An evaluation of all these takes 0.80 s, 0.40 s an image; one of the first image alone would take"
-        " 0.50 s (predicted).",
+        "Predicted: one evaluation of all these images takes 0.80 s (0.40 s an image), of the first image alone"
+        " 0.50 s.",
     ]
     ran(runtime, pool, 3)
     assert status_of(runtime, AUTO).last_runs[0].steps.queue is None
