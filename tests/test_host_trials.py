@@ -270,6 +270,14 @@ HOST_MUTANTS = {  # how a newer ComfyUI may differ -> file, text, what stands in
         ),
         False,
     ),
+    "a renamed argument": (
+        (
+            (WAN_FILE, "        freqs,\n", "        pe,\n"),
+            (WAN_FILE, "            freqs, transformer_options=transformer_options)", "            pe, transformer_options=transformer_options)"),
+            (WAN_FILE, CALL, CALL.replace("freqs=freqs", "pe=freqs")),
+        ),
+        False,
+    ),
     "a row per token": (((WAN_FILE, LOOP, f"        e0 = e0[:, None].expand(-1, x.shape[1], -1, -1) if e0.ndim < 4 else e0\n{LOOP}"),), True),
     "a skipped block": (((WAN_FILE, LOOP, f"{LOOP}            if i == 1:\n                continue\n"),), False),
     "tokens that look at their neighbours": (((WAN_FILE, LOOP, f"{LOOP}            x = x + 0.1 * x.roll(1, 1)\n"),), False),

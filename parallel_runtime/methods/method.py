@@ -7,10 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
-
-from ..families.plan import TokenPlan
-from ..layout import Layout
 from ..patches import Part
 
 
@@ -49,10 +45,6 @@ class Method(Protocol):
 
     A method is made detached. Making it may cut the model down to what this rank runs.
     """
-
-    @staticmethod
-    def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
-        """Raise Refused or LayoutError where this method cannot run the model in this layout."""
 
     def attach(self) -> None:
         """Install the hooks on the model; it runs in parallel until ``detach``."""

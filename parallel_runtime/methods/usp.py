@@ -23,10 +23,8 @@ from ..comm.late import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.traffic import Flag
 from ..families.plan import TokenPlan
-from ..layout import Layout
 from ..patches import Part
 from .blocks import blocks_of
-from .fit import require_fit
 from .hooks import TokenHooks
 from .method import EvaluationFacts
 from .sequence_attention import QKV, AttentionCall, SequenceAttention, in_order
@@ -55,10 +53,6 @@ class SequenceParallel:
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
         self._part: Part | None = None
         self._attentions = len(list(blocks_of(model, plan)))
-
-    @staticmethod
-    def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
-        require_fit(model, plan)
 
     def attach(self) -> None:
         self._hooks.attach()

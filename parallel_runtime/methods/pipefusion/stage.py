@@ -22,7 +22,6 @@ from ...layout import Layout
 from ...patches import Part, Patch
 from ...stages import Stage, require_blocks
 from ..blocks import blocks_of
-from ..fit import require_fit
 from ..hooks import TokenHooks
 from ..method import EvaluationFacts, Rank, free_frames
 from .clock import BlockClock, block_seconds
@@ -75,7 +74,6 @@ class PipeFusion:
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
-        require_fit(model, plan)
         plan.require_stages(type(model))
         require_blocks(layout.stages, len(list(blocks_of(model, plan))))
 
