@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pipemesh.lab.commands.fingerprints import as_file, classes, with_host
+from pipemesh.lab.commands.fingerprints import as_file, classes, classes_in, with_host
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 from pipemesh.pool.trial.sampled import sampled
@@ -159,7 +159,7 @@ def test_the_table_knows_every_class_of_this_comfyui_and_each_has_a_sample_to_tr
     for one in found:
         assert known.has(one), f"{one.kind}: run python3 -m lab fingerprints"
         assert samples_of(one.kind)
-    assert {name for module in OF_TYPES for name in files.classes_in(module)} <= {*known.types}
+    assert {name for module in OF_TYPES for name in classes_in(Path(COMFYUI), module)} <= {*known.types}
 
 
 def test_the_table_is_what_the_command_writes_and_has_several_versions_of_a_class(host, monkeypatch):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.parallel_runtime.client import beside
 from pipemesh.parallel_runtime.client.evaluations import Evaluations
@@ -18,7 +19,6 @@ from pipemesh.parallel_runtime.planner.cost import costs_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
 from pipemesh.parallel_runtime.planner.prediction import beside_bytes, fullest
-from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.weights.offloaded_weights import OffloadedWeights
 from pipemesh.parallel_runtime.weights.quantised import stored_tensors
 from pipemesh.parallel_runtime.wire.messages import Memory

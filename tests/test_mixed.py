@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.room import room_on_devices
@@ -32,7 +33,6 @@ from pipemesh.parallel_runtime.planner.machine import RankDevice, machine_box
 from pipemesh.parallel_runtime.planner.measured import keep_devices, read_devices
 from pipemesh.parallel_runtime.planner.messages import SharedAttention
 from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
-from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.planner.whole import ITEM_BYTES, Attended
 from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
 from pipemesh.parallel_runtime.worker.own_speed import flops_per_s

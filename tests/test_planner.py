@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipemesh.lab.boxes import published_box
 from pipemesh.lab.dry_run.expected import even_bytes
 from pipemesh.parallel_runtime.attention.merge_operation import in_one
 from pipemesh.parallel_runtime.attention.merging import Partial
@@ -27,7 +28,7 @@ from pipemesh.parallel_runtime.planner.cost import (
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.messages import SharedAttention
 from pipemesh.parallel_runtime.planner.prediction import predict, sharded_bytes
-from pipemesh.parallel_runtime.planner.published import figures, published_box
+from pipemesh.parallel_runtime.planner.published import figures
 from pipemesh.parallel_runtime.planner.whole import ITEM_BYTES, Activations
 
 from .planned import attention_alone, box, counts

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import comfy.samplers
 import pytest
 import torch
+from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.nodes.auto.layouts import require_more_than_frames, require_several
 from pipemesh.nodes.auto.mode import Auto
@@ -47,7 +48,6 @@ from pipemesh.parallel_runtime.planner.machine import (
     published_name,
 )
 from pipemesh.parallel_runtime.planner.prediction import RESERVED
-from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.pool.devices import Device, Placement, place

@@ -6,6 +6,7 @@ on into ``pool/trial/known_hosts.json``, once all that faces the host has passed
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,12 +33,19 @@ def with_host(known: KnownHosts, version: str, root: Path, kinds: Sequence[str] 
             continue
         if found.digest not in digests.setdefault(kind, []):
             digests[kind].append(found.digest)
-    types = {name for module in OF_TYPES for name in files.classes_in(module)}
+    types = {name for module in OF_TYPES for name in classes_in(root, module)}
     return KnownHosts(
         sorted({*known.versions, version}),
         digests,
         sorted({*known.types, *types}),
     )
+
+
+def classes_in(root: Path, module: str) -> set[str]:
+    """Returns the names of the classes of a module; none if the ComfyUI in a folder has it not."""
+    file = root.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(file.read_bytes()) if file.is_file() else ast.Module([], [])
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def as_file(known: KnownHosts) -> str:

@@ -9,16 +9,17 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...parallel_runtime.errors import LayoutError
 from ...parallel_runtime.families.every import RELEASED
 from ...parallel_runtime.planner.box import Box
-from ...parallel_runtime.planner.choose import Plan, Row, plan
+from ...parallel_runtime.planner.choose import Plan, Row, fastest, plan
 from ...parallel_runtime.planner.job import Job
-from ...parallel_runtime.planner.published import published_box
 from ...parallel_runtime.planner.whole import Whole
+from ..boxes import published_box
 from ..dry_run import decoding as decoder
 from ..dry_run.decoding import Decoding
 
@@ -88,11 +89,24 @@ def line(row: dict[str, Any]) -> str:
     return LINE.format(row["equation"], *figures, row["why_not"] or "the fastest").rstrip()
 
 
+def may_be_chosen(row: Row) -> bool:
+    return row.prediction is not None and (row.loss is None or row.loss.name != "lost_approximate")
+
+
+def best_of(plan: Plan, devices: int) -> Row | None:
+    """Return the fastest row of so many devices or fewer, as the best of those; None where none has
+    room.
+    """
+    rows = [row for row in plan.rows if row.layout.world_size <= devices and may_be_chosen(row)]
+    best = fastest([row.prediction for row in rows if row.prediction is not None])
+    return next((replace(row, loss=None) for row in rows if row.prediction is best), None)
+
+
 def between_machines(plan: Plan, box: Box) -> dict[str, Row]:
     """Return, for each axis, the fastest row whose ranks along it are on several machines."""
     found: dict[str, Row] = {}
     for row in plan.rows:
-        for axis in row.layout.used() if row.may_be_chosen else ():
+        for axis in row.layout.used() if may_be_chosen(row) else ():
             if any(map(box.spans, row.layout.lines(axis.name))):
                 found.setdefault(axis.name, row)
     return found
@@ -224,7 +238,7 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     )
     found = plan(job, box, allows_approximate=options.approximate)
     sizes = sorted(size for size in {*SIZES, len(box.devices)} if size <= len(box.devices))
-    best = {str(size): found.best_of(size) for size in sizes}
+    best = {str(size): best_of(found, size) for size in sizes}
     told = {
         "model": model,
         "extent": extent,

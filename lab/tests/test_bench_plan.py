@@ -7,6 +7,7 @@ from unittest.mock import create_autospec
 import pytest
 from pipemesh.lab.bench import plan as bench
 from pipemesh.lab.bench.plan import Timed, link_of, speeds_of
+from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.lab.dry_run.ranks import WARM_UP
 from pipemesh.parallel_runtime.layout import Layout
@@ -14,7 +15,6 @@ from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.prediction import predict
-from pipemesh.parallel_runtime.planner.published import published_box
 from pipemesh.tests.planned import attention_alone, counts
 
 

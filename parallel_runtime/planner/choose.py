@@ -30,10 +30,6 @@ class Row:
     def why(self) -> str:
         return "" if self.loss is None else self.loss.english
 
-    @property
-    def may_be_chosen(self) -> bool:
-        return self.prediction is not None and (self.loss is None or self.loss.name != "lost_approximate")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -44,14 +40,6 @@ class Plan:
     @property
     def best(self) -> Row | None:
         return next((row for row in self.rows if not row.why), None)
-
-    def best_of(self, devices: int) -> Row | None:
-        """Return the fastest row of so many devices or fewer, as the best of those; None where none
-        has room.
-        """
-        rows = [row for row in self.rows if row.layout.world_size <= devices and row.may_be_chosen]
-        best = fastest([row.prediction for row in rows if row.prediction is not None])
-        return next((replace(row, loss=None) for row in rows if row.prediction is best), None)
 
     def alone(self) -> Row | None:
         """Return the row of one device."""

@@ -5,9 +5,7 @@ each with its source. No measured time or speed-up of a model is among them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,7 @@ from ..errors import LayoutError
 from .box import Box, Cache, DeviceSpeeds, Level
 
 FILE = Path(__file__).with_name("published.json")
-DEVICES = r"\d+x\w+(?:\+\d+x\w+)*"
-NAME = re.compile(rf"(?:(?P<machines>\d+)x)?(?P<devices>{DEVICES})-(?P<link>\w+)(?:-(?P<network>[1-9]\d*)G)?")
 ON_A_SOCKET = 4  # GPUs, as 8 in a machine of two sockets
-FORM = (
-    "COUNTxDEVICE-LINK, as 8xL40-PCIe or 1xRTX4090+1xRTX3090-PCIe, or with machines before and their network"
-    " behind it, as 2x8xL40-PCIe-100G"
-)
 # Link -> the socket's kind; PCIe: by the device's generation
 LINKS = {"NVLink": "", "PCIe": "", "SPR": "SPR", "AMD": "AMD"}
 MEGA, GIGA, TERA, MICRO = 1e6, 1e9, 1e12, 1e-6
@@ -31,31 +23,6 @@ MEGA, GIGA, TERA, MICRO = 1e6, 1e9, 1e12, 1e-6
 @cache
 def figures() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
-
-
-def published_box(name: str) -> Box:
-    """Parse ``8xL40-PCIe``, ``1xRTX4090+1xRTX3090-PCIe`` or ``2x8xL40-PCIe-100G``. Raises
-    LayoutError with what is known.
-    """
-    found = NAME.fullmatch(name)
-    if found is None:
-        raise LayoutError(f"{name!r} is no box: write {FORM}.")
-    known, link, network = figures(), found["link"], found["network"]
-    several = [
-        (kind, int(count)) for count, kind in (one.split("x", 1) for one in found["devices"].split("+"))
-    ]
-    for word, among in (*((kind, known["devices"]) for kind, _ in several), (link, LINKS)):
-        if word not in among:
-            raise LayoutError(f"{word} of the box {name} is not known: choose from {', '.join(among)}.")
-    machines, count = int(found["machines"] or 1), sum(count for _, count in several)
-    if not 0 < machines * count <= 64 or (machines > 1) != (network is not None):
-        raise LayoutError(f"{name!r} is no box: write {FORM}, with 64 devices at most.")
-    kinds = [kind for kind, count in several for _ in range(count)] * machines
-    figure = slowest_link(kinds)
-    made = box_of(name, tuple(map(device, kinds)), figure, links(figure, link, count))
-    if not network:
-        return made
-    return replace(made, levels=(*made.levels, network_of(count, int(network))), machine=count)
 
 
 def box_of(

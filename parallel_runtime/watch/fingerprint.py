@@ -116,11 +116,6 @@ class HostFiles:
                 waiting += self._told[place].places
         return reached
 
-    def classes_in(self, module: str) -> set[str]:
-        """Returns the names of the classes of a module; none where the files do not have it."""
-        file = self._file(module)
-        return set() if file is None else {name for name in file.bound if file.is_class(name)}
-
     def _tell(self, module: str, bound: str) -> BoundName:
         file = self._file(module)
         if file is None:

@@ -47,9 +47,6 @@ class PythonFile:
         named = {module for places in self.imported.values() for module, _ in places}
         return frozenset(module.partition(".")[0] for module in {*named, *self.all_of})
 
-    def is_class(self, name: str) -> bool:
-        return any(isinstance(one, ast.ClassDef) for one in self.bound.get(name, ()))
-
 
 NOTHING = PythonFile({}, {}, (), ())
 
