@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.box import Box
-from ..parallel_runtime.planner.published import (
+from ..parallel_runtime.planner.published_boxes import (
     LINKS,
     box_of,
     device,

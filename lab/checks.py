@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from launcher.checkout import ROOT
-from launcher.comfyui.find import ensure_comfyui, missing_modules
+from launcher.comfyui.search import ensure_comfyui, missing_modules
 from launcher.command_line import replace_process
 from launcher.errors import LaunchError
 

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from launcher.cache import cache_folder
 from launcher.checkout import ROOT
-from launcher.comfyui.find import (
+from launcher.comfyui.host_record import ComfyInstall
+from launcher.comfyui.search import (
     COMFYUI_VERSION,
     comfyui_version,
     ensure_comfyui,
@@ -32,7 +33,6 @@ from launcher.comfyui.find import (
     own_requirements,
     venv_python,
 )
-from launcher.comfyui.host_record import ComfyInstall
 from launcher.errors import LaunchError
 
 from .unpack import UnpackError, unpack

@@ -14,9 +14,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from ..parallel_runtime.client.branch import Branch, SampleCall
-from ..parallel_runtime.client.patchwise import Patching, Patchwise
-from ..parallel_runtime.crossing.by_name import options_made
-from ..parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
+from ..parallel_runtime.client.patch_sampling import Patching, Patchwise
+from ..parallel_runtime.crossing.block_code import IN_BLOCK, InBlockPatches, put_patches
+from ..parallel_runtime.crossing.named_code import options_made
 from ..parallel_runtime.crossing.options import crossing_options
 from ..parallel_runtime.crossing.rows import Constants
 from ..parallel_runtime.families.plan import TokenPlan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..pool.trial.trying import GROUP, is_large
+from ..pool.trial.comparisons import GROUP, is_large
 
 HALVES = ("convrot_w4a4", "nvfp4")  # two numbers in a byte
 

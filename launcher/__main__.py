@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"There is no command `{command}`.\n\n{USAGE}", end="", file=sys.stderr)
         return 2
     if command == "doctor" and not os.environ.get("PIPEMESH_HOST"):
-        from .comfyui.find import is_installed
+        from .comfyui.search import is_installed
 
         if not is_installed(ROOT, os.environ):  # to ask what works here must not cost 6 GB
             return import_of_pack(INSIDE[command]).main(rest, None)

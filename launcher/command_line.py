@@ -24,7 +24,7 @@ def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) ->
     require_part_of_a_checkout(command, Path(*module.split(".")).with_suffix(".py"))
     if record := os.environ.get("PIPEMESH_HOST"):
         return run_inside(module, rest, record)
-    from .comfyui.find import ensure_comfyui
+    from .comfyui.search import ensure_comfyui
 
     host = ensure_comfyui()
     env = {**os.environ, "PIPEMESH_HOST": host.to_json()}

@@ -23,10 +23,10 @@ from ..pool.devices import Placement, visible_gpus
 from ..pool.trial.known_hosts import untested
 from .auto.mode import Auto
 from .auto.switch import FILE, Switch
-from .here import all_devices, setup_or_fault
+from .first_use import Once
 from .ksampler import sampler_nodes
+from .local_devices import all_devices, setup_or_fault
 from .notices import Notice, Notices, executed_now
-from .once import Once
 from .pool import pool_nodes
 from .prompt_times import PromptTimes
 from .report.node import report_node
@@ -104,7 +104,7 @@ class PipeMeshExtension(ComfyExtension):
         )
 
         def runtime() -> Runtime:
-            from .queued import moment_now
+            from .prompt_queue import moment_now
             from .runtime import Runtime
 
             return Runtime(

@@ -22,21 +22,21 @@ from comfy.samplers import CFGGuider
 
 from ..launcher.cache import cache_folder
 from ..parallel_runtime.client.ahead import LookAhead
-from ..parallel_runtime.client.asked import Asked
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.remote import Remote
 from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.client.sampler_arguments import Asked
 from ..parallel_runtime.client.windows import windows_of
 from ..parallel_runtime.errors import RunCancelled
 from ..parallel_runtime.families import plan_or_whole, takes_rows_for_frames
 from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.memory import system_memory
-from ..parallel_runtime.planner.choose import Plan, legal_layouts, plan, sizes_of, with_running
+from ..parallel_runtime.planner.choice import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.machine import HowKnown, MachineBox, RankDevice, machine_box, over_machines
-from ..parallel_runtime.planner.measured import keep_devices, read_devices
+from ..parallel_runtime.planner.measurements import keep_devices, read_devices
 from ..parallel_runtime.planner.prediction import Prediction
 from ..parallel_runtime.planner.ways import Kept
 from ..pool.devices import Device, Placement, on_devices

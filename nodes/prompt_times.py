@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .latest import Latest
+from .bounded_dict import Latest
 
 if TYPE_CHECKING:
     from ..parallel_runtime.client.run import Run

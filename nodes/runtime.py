@@ -20,14 +20,14 @@ from comfy.model_patcher import ModelPatcher
 
 from ..launcher.cache import cache_folder
 from ..parallel_runtime.client.ahead import LookAhead
-from ..parallel_runtime.client.alone import Admission
-from ..parallel_runtime.client.asked import Asked
-from ..parallel_runtime.client.instead import take_place
+from ..parallel_runtime.client.alike_prompts import Moment
 from ..parallel_runtime.client.interrupt import interrupted
-from ..parallel_runtime.client.queued import Moment
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
+from ..parallel_runtime.client.sampler_arguments import Asked
+from ..parallel_runtime.client.shared_evaluation import Admission
+from ..parallel_runtime.client.substitute import take_place
 from ..parallel_runtime.client.wait import NoWait, Wait
 from ..parallel_runtime.crossing.attention import why_no_parts
 from ..parallel_runtime.errors import LayoutError
@@ -43,7 +43,7 @@ from ..pool.rendezvous import check_rendezvous
 from ..pool.trial.host_trials import FOLDER, HostTrials, Verdicts
 from ..pool.trial.process import try_in_process
 from .auto.switch import ALL_SOONEST
-from .here import all_devices, own_device, why_one_gpu
+from .local_devices import all_devices, own_device, why_one_gpu
 from .notices import Notices
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
 from .room import room_on_devices

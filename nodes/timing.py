@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parallel_runtime.client.in_pool import InPool
+from ..parallel_runtime.client.pool_marker import InPool
 from ..parallel_runtime.layout import Layout
-from .latest import Latest
+from .bounded_dict import Latest
 from .prompt_times import PromptTimes
-from .slower import Slower, StepTime
+from .speed_verdict import Slower, StepTime
 
 if TYPE_CHECKING:
     from ..parallel_runtime.client.remote_pool import RemotePool

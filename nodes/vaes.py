@@ -13,7 +13,7 @@ from ..parallel_runtime.client.remote_upscaler import UpscalerInPool, why_not_up
 from ..parallel_runtime.client.remote_vae import parallelize_vae, stock_of, why_by_stock
 from ..parallel_runtime.errors import LayoutError, Refused
 from ..pool.devices import Placement
-from .here import own_device, why_one_gpu
+from .local_devices import own_device, why_one_gpu
 from .notices import OF_A_VAE
 from .settings import Choice
 

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from ..parallel_runtime.planner.counts import CounterLost, NotCounted
-from ..parallel_runtime.planner.whole import Whole
+from ..parallel_runtime.planner.evaluation_count import Whole
 from ..parallel_runtime.wire.channel import ChannelClosed
 from ..parallel_runtime.wire.messages import Count, Counted, FromCounter
 from .devices import Device

@@ -46,7 +46,7 @@ def main() -> None:
         answer_all(Channel(sock, ToCounter))
     elif sys.argv[3:] == ["trial"]:
         from pipemesh.parallel_runtime.wire.messages import ToTrial
-        from pipemesh.pool.trial.trying import run_trial
+        from pipemesh.pool.trial.comparisons import run_trial
 
         run_trial(Channel(sock, ToTrial))
     else:

@@ -21,9 +21,9 @@ SPELLS_AXES = {  # file, or folder with a slash, that may name an axis -> why
     f"{RUNTIME}methods/": "computes what ranks along an axis share",
     **{
         f"{RUNTIME}planner/{name}.py": "a formula of what an axis costs"
-        for name in ("choose", "cost", "job", "messages", "prediction")
+        for name in ("choice", "cost", "job", "messages", "prediction")
     },
-    "pool/trial/trying.py": "tries a sequence and a pipeline",
+    "pool/trial/comparisons.py": "tries a sequence and a pipeline",
     "nodes/settings.py": "the inputs of PipeMesh Pool",
     "nodes/timing.py": "cfg is an attribute of ComfyUI's guiders",
 }

@@ -15,7 +15,7 @@ comfy.cli_args.args.cpu = True
 comfy.cli_args.args.use_pytorch_cross_attention = "PIPEMESH_TESTS_SERVED" in os.environ
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
-from pipemesh.parallel_runtime.worker import handler, main, prepare  # noqa: E402, F401
+from pipemesh.parallel_runtime.worker import handler, main, preparation  # noqa: E402, F401
 from pipemesh.pool.fork_server import PRELOADED  # noqa: E402
 from pipemesh.pool.fork_server_main import preload  # noqa: E402
 

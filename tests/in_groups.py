@@ -10,15 +10,15 @@ import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.crossing.by_name import options_made
 from pipemesh.parallel_runtime.crossing.kept_tokens import KeptTokens, Sharers
+from pipemesh.parallel_runtime.crossing.named_code import options_made
 from pipemesh.parallel_runtime.crossing.rows import latents_of
 from pipemesh.parallel_runtime.families import plan_or_whole
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import ALONE, Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
-from pipemesh.parallel_runtime.methods.whole import WholeForward
-from pipemesh.parallel_runtime.weights.in_fp32 import arguments_in_fp32, computing_in_fp32
+from pipemesh.parallel_runtime.methods.whole_forward import WholeForward
+from pipemesh.parallel_runtime.weights.fp32_forward import arguments_in_fp32, computing_in_fp32
 from pipemesh.parallel_runtime.wire.arena import Arena
 from pipemesh.parallel_runtime.wire.messages import Done, Forward, Memory
 from pipemesh.parallel_runtime.wire.segment import TensorRef, aligned, dtype_name

@@ -7,8 +7,8 @@ from random import Random
 from types import SimpleNamespace
 
 import torch
-from pipemesh.parallel_runtime.crossing.by_name import options_made
-from pipemesh.parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
+from pipemesh.parallel_runtime.crossing.block_code import IN_BLOCK, InBlockPatches, put_patches
+from pipemesh.parallel_runtime.crossing.named_code import options_made
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.forward import forward_name

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from pipemesh.lab import random_files
 from pipemesh.lab.commands.parity import conditioning, sample
-from pipemesh.parallel_runtime.families.every import FAMILIES, SAMPLES, sample_with
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, SAMPLES, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.forward import forward_name
 

@@ -11,7 +11,7 @@ import torch
 from pipemesh.lab.commands.parity import Case, sample, stock_model
 from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.families.every import PLAIN
+from pipemesh.parallel_runtime.families.catalogue import PLAIN
 
 from .bounds import bound
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipemesh.parallel_runtime.planner.box import Box, DeviceSpeeds, Level
-from pipemesh.parallel_runtime.planner.whole import Activations, Attended, Shareable, Whole
+from pipemesh.parallel_runtime.planner.evaluation_count import Activations, Attended, Shareable, Whole
 
 SAVED = Path(__file__).parent / "saved" / "counts.json"
 LISTS = ("block_weight_bytes", "block_flops", "attended_by_block", "block_launches")

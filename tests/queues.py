@@ -15,9 +15,9 @@ import comfy.utils
 import pytest
 import torch
 from pipemesh.lab.commands.parity import conditioning
-from pipemesh.parallel_runtime.client.asked import Asked
-from pipemesh.parallel_runtime.client.queued import Moment, Pending
-from pipemesh.parallel_runtime.families.every import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.client.alike_prompts import Moment, Pending
+from pipemesh.parallel_runtime.client.sampler_arguments import Asked
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, SAMPLES
 
 import nodes
 

@@ -15,11 +15,11 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import ahead as ahead_module
-from pipemesh.parallel_runtime.client import asked, separable
+from pipemesh.parallel_runtime.client import sampler_arguments, separability
 from pipemesh.parallel_runtime.client.ahead import LookAhead
-from pipemesh.parallel_runtime.client.asked import takes_seed
-from pipemesh.parallel_runtime.client.queued import Moment, Pending
+from pipemesh.parallel_runtime.client.alike_prompts import Moment, Pending
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.sampler_arguments import takes_seed
 from pipemesh.parallel_runtime.client.seeds import Seed
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
@@ -486,9 +486,11 @@ def writing(model, x, sigmas, extra_args=None, callback=None, disable=None):
 def writing_sampler(monkeypatch):
     """A name under which stock nodes find it, and that is taken for one without a state."""
     monkeypatch.setattr(comfy.samplers.k_diffusion_sampling, "sample_writing", writing, raising=False)
-    known = separable.SAMPLER_FUNCTIONS | {f"{writing.__module__}.writing"}
-    monkeypatch.setattr(separable, "SAMPLER_FUNCTIONS", known)
-    monkeypatch.setattr(asked, "LIBRARIES", asked.LIBRARIES | {writing.__module__.partition(".")[0]})
+    known = separability.SAMPLER_FUNCTIONS | {f"{writing.__module__}.writing"}
+    monkeypatch.setattr(separability, "SAMPLER_FUNCTIONS", known)
+    monkeypatch.setattr(
+        sampler_arguments, "LIBRARIES", sampler_arguments.LIBRARIES | {writing.__module__.partition(".")[0]}
+    )
     monkeypatch.setattr(comfy.samplers.KSampler, "SAMPLERS", [*comfy.samplers.KSampler.SAMPLERS, "writing"])
     return Workflow("writing", content=True, mask=True)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.timing import StepTimes
-from pipemesh.parallel_runtime.client.described import tensors_of as tensors_in
+from pipemesh.parallel_runtime.client.description import tensors_of as tensors_in
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.counts import Counts, NotCounted, count_nothing
 

@@ -48,18 +48,18 @@ BRIDGES = (  # files, and folders with a slash, that may import ComfyUI
     "parallel_runtime/crossing/",
     "parallel_runtime/watch/",
     "parallel_runtime/client/interrupt.py",
-    "parallel_runtime/client/asked.py",
+    "parallel_runtime/client/sampler_arguments.py",
     "parallel_runtime/client/free_gpu.py",
     "parallel_runtime/planner/host_call.py",
-    "parallel_runtime/planner/twin.py",
-    "parallel_runtime/worker/prepare.py",
+    "parallel_runtime/planner/meta_model.py",
+    "parallel_runtime/worker/preparation.py",
     "parallel_runtime/client/remote_forward.py",
     "parallel_runtime/client/remote_patcher.py",
     "parallel_runtime/client/remote_upscaler.py",
     "parallel_runtime/client/remote_vae.py",
-    "parallel_runtime/client/patchwise.py",
+    "parallel_runtime/client/patch_sampling.py",
     "parallel_runtime/client/groups.py",
-    "parallel_runtime/client/separable.py",
+    "parallel_runtime/client/separability.py",
     "parallel_runtime/client/tiles.py",
     "parallel_runtime/client/windows.py",
     "launcher/commands/",
@@ -71,7 +71,7 @@ BEFORE_COMFYUI = (
     "launcher/cache.py",
     "launcher/command_line.py",
     "launcher/errors.py",
-    "launcher/comfyui/find.py",
+    "launcher/comfyui/search.py",
     "launcher/comfyui/host_record.py",
     "pool/package.py",
 )
@@ -105,8 +105,8 @@ ONLY = {  # room -> what it may import of this project, and of all else but the 
     "wire": (("wire", "errors", "patches"), ("torch", "msgspec")),
 }
 ALSO = {  # file -> what it may import although its room may not
-    "families/__init__.py": ("families/without_plan",),
-    "families/every.py": ("families",),
+    "families/__init__.py": ("families/unplanned_models",),
+    "families/catalogue.py": ("families",),
     **{
         f"families/wan_{form}.py": ("families/wan",)
         for form in ("animate", "animate2", "camera", "dancer", "humo", "s2v", "scail", "vace")
@@ -149,7 +149,7 @@ PACK = "pipemesh"
 NAMED_MODULE = re.compile(rf"\b{PACK}((?:\.\w+)+)")
 FAMILIES = sorted(
     {file.stem for file in (ROOT / RUNTIME / "families").glob("*.py")}
-    - {"__init__", "every", "files", "plan", "sample", "without_plan"}
+    - {"__init__", "catalogue", "files", "plan", "sample", "unplanned_models"}
 )
 NAMED_FAMILY = re.compile(
     rf"(?:(?<![a-zA-Z])(?i:{'|'.join(FAMILIES)})|(?<=[a-z])(?:{'|'.join(map(str.title, FAMILIES))}))(?![a-z])"
@@ -425,7 +425,7 @@ def test_the_file_keeps_the_house_rules(file: Path) -> None:
 
 
 # Of parallel_runtime/families: no family's own file
-VOCABULARY = {"__init__", "every", "plan", "sample", "files", "without_plan"}
+VOCABULARY = {"__init__", "catalogue", "plan", "sample", "files", "unplanned_models"}
 
 
 def modules_named(path: PurePosixPath, tree: ast.AST) -> Iterator[str]:
@@ -513,7 +513,7 @@ BROKEN = [  # one for each rule
     ("launcher/commands/doctor.py", "from ...lab import in_process", "without its lab"),
     ("lab/bench/pipefusion.py", "def f():\n    from ...nodes.report import text", "what the nodes show"),
     ("nodes/pool.py", "from pool.pool import WorkerPool", "absolute name"),
-    ("launcher/comfyui/find.py", "import requests", "standard library only"),
+    ("launcher/comfyui/search.py", "import requests", "standard library only"),
     ("nodes/pool.py", "shared = layout.ulysses", "names ulysses; ask"),
     ("pool/pool.py", "layout = Layout(cfg=2)", "names cfg; ask"),
     ("pool/pool.py", "place['ring'] = 1", "names ring; ask"),
@@ -525,7 +525,7 @@ BROKEN = [  # one for each rule
     ("pool/pool.py", MANY_METHODS, "16 methods, at most 15"),
     ("pool/pool.py", MANY_FIELDS, "11 fields, at most 10"),
     ("pool/pool.py", MANY_ATTRIBUTES, "11 fields, at most 10"),
-    ("parallel_runtime/comm/late.py", "def f(d):\n    d.to('cuda')", "may be the GPU of another"),
+    ("parallel_runtime/comm/device_copies.py", "def f(d):\n    d.to('cuda')", "may be the GPU of another"),
     ("nodes/pool.py", "# as Wan does it", "names Wan, which only"),
     ("tests/test_pool_node.py", "case = Case('sd3.5-medium', 5)", "names 'sd3.5-medium', which only"),
     ("tests/test_pool_node.py", f'SCRIPT = "from {PACK}.launcher.gone import Pool"', "which is no module"),

@@ -23,11 +23,11 @@ from pipemesh.parallel_runtime.crossing.attention import why_no_parts
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 from pipemesh.pool.supervisor import process_of_its_own
 
 from . import joint_model
@@ -319,7 +319,7 @@ def test_ranks_call_what_comfyui_would_call(preferred, node, how, monkeypatch):
     CALLS.clear()
 
     def compute(mesh):
-        from pipemesh.parallel_runtime.crossing.by_name import chosen as in_a_rank
+        from pipemesh.parallel_runtime.crossing.named_code import chosen as in_a_rank
 
         own = model()
         method = SequenceParallel(own, joint_model.PLAN, mesh.sequence)
@@ -517,7 +517,7 @@ def test_a_kernels_package_of_another_version_is_named(pack, sage, monkeypatch):
     patcher, *_ = evaluation(pack.sage_override("another"))
     sent = Crossed(patcher).sent
     Path(sage.__file__).write_text(SAGE + "\n")
-    from pipemesh.parallel_runtime.crossing.in_block import IN_BLOCK, put_patches
+    from pipemesh.parallel_runtime.crossing.block_code import IN_BLOCK, put_patches
 
     with pytest.raises(Refused, match="another version of sageattention than ComfyUI: install the same one"):
         put_patches(patcher.model, across(sent.objects)[IN_BLOCK], CPU)

@@ -8,7 +8,7 @@ import torch
 from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.sampling import FAILED_LATE, reason_of
-from pipemesh.nodes.slower import JUDGED
+from pipemesh.nodes.speed_verdict import JUDGED
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed, Refused
 
 from .foreign_pack import halved_keys

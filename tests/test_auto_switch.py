@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import FILE, Switch
+from pipemesh.nodes.first_use import Once
 from pipemesh.nodes.notices import Notices
-from pipemesh.nodes.once import Once
 
 from .shared_runtime import settings
 

@@ -23,7 +23,7 @@ from pipemesh.parallel_runtime.methods import vae_bands
 from pipemesh.parallel_runtime.methods.vae_bands import BandsOfRows
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE
-from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
+from pipemesh.parallel_runtime.planner.fake_mode import QuickFakeMode
 from pipemesh.parallel_runtime.vae_modules import why_not_in_bands
 from torch import nn
 

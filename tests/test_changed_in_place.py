@@ -27,7 +27,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.watch import host_code
 from pipemesh.parallel_runtime.watch.attributes import Attributes, is_unchanged
-from pipemesh.parallel_runtime.watch.in_place import Watch, require_unchanged
+from pipemesh.parallel_runtime.watch.model_changes import Watch, require_unchanged
 from pipemesh.parallel_runtime.weights import comparison
 
 from .models import load, run, with_lora

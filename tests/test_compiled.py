@@ -16,13 +16,13 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.crossing.options import hand_over_compilation
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, SAMPLES
 from pipemesh.parallel_runtime.families.plan import COMPILE, LEFT_OUT
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods import compiled
+from pipemesh.parallel_runtime.methods import compiled_blocks
 from pipemesh.parallel_runtime.methods.blocks import blocks_of
-from pipemesh.parallel_runtime.methods.compiled import opaque_attention
+from pipemesh.parallel_runtime.methods.compiled_blocks import opaque_attention
 from pipemesh.parallel_runtime.methods.override import ASKED, AttentionChoice, AttentionOverride
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.worker import compiling
@@ -208,11 +208,11 @@ def test_a_function_that_a_model_brought_goes_with_the_model():
         override.asked = AttentionChoice(preferred=function)
         opaque.override = override
         kwargs = {ASKED: override.asked}
-        compiled = torch.compile(
+        compiled_blocks = torch.compile(
             lambda q: opaque(attention_basic, q, q, q, 1, None, **kwargs), backend="eager", fullgraph=True
         )
-        assert torch.equal(compiled(torch.ones(1, 2, 4)), weight)
-        assert torch.equal(compiled(torch.ones(1, 2, 4)), weight)
+        assert torch.equal(compiled_blocks(torch.ones(1, 2, 4)), weight)
+        assert torch.equal(compiled_blocks(torch.ones(1, 2, 4)), weight)
         opaque.override = None
         return weakref.ref(function)
 
@@ -250,7 +250,7 @@ def test_no_cuda_graph_records_an_attention():
     ],
 )
 def test_a_torch_that_cannot_be_told_refuses_cuda_graphs(monkeypatch, kwargs, refused):
-    monkeypatch.setattr(compiled, "UNSAFE", ())
+    monkeypatch.setattr(compiled_blocks, "UNSAFE", ())
     case = case_of(PLAIN)
     rank = OneRank(PLAIN, case.heads)
     rank.options[COMPILE] = {"paths": [""], "kwargs": kwargs}
@@ -258,7 +258,7 @@ def test_a_torch_that_cannot_be_told_refuses_cuda_graphs(monkeypatch, kwargs, re
         with pytest.raises(Refused, match=r"into CUDA graphs: have the node compile with inductor"):
             sample(rank.patcher, case)
     else:
-        assert not compiled.records_graphs(**kwargs)
+        assert not compiled_blocks.records_graphs(**kwargs)
 
 
 def eager(model):
@@ -301,8 +301,8 @@ COMPILED_BY_MODEL = weakref.WeakKeyDictionary()
 
 
 def kj_wrapper(executor, *args, **kwargs):
-    compiled = COMPILED_BY_MODEL.get(executor.class_obj)
-    return executor(*args, **kwargs) if compiled else None
+    compiled_blocks = COMPILED_BY_MODEL.get(executor.class_obj)
+    return executor(*args, **kwargs) if compiled_blocks else None
 
 
 def kj_guards(entries):

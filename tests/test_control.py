@@ -13,11 +13,11 @@ import torch
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
 from pipemesh.lab.reference import PatchForward
-from pipemesh.parallel_runtime.crossing.by_name import options_by_name
-from pipemesh.parallel_runtime.crossing.in_block import can_serve
+from pipemesh.parallel_runtime.crossing.block_code import can_serve
+from pipemesh.parallel_runtime.crossing.named_code import options_by_name
 from pipemesh.parallel_runtime.crossing.options import OF_COMFYUI
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLANS
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLANS
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion

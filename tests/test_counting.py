@@ -27,10 +27,10 @@ from pipemesh.nodes.runtime import Runtime
 from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.errors import LayoutError, Refused, RunCancelled
-from pipemesh.parallel_runtime.families.every import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner import counting
-from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.choice import plan
 from pipemesh.parallel_runtime.planner.counting import whole_of
 from pipemesh.parallel_runtime.planner.counts import (
     LOST_S,
@@ -43,11 +43,11 @@ from pipemesh.parallel_runtime.planner.counts import (
     with_rounded_text,
 )
 from pipemesh.parallel_runtime.planner.dry_device import DeviceCounts, computing_dry
+from pipemesh.parallel_runtime.planner.fake_mode import QuickFakeMode
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE
+from pipemesh.parallel_runtime.planner.meta_model import model_description
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
-from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
-from pipemesh.parallel_runtime.planner.twin import model_description
 from pipemesh.parallel_runtime.wire.channel import Channel
 from pipemesh.pool.counter import Counter, CountingProcess
 from pipemesh.pool.devices import Device, Placement
@@ -411,7 +411,7 @@ def test_where_no_rank_computes_on_comfyuis_device_the_cpu_counts(monkeypatch, m
         started.append(command)
         raise OSError("enough")
 
-    monkeypatch.setattr("pipemesh.nodes.here.own_device", lambda: "xpu:0")
+    monkeypatch.setattr("pipemesh.nodes.local_devices.own_device", lambda: "xpu:0")
     made = Runtime(replace(fake_setup(), start=start))
     with pytest.raises(LayoutError):
         made.default_choice()

@@ -8,7 +8,7 @@ import torch
 from comfy.conds import CONDConstant, CONDRegular
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.parallel_runtime.client.described import cpu_copy, described, is_same, tensors_of
+from pipemesh.parallel_runtime.client.description import cpu_copy, described, is_same, tensors_of
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([0.5, 1.0, "a", "b"]))
 TREES = st.recursive(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pipemesh.lab.quantised_files import FORMATS, write_quantised
 from pipemesh.parallel_runtime.weights.device_weights import DeviceWeights
-from pipemesh.parallel_runtime.weights.quantised import stored_bytes, stored_tensors, taken_apart
+from pipemesh.parallel_runtime.weights.quantisation import stored_bytes, stored_tensors, taken_apart
 from safetensors.torch import load_file
 
 from .fake_device import DEVICE, Device

@@ -20,7 +20,7 @@ from pipemesh.parallel_runtime.layout import Layout, layouts_of
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, is_on_device
-from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode, TensorForm
+from pipemesh.parallel_runtime.planner.fake_mode import QuickFakeMode, TensorForm
 from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO

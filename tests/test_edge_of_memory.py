@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
-from pipemesh.parallel_runtime.client import room, too_large
+from pipemesh.parallel_runtime.client import large_pictures, room
 from pipemesh.parallel_runtime.client.beside import Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize, with_room
@@ -365,8 +365,8 @@ def pictures(monkeypatch):
         session.room = [2 * told.free, told.free]
 
     tell()
-    monkeypatch.setattr(too_large, "tell", tell)
-    known = too_large.TooLarge(SimpleNamespace(latest=session))
+    monkeypatch.setattr(large_pictures, "tell", tell)
+    known = large_pictures.TooLarge(SimpleNamespace(latest=session))
 
     def trying(*shape, fails=False, work="decode", model="vae", ranks=2):
         """What became of it: it was not asked for, ran out of memory, or was made."""

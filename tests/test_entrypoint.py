@@ -29,7 +29,16 @@ OLD = "PipeMesh needs ComfyUI 0.30.0 or newer and this is {}: update ComfyUI."
 VERSION, REQUIREMENTS = sys.version.split()[0], str(ROOT / "requirements.txt")
 FOLDERS = ["comfyui-pipemesh-main", "pipe mesh", "pipemesh.v0.2"]
 AT_START = {  # what ComfyUI's start imports of how models are sampled; the rest waits for a MODEL
-    *("client", "client.in_pool", "client.patching", "comm", "comm.cores", "comm.shares", "errors", "layout"),
+    *(
+        "client",
+        "client.pool_marker",
+        "client.patching",
+        "comm",
+        "comm.cores",
+        "comm.shares",
+        "errors",
+        "layout",
+    ),
     *("planner", "planner.ways", "texts", "wire", "wire.arena", "wire.segment", "wire.tree"),
 }
 

@@ -13,7 +13,7 @@ from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work, one_thread
 from pipemesh.parallel_runtime.crossing.source import state_source
 from pipemesh.parallel_runtime.errors import ModelError, Refused
-from pipemesh.parallel_runtime.families.every import PLAIN
+from pipemesh.parallel_runtime.families.catalogue import PLAIN
 
 from .models import asked_of
 

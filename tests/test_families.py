@@ -15,9 +15,9 @@ from pipemesh.lab.commands.parity import (
     sample,
 )
 from pipemesh.parallel_runtime.families import FILES, family_in, plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES, NOT_HERE, PLAIN, REGISTERED, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, NOT_HERE, PLAIN, REGISTERED, SAMPLES
 from pipemesh.parallel_runtime.watch.attributes import Attributes
-from pipemesh.parallel_runtime.watch.in_place import require_unchanged
+from pipemesh.parallel_runtime.watch.model_changes import require_unchanged
 
 from .bounds import assert_same
 from .conftest import ALL, ROOT

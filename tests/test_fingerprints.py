@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pipemesh.lab.commands.fingerprints import as_file, classes, classes_in, with_host
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
+from pipemesh.pool.trial.comparisons import samples_of
 from pipemesh.pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
-from pipemesh.pool.trial.sampled import sampled
-from pipemesh.pool.trial.trying import samples_of
+from pipemesh.pool.trial.tiny_samples import sampled
 
 from .conftest import COMFYUI
 

@@ -17,16 +17,16 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
-from pipemesh.parallel_runtime.client.alone import Admission, SharedEvaluation, as_it_is
 from pipemesh.parallel_runtime.client.beside import Beside, Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import PooledModel
+from pipemesh.parallel_runtime.client.shared_evaluation import Admission, SharedEvaluation, as_it_is
 from pipemesh.parallel_runtime.crossing.rows import latents_of
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, Refused
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import SAMPLES
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
@@ -39,7 +39,7 @@ from pipemesh.pool.rank_setup import RankSetup
 from pipemesh.pool.trial import host_trials
 from pipemesh.pool.trial.process import try_in_process
 from pipemesh.pool.trial.rounding import deviation_of
-from pipemesh.pool.trial.sampled import empty_latent_of, sampled
+from pipemesh.pool.trial.tiny_samples import empty_latent_of, sampled
 
 from .bounds import assert_same
 from .collectives import outputs_of

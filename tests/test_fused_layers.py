@@ -13,11 +13,11 @@ import torch
 from comfy.ldm.lumina.model import FeedForward
 from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
-from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.watch.fingerprint import host_files
-from pipemesh.parallel_runtime.weights.quantised import is_quantised
-from pipemesh.pool.trial.trying import model_of
+from pipemesh.parallel_runtime.weights.quantisation import is_quantised
+from pipemesh.pool.trial.comparisons import model_of
 
 from . import test_sharded_families
 from .conftest import ALL, COMFYUI

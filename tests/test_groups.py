@@ -15,7 +15,7 @@ from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.runs import Runs
 from pipemesh.parallel_runtime.crossing.rows import Constants, batch_of, joined_outputs, take
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 
 import nodes

@@ -15,7 +15,7 @@ from pipemesh.parallel_runtime.wire.tree import encode_tree
 from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler, Stand
-from pipemesh.parallel_runtime.worker.prepare import prepare
+from pipemesh.parallel_runtime.worker.preparation import prepare
 from pipemesh.parallel_runtime.worker.rank_loop import RankLoop
 from pipemesh.pool.crew import Crew
 from pipemesh.pool.devices import Device, place
@@ -223,7 +223,8 @@ def test_a_rank_takes_its_gpu_before_comfyui_is_imported_and_comfyui_computes_th
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: order[0].index)
     monkeypatch.setattr(
-        "pipemesh.parallel_runtime.worker.prepare.make_comfyui_importable", lambda *_: order.append("ComfyUI")
+        "pipemesh.parallel_runtime.worker.preparation.make_comfyui_importable",
+        lambda *_: order.append("ComfyUI"),
     )
     prepare("", {}, 2, torch.device("cuda", 3))
     assert order == [torch.device("cuda", 3), "ComfyUI"]

@@ -12,7 +12,7 @@ import torch
 from pipemesh.parallel_runtime.client.branch import Branch, Origin
 from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import own_tensors, write_arguments
-from pipemesh.parallel_runtime.comm.late import Reached
+from pipemesh.parallel_runtime.comm.device_copies import Reached
 from pipemesh.parallel_runtime.wire.arena import ROOM, Arena
 from pipemesh.parallel_runtime.wire.segment import Segment, TensorRef
 from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from pipemesh.launcher.comfyui import find
-from pipemesh.launcher.comfyui.find import ensure_comfyui, find_own
+from pipemesh.launcher.comfyui import search
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
+from pipemesh.launcher.comfyui.search import ensure_comfyui, find_own
 from pipemesh.launcher.command_line import exit_with
 from pipemesh.launcher.errors import LaunchError
 
@@ -63,7 +63,7 @@ def own_comfyui(
 
     env = {"PIPEMESH_COMFYUI": str(comfyui), **(env or {})}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find, "missing_modules", missing)
+        patch.setattr(search, "missing_modules", missing)
         return ensure_comfyui(ROOT, env)
 
 
@@ -76,7 +76,7 @@ def add_python(path: Path) -> str:
 @pytest.mark.parametrize("place", ["venv", ".venv"])
 def test_the_users_own_comfyui_runs_on_its_own_python(tmp_path: Path, place: str) -> None:
     comfyui = write_tree(tmp_path / "ComfyUI", "0.100.0")
-    python = add_python(find.venv_python(comfyui / place))
+    python = add_python(search.venv_python(comfyui / place))
     made = own_comfyui(comfyui, [python, sys.executable])
     assert made == ComfyInstall(python, str(comfyui), "0.100.0", base="")
     named = own_comfyui(comfyui, ["/opt/python"], {"PIPEMESH_PYTHON": "/opt/python"})
@@ -102,7 +102,7 @@ def test_an_own_comfyui_that_will_not_do_is_one_sentence(
     tmp_path: Path, version: str, has_torch: bool, lacks: Sequence[str], says: str
 ) -> None:
     comfyui = write_tree(tmp_path, version)
-    python = add_python(find.venv_python(comfyui / "venv"))
+    python = add_python(search.venv_python(comfyui / "venv"))
     wanted = says.format(python=python, current=sys.executable, comfyui=comfyui)
     with pytest.raises(LaunchError, match=re.escape(wanted)):
         own_comfyui(comfyui, [sys.executable] * has_torch, lacks=lacks)
@@ -111,7 +111,7 @@ def test_an_own_comfyui_that_will_not_do_is_one_sentence(
 def test_a_checkout_in_a_comfyuis_custom_nodes_runs_on_that_comfyui(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(find, "missing_modules", lambda python, modules: ())
+    monkeypatch.setattr(search, "missing_modules", lambda python, modules: ())
     comfyui = write_tree(tmp_path / "ComfyUI")
     root = make_checkout(comfyui / "custom_nodes" / "pipemesh")
     made = ensure_comfyui(root, {})
@@ -119,8 +119,8 @@ def test_a_checkout_in_a_comfyuis_custom_nodes_runs_on_that_comfyui(
 
 
 def test_missing_modules_are_found_out_without_importing_them() -> None:
-    assert find.missing_modules(sys.executable, ("json", "no_such_module")) == ("no_such_module",)
-    assert find.missing_modules("/no/such/python", ("json",)) is None
+    assert search.missing_modules(sys.executable, ("json", "no_such_module")) == ("no_such_module",)
+    assert search.missing_modules("/no/such/python", ("json",)) is None
 
 
 def test_a_linked_checkout_is_of_the_comfyui_by_whose_link_the_shell_came(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_comfyui_reads_the_project_file() -> None:
     assert not config.tool_comfy.web, "__init__.py names it already: ComfyUI would register it twice"
     assert (ROOT / config.tool_comfy.icon.partition("/main/")[2]).is_file()
     assert config.project.supported_os and config.project.supported_accelerators
-    assert config.project.supported_comfyui_version == f">={find.COMFYUI_VERSION}"
+    assert config.project.supported_comfyui_version == f">={search.COMFYUI_VERSION}"
 
 
 def test_the_pack_is_importable_by_its_name_without_its_entry_point(tmp_path: Path) -> None:

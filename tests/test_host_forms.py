@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.families.every import NOT_HERE, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import NOT_HERE, SAMPLES
 
 pytestmark = pytest.mark.host
 NAME = next(

@@ -21,18 +21,18 @@ from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.nodes.status.collection import host_status
 from pipemesh.nodes.status.figures import HostStatus
-from pipemesh.parallel_runtime.client.alone import Admission
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
+from pipemesh.parallel_runtime.client.shared_evaluation import Admission
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.parallel_runtime.wire.messages import TrialStep
 from pipemesh.pool.devices import Device
 from pipemesh.pool.rank_setup import RankSetup, rank_setup_from
-from pipemesh.pool.trial import host_trials, trying
+from pipemesh.pool.trial import comparisons, host_trials
+from pipemesh.pool.trial.comparisons import request, samples_of, tried
 from pipemesh.pool.trial.host_trials import FOLDER, HostTrials, TrialLost, Verdicts
 from pipemesh.pool.trial.known_hosts import KnownHosts, known_hosts
 from pipemesh.pool.trial.process import try_in_process
-from pipemesh.pool.trial.trying import request, samples_of, tried
 
 from .conftest import ALL, COMFYUI
 from .host_trees import ATTENTION_FILE, FLUX_FILES, WAN_FILE, linked
@@ -375,9 +375,9 @@ def test_this_comfyui_stands_the_trial_in_every_way_to_keep_weights_and_in_stage
     def pool_of(keeper, layout):
         return clients(ulysses=layout.ulysses, pipefusion=layout.pipefusion)
 
-    monkeypatch.setattr(trying, "pool_with", pool_of)
+    monkeypatch.setattr(comparisons, "pool_with", pool_of)
     samples, told = samples_of(FLUX)[: None if ALL else 1], []
-    monkeypatch.setattr(trying, "samples_of", lambda kind: samples)
+    monkeypatch.setattr(comparisons, "samples_of", lambda kind: samples)
     said = tried(FLUX, None, told.append)
     assert said.is_same and len(told) == 2 * len(samples), said
     assert said.says.startswith(f"{2 * len(told)} comparisons"), "whole, shared-out, int8, two stages"
@@ -387,7 +387,7 @@ def test_a_form_that_comfyui_itself_fails_at_is_no_verdict_on_its_class():
     broken = replace(samples_of(FLUX)[-1], prompt_extras=lambda latent: {"reference_latents": [latent[0, 0]]})
     with pytest.raises(ValueError, match="unpack"):
         request(broken, stock_model(5, family=broken.name))
-    assert [*trying.as_sequence(broken, None), *trying.as_pipeline(broken, None)] == []
+    assert [*comparisons.as_sequence(broken, None), *comparisons.as_pipeline(broken, None)] == []
 
 
 def model_of(home, config_home, config="NewForm"):

@@ -88,8 +88,8 @@ def test_neither_comfyui_nor_a_rank_nor_a_leader_imports_a_command_or_the_labora
     [
         (
             "nodes/planning.py",
-            "def f():\n    from ..launcher.comfyui.find import ROOT",
-            "nodes/planning.py imports launcher/comfyui/find.py",
+            "def f():\n    from ..launcher.comfyui.search import ROOT",
+            "nodes/planning.py imports launcher/comfyui/search.py",
         ),
         (
             "parallel_runtime/worker/main.py",

@@ -7,10 +7,10 @@ import torch
 from pipemesh.lab.commands.parity import Case, relative_error, stock_model
 from pipemesh.parallel_runtime.crossing.rows import tensors_in
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import PLAIN, SAMPLES
-from pipemesh.parallel_runtime.weights.in_fp32 import arguments_in_fp32, computing_in_fp32
-from pipemesh.parallel_runtime.weights.quantised import is_quantised
-from pipemesh.pool.trial.trying import WIDE_HEADS, int8_model
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.weights.fp32_forward import arguments_in_fp32, computing_in_fp32
+from pipemesh.parallel_runtime.weights.quantisation import is_quantised
+from pipemesh.pool.trial.comparisons import WIDE_HEADS, int8_model
 from torch.utils._pytree import tree_map_only
 
 from .models import asked_of

@@ -29,7 +29,7 @@ from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler
 from pipemesh.parallel_runtime.worker.patched_sets import SHARE_OF_SETS, PatchedSets
-from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 from pipemesh.pool.verdict import Facts
 
 from .late_device import LateTensor, late_device

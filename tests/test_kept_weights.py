@@ -13,14 +13,14 @@ from pipemesh.parallel_runtime.client.headroom import Headroom
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.errors import OutOfMemory
-from pipemesh.parallel_runtime.families.every import PLAIN
+from pipemesh.parallel_runtime.families.catalogue import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.cost import costs_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
 from pipemesh.parallel_runtime.planner.prediction import beside_bytes, fullest
 from pipemesh.parallel_runtime.weights.offloaded_weights import OffloadedWeights
-from pipemesh.parallel_runtime.weights.quantised import stored_tensors
+from pipemesh.parallel_runtime.weights.quantisation import stored_tensors
 from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .models import load, run

@@ -4,7 +4,7 @@ early or not waited for.
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.comm.late import LateValue, Reached, to_cpu, to_device
+from pipemesh.parallel_runtime.comm.device_copies import LateValue, Reached, to_cpu, to_device
 
 from .late_device import late_device
 from .late_queues import DEVICE, Op, Stuck

@@ -21,19 +21,19 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import Evaluation, RunNames
 from pipemesh.parallel_runtime.comm.shares import EVEN, group_speeds, relative, shares_of, stage_speeds
-from pipemesh.parallel_runtime.families.every import PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, SAMPLES
 from pipemesh.parallel_runtime.layout import Layout, Split
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.balance import StageBalance
 from pipemesh.parallel_runtime.planner.counts import Counts, count_nothing
+from pipemesh.parallel_runtime.planner.evaluation_count import ITEM_BYTES, Attended
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, WeightsWish
 from pipemesh.parallel_runtime.planner.machine import RankDevice, machine_box
-from pipemesh.parallel_runtime.planner.measured import keep_devices, read_devices
+from pipemesh.parallel_runtime.planner.measurements import keep_devices, read_devices
 from pipemesh.parallel_runtime.planner.messages import SharedAttention
 from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
-from pipemesh.parallel_runtime.planner.whole import ITEM_BYTES, Attended
 from pipemesh.parallel_runtime.stages import Stage, share_out, slowest
 from pipemesh.parallel_runtime.worker.own_speed import flops_per_s
 from pipemesh.pool.devices import Device, place

@@ -13,10 +13,10 @@ import pytest
 import torch
 from pipemesh.lab.commands import parity
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
-from pipemesh.parallel_runtime.client import separable
+from pipemesh.parallel_runtime.client import separability
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import random_tensor
 
@@ -465,7 +465,7 @@ def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch
     video = {"steps": 1, "latent": torch.zeros(1, 16, 5, 8, 6)}
     truth = run(windowed(stock_model(5, family=VIDEO)), **video)
     assert torch.equal(run(windowed(stale.model), **video), truth)
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.has_foreign_code", lambda *_: False)
+    monkeypatch.setattr("pipemesh.parallel_runtime.client.patch_sampling.has_foreign_code", lambda *_: False)
     assert torch.equal(run(windowed(stale.model), **video), truth)
     options = {"size": SIZE, "steps": 1, "cfg": 3.0, "positive": conditioning(1, 13) + REGION}
     assert torch.equal(run(patched(warm_up=1).model, **options), run(stock(), **options))
@@ -504,7 +504,9 @@ def test_a_sampler_whose_patches_take_different_numbers_of_evaluations_is_refuse
             x = model(x, sigmas[0] * x.new_ones(1), **extra_args)
         return x
 
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.patchwise.why_single_timeline", lambda *_: None)
+    monkeypatch.setattr(
+        "pipemesh.parallel_runtime.client.patch_sampling.why_single_timeline", lambda *_: None
+    )
     with pytest.raises(ModelError, match="set pipefusion to 1 for this sampler"):
         advanced(patched().model, sampler=comfy.samplers.KSAMPLER(sample_at_whim))
     assert patched().mode == FREE and not suspended_coroutines()
@@ -516,6 +518,6 @@ def test_packed_latents_are_named():
     sampler = comfy.samplers.sampler_object("euler")
 
     def objections(*shape):
-        return {*separable.why_single_timeline(sampler, guider, {}, torch.zeros(shape)).split(" and ")}
+        return {*separability.why_single_timeline(sampler, guider, {}, torch.zeros(shape)).split(" and ")}
 
     assert objections(1, 1, 640) - objections(1, 16, 8, 8) == {"packed latents of shape (1, 1, 640)"}

@@ -20,7 +20,7 @@ SEAMS = {  # file, function -> why it may
     ("parallel_runtime/client/remote_forward.py", "uncompiled"): "ComfyUI's option, put back after a run",
     ("parallel_runtime/client/tiles.py", "no_progress_shown"): "one thread's bars show nothing for a while",
     ("parallel_runtime/crossing/source.py", "resolving_as"): "runs in ranks",
-    ("parallel_runtime/crossing/by_name.py", "options_made"): "runs in ranks",
+    ("parallel_runtime/crossing/named_code.py", "options_made"): "runs in ranks",
 }
 SETTERS = ("setattr", "delattr", "standing_in")  # the last is stand_ins.py's
 MOCKS = ("unittest.mock", "pytest", "mock")

@@ -8,10 +8,10 @@ import comfy.samplers
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.parallel_runtime.client.off_gpu import draws_there
-from pipemesh.parallel_runtime.client.patchwise import FreeRun
+from pipemesh.parallel_runtime.client.cpu_sampling import draws_there
+from pipemesh.parallel_runtime.client.patch_sampling import FreeRun
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.client.separable import SAMPLER_FUNCTIONS, _qualified
+from pipemesh.parallel_runtime.client.separability import SAMPLER_FUNCTIONS, _qualified
 
 from . import fake_device
 from .fake_device import DEVICE, ui_on_it

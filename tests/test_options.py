@@ -18,7 +18,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.crossing.readers import OptionReaders, words_of_class
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families.every import SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 
 from .bounds import assert_same

@@ -9,7 +9,7 @@ import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error, sample
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import OutOfMemory
-from pipemesh.parallel_runtime.families.every import PLAIN
+from pipemesh.parallel_runtime.families.catalogue import PLAIN
 
 from .conftest import ALL
 from .patched import together

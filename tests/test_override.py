@@ -11,7 +11,7 @@ from pipemesh.lab.commands.parity import Case, stock_model
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.override import Overridden
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel

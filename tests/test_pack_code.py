@@ -13,14 +13,14 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
-from pipemesh.parallel_runtime.crossing.by_reference import Assembly, Disassembly
-from pipemesh.parallel_runtime.crossing.in_block import IN_BLOCK, InBlockPatches, put_patches
+from pipemesh.parallel_runtime.crossing.block_code import IN_BLOCK, InBlockPatches, put_patches
 from pipemesh.parallel_runtime.crossing.options import crossing_options
+from pipemesh.parallel_runtime.crossing.patch_objects import Assembly, Disassembly
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 
 from .collectives import World
 from .in_groups import in_groups

@@ -15,7 +15,7 @@ DECIDES = {  # file, text, what stands instead
     "a plan": ("parallel_runtime/families/plan.py", "interleaved: bool = False", "interleaved: bool = True"),
     "a tolerance": ("parallel_runtime/tolerance.py", "Tolerance(2e-5, 20)", "Tolerance(3e-5, 20)"),
     "a measure": ("pool/trial/rounding.py", "FACTOR = 5.0", "FACTOR = 6.0"),
-    "what is compared": ("pool/trial/trying.py", "STEPS = 2", "STEPS = 1"),
+    "what is compared": ("pool/trial/comparisons.py", "STEPS = 2", "STEPS = 1"),
     "a message": ("parallel_runtime/wire/messages.py", "in_fp32: bool = False", "in_fp32: bool = True"),
 }
 

@@ -10,7 +10,7 @@ from pipemesh.lab import random_files
 from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.server import CUSTOM_NODES, ComfyServer
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from safetensors.torch import load_file
 

@@ -16,10 +16,10 @@ from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.vaes import parallelized
 from pipemesh.parallel_runtime.client import remote_vae
-from pipemesh.parallel_runtime.client.alone import Admission
 from pipemesh.parallel_runtime.client.first_of import FirstOf
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, parallelize_vae
+from pipemesh.parallel_runtime.client.shared_evaluation import Admission
 from pipemesh.parallel_runtime.crossing.source import numbers_id
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout

@@ -14,7 +14,7 @@ from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_mode
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Insert, TokenPlan
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout

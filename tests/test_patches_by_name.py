@@ -8,10 +8,10 @@ from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, st
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.crossing.by_name import OVERRIDE, SETTINGS, attention_backend, options_made
+from pipemesh.parallel_runtime.crossing.named_code import OVERRIDE, SETTINGS, attention_backend, options_made
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
-from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.parallel_runtime.families.plan import LEFT_OUT
 from pipemesh.parallel_runtime.methods.node_patches import kinds_of
 from pipemesh.parallel_runtime.wire.tree import decode_tree

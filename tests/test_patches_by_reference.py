@@ -20,11 +20,11 @@ from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
 from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
-from pipemesh.parallel_runtime.crossing.by_reference import Assembly, Disassembly
-from pipemesh.parallel_runtime.crossing.in_block import encode_images
+from pipemesh.parallel_runtime.crossing.block_code import encode_images
+from pipemesh.parallel_runtime.crossing.patch_objects import Assembly, Disassembly
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import random_tensor
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled

@@ -22,8 +22,8 @@ from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, Refused
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.every import FAMILIES as REGISTRY
-from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES as REGISTRY
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import layouts_of
 from pipemesh.parallel_runtime.methods.pipefusion.clock import TIMED, BlockClock, block_seconds

@@ -8,7 +8,7 @@ from pipemesh.nodes.report.text import run_text
 from pipemesh.nodes.status.sums import run_figures
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, PoolSpent, Refused
-from pipemesh.parallel_runtime.families.every import PLAIN
+from pipemesh.parallel_runtime.families.catalogue import PLAIN
 
 from .conftest import ALL, running_clients
 from .models import ATTENDS_TWICE

@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.branches import Batch, plan_branches
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.box import Cache, Level, SentBytes
-from pipemesh.parallel_runtime.planner.choose import legal_layouts, plan, sizes_of, with_running
+from pipemesh.parallel_runtime.planner.choice import legal_layouts, plan, sizes_of, with_running
 from pipemesh.parallel_runtime.planner.cost import (
     MERGE_BYTES,
     MERGED_BYTES,
@@ -25,11 +25,11 @@ from pipemesh.parallel_runtime.planner.cost import (
     OF_RING_STEP,
     Costs,
 )
+from pipemesh.parallel_runtime.planner.evaluation_count import ITEM_BYTES, Activations
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.messages import SharedAttention
 from pipemesh.parallel_runtime.planner.prediction import predict, sharded_bytes
-from pipemesh.parallel_runtime.planner.published import figures
-from pipemesh.parallel_runtime.planner.whole import ITEM_BYTES, Activations
+from pipemesh.parallel_runtime.planner.published_boxes import figures
 
 from .planned import attention_alone, box, counts
 

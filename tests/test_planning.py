@@ -36,7 +36,7 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames
 from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.choice import plan
 from pipemesh.parallel_runtime.planner.counts import NotCounted
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.machine import (

@@ -23,7 +23,7 @@ from pipemesh.parallel_runtime.errors import (
     Refused,
     SharedMemoryFull,
 )
-from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.pool import WorkerPool
 

@@ -19,7 +19,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelled
-from pipemesh.parallel_runtime.families.every import PLAIN
+from pipemesh.parallel_runtime.families.catalogue import PLAIN
 from pipemesh.pool.pool import WorkerPool
 
 from .conftest import ALL

@@ -7,7 +7,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
-from pipemesh.nodes.here import why_one_gpu
+from pipemesh.nodes.local_devices import why_one_gpu
 from pipemesh.nodes.pool import pool_nodes
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
@@ -278,7 +278,7 @@ def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_
         "On one GPU: There is one GPU here, and nothing to share an image with."
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setattr("pipemesh.nodes.here.hidden_gpus", lambda environ: 4)
+    monkeypatch.setattr("pipemesh.nodes.local_devices.hidden_gpus", lambda environ: 4)
     assert why_one_gpu().startswith(
         "ComfyUI sees one of the 4 GPUs here, as CUDA_VISIBLE_DEVICES is 1. Start"
     )

@@ -10,15 +10,15 @@ import torch
 from greenlet import getcurrent
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, rms, sample
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.crossing.by_name import options_made
-from pipemesh.parallel_runtime.crossing.in_block import InBlockPatches
+from pipemesh.parallel_runtime.crossing.block_code import InBlockPatches
 from pipemesh.parallel_runtime.crossing.kept_tokens import KEPT, WINDOW
+from pipemesh.parallel_runtime.crossing.named_code import options_made
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.sample import keeping
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 
 from .bounds import assert_same
 from .collectives import World

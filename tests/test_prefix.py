@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.families.plan import Blocks, Leave, Prefix, Token
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 
 from .collectives import outputs_of
 from .joint_model import HEADS, WIDTH, attention_basic

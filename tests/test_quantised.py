@@ -25,11 +25,11 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
 from pipemesh.parallel_runtime.crossing.source import describe_source
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, SAMPLES
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.weights.background_check import BackgroundCheck
-from pipemesh.parallel_runtime.worker.prepare import PRODUCTS, answer_alike
-from pipemesh.pool.trial.trying import model_of
+from pipemesh.parallel_runtime.worker.preparation import PRODUCTS, answer_alike
+from pipemesh.pool.trial.comparisons import model_of
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore
 

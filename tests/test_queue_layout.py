@@ -10,9 +10,9 @@ import torch
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.planning import Planning
 from pipemesh.parallel_runtime.client.ahead import LookAhead
-from pipemesh.parallel_runtime.client.queued import Moment, Pending
+from pipemesh.parallel_runtime.client.alike_prompts import Moment, Pending
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import START_S, plan
+from pipemesh.parallel_runtime.planner.choice import START_S, plan
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.machine import MachineBox
 

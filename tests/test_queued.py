@@ -8,8 +8,8 @@ import pytest
 from comfy_execution.utils import CurrentNodeContext
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemesh.nodes import queued
-from pipemesh.parallel_runtime.client.queued import (
+from pipemesh.nodes import prompt_queue
+from pipemesh.parallel_runtime.client.alike_prompts import (
     Moment,
     Pending,
     before,
@@ -125,12 +125,12 @@ def test_who_reads_a_noise_is_found_among_what_a_sampler_needs():
 def test_what_waits_is_told_with_the_outputs_that_comfyui_will_execute_of_it(monkeypatch):
     server = SimpleNamespace(queue_updated=lambda: None)
     queue = server.prompt_queue = execution.PromptQueue(server)
-    monkeypatch.setattr(queued.PromptServer, "instance", server, raising=False)
+    monkeypatch.setattr(prompt_queue.PromptServer, "instance", server, raising=False)
     graphs = [{"1": sampler("KSampler", seed=seed), "2": sampler("Save")} for seed in range(3)]
     for number, outputs in ((0, ["2"]), (2, ["1", "2"]), (1, ["2"])):
         queue.put((number, f"prompt {number}", graphs[number], {}, outputs, {}))
     queue.get()
     with CurrentNodeContext("prompt 0", "1"):
-        moment = queued.moment_now()
+        moment = prompt_queue.moment_now()
     waiting = Pending("prompt 1", graphs[1], ("2",)), Pending("prompt 2", graphs[2], ("1", "2"))
     assert moment == Moment("prompt 0", "1", None, graphs[0], waiting)

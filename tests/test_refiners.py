@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pipemesh.lab import in_process
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, stock_model
-from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.parallel_runtime.families.plan import Together
 
 from .patched import FREE, Patched

@@ -12,10 +12,10 @@ from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import Case, sample, stock_model
 from pipemesh.nodes.room import held_by_comfyui
 from pipemesh.parallel_runtime.client.free_gpu import unload_unused, used_by
-from pipemesh.parallel_runtime.client.patchwise import Patching, Patchwise
-from pipemesh.parallel_runtime.client.separable import known_guider
+from pipemesh.parallel_runtime.client.patch_sampling import Patching, Patchwise
+from pipemesh.parallel_runtime.client.separability import known_guider
 from pipemesh.parallel_runtime.errors import NoRoom, OutOfMemory
-from pipemesh.parallel_runtime.families.every import PLAIN, PLANS
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, PLANS
 
 GPU, OTHER_GPU, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
-from pipemesh.parallel_runtime.client.alone import Admission
 from pipemesh.parallel_runtime.client.first_of import FirstOf
+from pipemesh.parallel_runtime.client.shared_evaluation import Admission
 from pipemesh.parallel_runtime.crossing.rows import NotAlike, batched
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pipemesh.lab.dry_run.device import dry_device
 from pipemesh.lab.dry_run.ranks import TURN, joined
-from pipemesh.parallel_runtime.comm.late import Reached
+from pipemesh.parallel_runtime.comm.device_copies import Reached
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part

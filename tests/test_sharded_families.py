@@ -18,9 +18,9 @@ from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.weights.quantised import stored_bytes, stored_tensors
+from pipemesh.parallel_runtime.weights.quantisation import stored_bytes, stored_tensors
 from pipemesh.parallel_runtime.weights.weight_patches import pack_patches
-from pipemesh.parallel_runtime.worker.resident import ResidentModel
+from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 
 from .collectives import World
 from .conftest import ALL

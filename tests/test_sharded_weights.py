@@ -12,16 +12,16 @@ from pipemesh.lab.dry_run.released_model import empty_model
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.comm.traffic import Stopped
 from pipemesh.parallel_runtime.errors import ModelError, Refused
-from pipemesh.parallel_runtime.families.every import RELEASED
+from pipemesh.parallel_runtime.families.catalogue import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE
+from pipemesh.parallel_runtime.planner.fake_mode import QuickFakeMode
 from pipemesh.parallel_runtime.planner.keeping import ModelBytes, module_bytes
-from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
 from pipemesh.parallel_runtime.weights.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of
 from pipemesh.parallel_runtime.weights.placeholder import Placeholder
-from pipemesh.parallel_runtime.weights.quantised import taken_apart
+from pipemesh.parallel_runtime.weights.quantisation import taken_apart
 from pipemesh.parallel_runtime.weights.sharded_weights import ShardedWeights
 from pipemesh.parallel_runtime.weights.shared_layers import (
     LEFT_WHOLE,

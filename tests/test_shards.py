@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import ModelError
-from pipemesh.parallel_runtime.families.every import PLANS
+from pipemesh.parallel_runtime.families.catalogue import PLANS
 from pipemesh.parallel_runtime.families.plan import Along, Boundary, Ranges
 from pipemesh.parallel_runtime.methods.shards import KeysByFrame, Shards, permute_mask
 

@@ -1,7 +1,7 @@
 """When runs of a pool count as slower than one GPU."""
 
 import pytest
-from pipemesh.nodes.slower import JUDGED, Slower, StepTime
+from pipemesh.nodes.speed_verdict import JUDGED, Slower, StepTime
 from pipemesh.parallel_runtime.layout import Layout
 
 PAIR = Layout(ulysses=2)

@@ -24,7 +24,7 @@ from pipemesh.parallel_runtime.client.remote_forward import RemoteForward
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher
 from pipemesh.parallel_runtime.client.remote_upscaler import ForNode
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, VAEInPool, VAEPatcher
-from pipemesh.parallel_runtime.client.separable import WRAPPER_KEY
+from pipemesh.parallel_runtime.client.separability import WRAPPER_KEY
 from pipemesh.parallel_runtime.client.windows import WindowsTogether
 from pipemesh.parallel_runtime.layout import Layout
 

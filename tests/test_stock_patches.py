@@ -11,7 +11,7 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
 
 from .conftest import COMFYUI, ROOT

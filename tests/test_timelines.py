@@ -8,7 +8,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.lab.in_process import InOneProcess
 from pipemesh.parallel_runtime.client import timelines
-from pipemesh.parallel_runtime.client.separable import must_run_conds_in_sequence
+from pipemesh.parallel_runtime.client.separability import must_run_conds_in_sequence
 from pipemesh.parallel_runtime.errors import PoolFailed
 
 from .models import run

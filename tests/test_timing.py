@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.nodes.auto.seam import ARGUMENTS, GuiderSeam, with_argument
-from pipemesh.nodes.latest import Latest
+from pipemesh.nodes.bounded_dict import Latest
 from pipemesh.nodes.status.sums import times_as_long
 from pipemesh.nodes.timing import Speed, StepTimes
 from pipemesh.parallel_runtime.client.run import Evaluation, Queued, Run

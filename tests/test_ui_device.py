@@ -12,7 +12,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
-from pipemesh.parallel_runtime.families.every import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 
 from .fake_device import DEVICE, ui_on_it
 from .models import load, run, with_lora

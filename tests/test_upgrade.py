@@ -15,7 +15,7 @@ from pipemesh.nodes.auto.switch import FILE, Switch
 from pipemesh.nodes.extension import PipeMeshExtension
 from pipemesh.nodes.planning import DEVICES
 from pipemesh.nodes.settings import PoolSettings
-from pipemesh.parallel_runtime.planner.measured import read_devices
+from pipemesh.parallel_runtime.planner.measurements import read_devices
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.pool.trial.host_trials import FOLDER, Verdicts
 

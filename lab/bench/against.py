@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from ...launcher.errors import LaunchError
-from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.catalogue import sample_with
 from ...parallel_runtime.families.sample import Size
 from ..comfyui.api import RunResult, node
 from ..comfyui.server import CUSTOM_NODES, ONE_THREAD, ComfyServer

@@ -71,7 +71,7 @@ def calls(comm: Any, tokens: int, backend: str, size: Size) -> Iterator[dict[str
     import torch
 
     from ...parallel_runtime.families.plan import COMPILE
-    from ...parallel_runtime.methods.compiled import with_own_guards
+    from ...parallel_runtime.methods.compiled_blocks import with_own_guards
     from .forwards import Forwards
 
     stock, stock_compiled, in_ranks, compiled_ranks = (Forwards(tokens, size) for _ in range(4))

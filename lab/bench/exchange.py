@@ -19,7 +19,7 @@ from ...parallel_runtime.comm.exchange import Exchange, StopFlag
 from ...parallel_runtime.comm.mesh import SequenceComm
 from ...parallel_runtime.comm.ring import Ring
 from ...parallel_runtime.families import plan_for
-from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.catalogue import sample_with
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceSharding
 from ...parallel_runtime.patches import Part

@@ -22,7 +22,7 @@ from ...parallel_runtime.comm.parts import unit_of
 from ...parallel_runtime.comm.ring import Ring
 from ...parallel_runtime.comm.shares import shares_of
 from ...parallel_runtime.families import plan_for
-from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.catalogue import sample_with
 from ...parallel_runtime.families.sample import Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.usp import SequenceParallel

@@ -20,7 +20,7 @@ from .lockstep import Phase, Ranks, merge, run, timed
 from .pools import cpu_pool
 
 if TYPE_CHECKING:
-    from ...parallel_runtime.client.queued import Moment
+    from ...parallel_runtime.client.alike_prompts import Moment
 
 EFFICIENCY = {"cfg": 0.97, "data": 0.97, "windows": 0.95}  # goals
 TOKENS, STEPS = 1024, 4
@@ -129,7 +129,7 @@ class Prompts:
 
     def each(self) -> Iterator[int]:
         """Yields each one's seed, while it is executed."""
-        from ...parallel_runtime.client.queued import Moment, Pending
+        from ...parallel_runtime.client.alike_prompts import Moment, Pending
 
         graphs = [
             Pending(str(seed), {"1": {"class_type": "KSampler", "inputs": {"seed": seed}}}, ("1",))

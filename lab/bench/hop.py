@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.catalogue import sample_with
 from ...parallel_runtime.layout import Layout
 from .figures import CaseFigures, Figure, Goal, Options, percentile, ratio
 from .hop_rank import COSTS_NOTHING

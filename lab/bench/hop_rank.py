@@ -16,19 +16,19 @@ def main() -> None:
     from package import register_package
 
     register_package(ROOT)
-    from pipemesh.parallel_runtime.worker import resident
+    from pipemesh.parallel_runtime.worker import resident_model
     from pipemesh.pool import worker_main
 
-    stock = resident.ResidentModel.on_rank
+    stock = resident_model.ResidentModel.on_rank
 
-    def on_rank(model: resident.ResidentModel, arguments: dict, *rest: object) -> object:
+    def on_rank(model: resident_model.ResidentModel, arguments: dict, *rest: object) -> object:
         return (
             arguments["x"]
             if arguments["transformer_options"].get(COSTS_NOTHING)
             else stock(model, arguments, *rest)
         )
 
-    resident.ResidentModel.on_rank = on_rank
+    resident_model.ResidentModel.on_rank = on_rank
     worker_main.main()
 
 

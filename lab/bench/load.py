@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ...parallel_runtime.errors import PipeMeshError
-from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.catalogue import sample_with
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.memory import system_memory
 from ...pool.handle import PoolHandle

@@ -22,9 +22,9 @@ from typing import Any
 from ...parallel_runtime.comm.cores import giving_way, share_of_cores
 from ...parallel_runtime.errors import PipeMeshError
 from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import predict
-from ...parallel_runtime.planner.whole import Whole
 from ...pool.rendezvous import NODE_COMMAND, open_store, store_key
 from .figures import CaseFigures, Figure, Goal, Options, Round, of_phase, ratio, typical
 from .groups import LEAST_STEPS, GroupRuns

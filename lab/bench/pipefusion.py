@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.catalogue import sample_with
 from ...parallel_runtime.families.sample import Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.occupancy import busy_shares

@@ -20,16 +20,16 @@ import torch
 from ...parallel_runtime.comm.mesh import Mesh
 from ...parallel_runtime.comm.parts import to_all
 from ...parallel_runtime.families import plan_for
-from ...parallel_runtime.families.every import SAMPLES
+from ...parallel_runtime.families.catalogue import SAMPLES
 from ...parallel_runtime.families.sample import Extent, Released, Sample, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.box import Box, DeviceSpeeds, Level
 from ...parallel_runtime.planner.cost import MERGE_BYTES
+from ...parallel_runtime.planner.evaluation_count import ITEM_BYTES as COUNTED_BYTES
+from ...parallel_runtime.planner.evaluation_count import Attended, Whole
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import predict
-from ...parallel_runtime.planner.whole import ITEM_BYTES as COUNTED_BYTES
-from ...parallel_runtime.planner.whole import Attended, Whole
 from ...parallel_runtime.stages import share_out
 from .figures import CaseFigures, Estimate, Figure, Goal, Options, Round, percentile, typical
 from .lockstep import Phase, Ranks, attend_with_sdpa, merge, run, timed

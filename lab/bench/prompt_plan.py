@@ -14,9 +14,9 @@ import msgspec
 
 from ...parallel_runtime.families.sample import Released, Size
 from ...parallel_runtime.planner.box import Box
-from ...parallel_runtime.planner.choose import plan
+from ...parallel_runtime.planner.choice import plan
+from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.planner.job import Job
-from ...parallel_runtime.planner.whole import Whole
 from ..commands.plan import prompt_s
 from ..dry_run.decoding import Decoding
 from .figures import Options, Round, typical
@@ -97,7 +97,7 @@ def measure(ranks: Ranks, asked: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Time forwards and a decoding at smaller sizes in each round; return the rounds and counts."""
     import torch
 
-    from ...parallel_runtime.families.every import SAMPLES
+    from ...parallel_runtime.families.catalogue import SAMPLES
     from ...parallel_runtime.layout import Layout
     from ..dry_run.decoding import counted_of, vae_of
     from ..dry_run.released_model import latent_shapes

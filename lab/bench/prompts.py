@@ -105,7 +105,7 @@ def write_models(models: Path, width: int) -> None:
     """``width``: channels of the image's decoder, and of the video's, a power of two from 32 on."""
     from safetensors.torch import save_file
 
-    from ...parallel_runtime.families.every import SAMPLES
+    from ...parallel_runtime.families.catalogue import SAMPLES
     from ..dry_run.decoding import vae_of
     from ..random_files import write_model
     from .vae import random_weights

@@ -215,7 +215,7 @@ class Pictures:
     def _made(self, cell: Cell) -> Any:
         import comfy.sd
 
-        from ...parallel_runtime.client.patchwise import Patching
+        from ...parallel_runtime.client.patch_sampling import Patching
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
         from ...parallel_runtime.layout import Layout

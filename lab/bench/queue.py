@@ -13,9 +13,9 @@ from typing import Any
 from ...parallel_runtime.families.sample import Released, Size
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.planner.box import Box
+from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import predict
-from ...parallel_runtime.planner.whole import Whole
 from .figures import CaseFigures, Figure, Goal, Options, Round, ratio, typical
 from .groups import LEAST_STEPS, QUEUED, STEPS, GroupRuns
 from .groups import figures as of_groups
@@ -43,7 +43,7 @@ def released(tokens: int, size: Size) -> Released:
 def unrelated() -> float:
     """Seconds of looking at a queue of prompts that differ in their text."""
     from ...parallel_runtime.client.ahead import LookAhead
-    from ...parallel_runtime.client.queued import Moment, Pending
+    from ...parallel_runtime.client.alike_prompts import Moment, Pending
 
     def graph(text: int) -> dict[str, Any]:
         made = {

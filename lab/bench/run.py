@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from ...parallel_runtime.families.every import sample_with
+from ...parallel_runtime.families.catalogue import sample_with
 from .figures import CaseFigures, Figure, Options, Round
 from .pools import cpu_pool
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...parallel_runtime.families.every import PLAIN, SAMPLES
+from ...parallel_runtime.families.catalogue import PLAIN, SAMPLES
 from ...parallel_runtime.layout import Layout, layouts_of
 from ...pool.trial.rounding import bound, relative_error
-from ...pool.trial.sampled import conditioning
+from ...pool.trial.tiny_samples import conditioning
 
 if TYPE_CHECKING:
     from ...launcher.comfyui.host_record import ComfyInstall
@@ -69,7 +69,7 @@ def stock_model() -> Any:
 
 def compared(layouts: Sequence[Layout], host: ComfyInstall) -> Iterator[dict[str, Any]]:
     """Yield a record for every layout, sampling and truth. One pool runs at a time."""
-    from ...parallel_runtime.client.patchwise import Patching
+    from ...parallel_runtime.client.patch_sampling import Patching
     from ...parallel_runtime.client.remote_patcher import parallelize
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ...pool.devices import place

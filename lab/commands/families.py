@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...parallel_runtime.families import NOT_AT_HAND, NOT_YET, ON_ONE_GPU, WHOLE, WITHOUT_PLAN
-from ...parallel_runtime.families.every import PLANS, REGISTERED
+from ...parallel_runtime.families.catalogue import PLANS, REGISTERED
 from ...parallel_runtime.families.plan import TokenPlan
 
 HOSTS = Path(__file__).parents[1] / "hosts.json"  # ComfyUI's version -> its transformers

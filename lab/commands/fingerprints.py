@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...parallel_runtime.families.every import PLANS
+from ...parallel_runtime.families.catalogue import PLANS
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ...pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 

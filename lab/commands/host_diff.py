@@ -15,7 +15,7 @@ from pathlib import Path
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
 from ...parallel_runtime.families import ON_ONE_GPU, WHOLE, WITHOUT_PLAN
-from ...parallel_runtime.families.every import FAMILIES
+from ...parallel_runtime.families.catalogue import FAMILIES
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ..unpack import UnpackError, unpack
 from .drafted import draft

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
+from ...parallel_runtime.families.catalogue import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
 from ...parallel_runtime.families.sample import Sample
 from ...parallel_runtime.planner.ways import WAYS
 from ...pool.trial.rounding import BOUND, bound, relative_error, rms
-from ...pool.trial.sampled import conditioning as conditioning
-from ...pool.trial.sampled import empty_latent_of, sampled
+from ...pool.trial.tiny_samples import conditioning as conditioning
+from ...pool.trial.tiny_samples import empty_latent_of, sampled
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

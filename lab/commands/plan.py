@@ -14,11 +14,11 @@ from typing import Any
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...parallel_runtime.errors import LayoutError
-from ...parallel_runtime.families.every import RELEASED
+from ...parallel_runtime.families.catalogue import RELEASED
 from ...parallel_runtime.planner.box import Box
-from ...parallel_runtime.planner.choose import Plan, Row, fastest, plan
+from ...parallel_runtime.planner.choice import Plan, Row, fastest, plan
+from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.planner.job import Job
-from ...parallel_runtime.planner.whole import Whole
 from ..boxes import published_box
 from ..dry_run import decoding as decoder
 from ..dry_run.decoding import Decoding

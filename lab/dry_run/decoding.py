@@ -13,7 +13,7 @@ import torch
 
 from ...parallel_runtime.planner.box import Box
 from ...parallel_runtime.planner.dry_device import DEVICE, DeviceCounts, computing_dry
-from ...parallel_runtime.planner.quick_fake import QuickFakeMode
+from ...parallel_runtime.planner.fake_mode import QuickFakeMode
 
 STARTED = 30  # kernels beside its own for each message, counted of ``methods/vae_bands.py``
 # As comfy.sd.VAE makes them of their files

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from ...parallel_runtime.layout import Layout, Split
 from ...parallel_runtime.methods.inserts import FrameSpan
 from ...parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
+from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import sharded_bytes, weight_bytes
-from ...parallel_runtime.planner.whole import Whole
 from .ranks import RankFigures
 from .rows import WholeByRows
 

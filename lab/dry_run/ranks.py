@@ -27,7 +27,7 @@ from ...parallel_runtime.methods.factory import make_method
 from ...parallel_runtime.patches import Part, TokenGrid
 from ...parallel_runtime.planner.dry_device import DEVICE
 from ...parallel_runtime.planner.dry_run import weights_of
-from ...parallel_runtime.planner.whole import Whole
+from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.stages import share_out
 from ...parallel_runtime.weights.sharded_weights import ShardedWeights
 from .device import Wait, dry_device

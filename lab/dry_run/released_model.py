@@ -13,9 +13,9 @@ from ...parallel_runtime.families import plan_for
 from ...parallel_runtime.families.sample import Extent, Released, Sample
 from ...parallel_runtime.planner.dry_device import DEVICE, DeviceCounts, computing_dry, is_on_device
 from ...parallel_runtime.planner.dry_run import count_evaluation
+from ...parallel_runtime.planner.evaluation_count import Whole
+from ...parallel_runtime.planner.fake_mode import QuickFakeMode
 from ...parallel_runtime.planner.host_call import called_with, forget_tensors, transformer_conds
-from ...parallel_runtime.planner.quick_fake import QuickFakeMode
-from ...parallel_runtime.planner.whole import Whole
 
 CPU = torch.device("cpu")
 

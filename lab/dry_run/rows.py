@@ -18,8 +18,8 @@ from ...parallel_runtime.methods.hooks import Attention
 from ...parallel_runtime.methods.inserts import frame_tokens, inserts_of, modules_at
 from ...parallel_runtime.methods.shards import Rows
 from ...parallel_runtime.planner.dry_run import Recorder, run_recorded
-from ...parallel_runtime.planner.quick_fake import QuickFakeMode
-from ...parallel_runtime.planner.whole import Whole
+from ...parallel_runtime.planner.evaluation_count import Whole
+from ...parallel_runtime.planner.fake_mode import QuickFakeMode
 from ...parallel_runtime.weights.shared_layers import Layer, gathered_together, shared_layers
 from .device import WatchedDevice
 

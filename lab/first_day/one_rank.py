@@ -18,7 +18,7 @@ from ...parallel_runtime.comm.exchange import Exchange
 from ...parallel_runtime.comm.mesh import Mesh, connect
 from ...parallel_runtime.comm.traffic import Mover
 from ...parallel_runtime.families import plan_for
-from ...parallel_runtime.families.every import RELEASED
+from ...parallel_runtime.families.catalogue import RELEASED
 from ...parallel_runtime.families.sample import Released, Size
 from ...parallel_runtime.forward import forward_name
 from ...parallel_runtime.layout import Layout
@@ -26,11 +26,11 @@ from ...parallel_runtime.methods.usp import SequenceParallel
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.cost import costs_of, launches_of
 from ...parallel_runtime.planner.dry_run import count_evaluation
+from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.planner.host_call import kernels_that_count
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.machine import RankDevice, machine_box
 from ...parallel_runtime.planner.prediction import predict
-from ...parallel_runtime.planner.whole import Whole
 from ..dry_run.ranks import joined
 from ..dry_run.released_model import DryModel, arguments_of, empty_model, latent_shapes
 from .place import Broken, Line, Place, messages_on, milliseconds, on_ranks, use_host, wait

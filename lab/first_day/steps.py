@@ -181,7 +181,7 @@ def latencies(place: Place) -> Iterator[dict[str, float]]:
 def ranks_of_pools(place: Place) -> Any:
     """Return the set-up of ranks, and the process that those of several pools are forked from."""
     use_host(place)
-    from ...nodes.here import rank_setup
+    from ...nodes.local_devices import rank_setup
 
     return rank_setup({})
 
@@ -230,7 +230,7 @@ def hop(place: Place) -> Iterator[Line]:
 
 
 def sampled(model: Any) -> torch.Tensor:
-    from ...parallel_runtime.families.every import PLAIN
+    from ...parallel_runtime.families.catalogue import PLAIN
     from ..commands.parity import Case, sample
 
     return sample(model, Case(PLAIN, "ulysses1", "odd", HEADS, 4.0, False, "euler"))

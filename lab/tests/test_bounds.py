@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
-from pipemesh.parallel_runtime.families.every import PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.pool.trial.rounding import FACTOR, rounded, wrapped
 from pipemesh.tests.bounds import ADAPTIVE, assert_replayed, assert_same, bound
 from pipemesh.tests.models import run

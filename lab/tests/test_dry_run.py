@@ -14,10 +14,10 @@ from pipemesh.lab.dry_run import expected
 from pipemesh.lab.dry_run.ranks import RankFigures, Watched
 from pipemesh.lab.dry_run.released_model import empty_model
 from pipemesh.lab.dry_run.rows import Apart, FrameTokens, Unshared, WholeByRows
-from pipemesh.parallel_runtime.families.every import FAMILIES, RELEASED
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, RELEASED
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.evaluation_count import Shareable
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
-from pipemesh.parallel_runtime.planner.whole import Shareable
 from pipemesh.tests.conftest import ALL, ROOT, all_said_by
 from pipemesh.tests.planned import attention_alone
 

@@ -11,7 +11,7 @@ from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import NOT_YET, ON_ONE_GPU, WITHOUT_PLAN, why_no_plan
-from pipemesh.parallel_runtime.families.every import FAMILIES, PLAIN, PLANS, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, PLANS, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Together
 from pipemesh.tests.conftest import COMFYUI
 

@@ -17,10 +17,10 @@ from pipemesh.lab.first_day import one_rank, place, steps
 from pipemesh.lab.first_day.place import Broken, Line, Place, on_ranks
 from pipemesh.lab.first_day.steps import OF_POOLS, ON_ONE, ON_SEVERAL, Step
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
-from pipemesh.nodes import here
+from pipemesh.nodes import local_devices
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
 from pipemesh.parallel_runtime.comm.exchange import Exchange
-from pipemesh.parallel_runtime.families.every import RELEASED
+from pipemesh.parallel_runtime.families.catalogue import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.tests.conftest import ROOT
 from pipemesh.tests.late_device import late_device
@@ -65,7 +65,7 @@ def test_every_step_with_pools_says_a_figure_and_a_verdict(gpus, step, clients, 
     """Here, and with ``clients``, by which the ranks are forked from where others are."""
     args = comfy.cli_args.args
     monkeypatch.setattr(args, "use_pytorch_cross_attention", args.use_pytorch_cross_attention)
-    monkeypatch.setattr(here, "rank_setup", lambda environ: setup)
+    monkeypatch.setattr(local_devices, "rank_setup", lambda environ: setup)
     said = [*step.run(replace(HERE, ranks=gpus))]
     assert said and not any(line.fails for line in said)
 

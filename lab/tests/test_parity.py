@@ -26,8 +26,8 @@ from pipemesh.lab.commands.parity import (
 )
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
-from pipemesh.parallel_runtime.families.every import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
-from pipemesh.pool.trial.sampled import attention_mask
+from pipemesh.parallel_runtime.families.catalogue import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
+from pipemesh.pool.trial.tiny_samples import attention_mask
 from pipemesh.tests.bounds import assert_replayed, assert_same
 from pipemesh.tests.conftest import running_clients
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from pipemesh.lab.tests.test_plan_published import XDIT_LAUNCHES
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE, DeviceCounts, computing_dry
-from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
+from pipemesh.parallel_runtime.planner.fake_mode import QuickFakeMode
 
 TEXT, IMAGE = 512, 4096
 

@@ -7,7 +7,7 @@ from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands import plan as command
 from pipemesh.lab.dry_run.decoding import Decoding, counted, decoding_s
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.choice import plan
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.tests.planned import counts, saved
 

@@ -9,7 +9,7 @@ import pytest
 from pipemesh.lab.boxes import published_box
 from pipemesh.lab.dry_run import decoding
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choose import plan
+from pipemesh.parallel_runtime.planner.choice import plan
 from pipemesh.parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.prediction import predict

@@ -5,7 +5,7 @@ matters.
 import pytest
 import torch
 from pipemesh.lab import random_files
-from pipemesh.parallel_runtime.families.every import SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import SAMPLES
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import Form, Size
 from pipemesh.tests.models import FORM, write_lora, write_model

@@ -10,7 +10,7 @@ from pipemesh.lab.commands.templates import line_of, pool_inputs
 from pipemesh.lab.templates import cut, files, surgery
 from pipemesh.lab.templates.run import Outcome
 from pipemesh.launcher.errors import LaunchError
-from pipemesh.parallel_runtime.families.every import NOT_HERE
+from pipemesh.parallel_runtime.families.catalogue import NOT_HERE
 from pipemesh.pool.trial.rounding import relative_error
 
 INFO = {

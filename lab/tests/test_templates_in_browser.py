@@ -6,7 +6,7 @@ import pytest
 from pipemesh.lab.templates.files import prompts
 from pipemesh.lab.templates.stand_ins import names
 from pipemesh.lab.templates.surgery import model_files
-from pipemesh.launcher.comfyui.find import COMFYUI_VERSION
+from pipemesh.launcher.comfyui.search import COMFYUI_VERSION
 from pipemesh.tests.conftest import ROOT
 
 pytestmark = pytest.mark.browser

@@ -10,7 +10,7 @@ from pipemesh.lab.dry_run.device import dry_device
 from pipemesh.lab.dry_run.rows import LayerOrder, OwnRows
 from pipemesh.parallel_runtime.families.sample import TokenParts
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE
-from pipemesh.parallel_runtime.planner.quick_fake import QuickFakeMode
+from pipemesh.parallel_runtime.planner.fake_mode import QuickFakeMode
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from ...parallel_runtime.client.remote_upscaler import largest_share
 from ...parallel_runtime.client.remote_vae import FirstStage, ranks_of
 from ...parallel_runtime.errors import LayoutError, PipeMeshError, RunCancelled
 from ...pool.devices import Placement
-from ..latest import Latest
+from ..bounded_dict import Latest
 from ..notices import OF_A_VAE, OF_AN_UPSCALER, Notices
 from ..runtime import Runtime
 from ..settings import Choice

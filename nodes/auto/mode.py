@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...parallel_runtime.client.in_pool import InPool
+from ...parallel_runtime.client.pool_marker import InPool
 from ...parallel_runtime.texts import Text
 from ...pool.devices import no_ranks_on
-from ..here import own_device
+from ..first_use import Once
+from ..local_devices import own_device
 from ..notices import Notices
-from ..once import Once
 from ..timing import StepTimes
 from .seam import GuiderSeam, HostChanged, StockCall, UpscalerSeam, VAESeam
 from .switch import Switch

@@ -26,8 +26,8 @@ from ...parallel_runtime.errors import (
     Refused,
     RunCancelled,
 )
-from ..here import why_one_gpu
-from ..latest import Latest
+from ..bounded_dict import Latest
+from ..local_devices import why_one_gpu
 from ..notices import Notices, executed_now
 from ..runtime import Runtime
 from ..timing import StepTimes, TimingKey

@@ -17,14 +17,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .alone import as_it_is
-from .asked import Asked
+from .alike_prompts import (
+    LATENT,
+    Graph,
+    InputPlace,
+    Moment,
+    differences,
+    linked_to,
+    readers,
+    seed_at,
+    seed_place,
+)
 from .branch import Compute
 from .coroutines import RandomState
-from .described import cpu_copy, described, is_same, tensors_of
-from .queued import LATENT, Graph, InputPlace, Moment, differences, linked_to, readers, seed_at, seed_place
+from .description import cpu_copy, described, is_same, tensors_of
 from .run import Queued
+from .sampler_arguments import Asked
 from .seeds import SeedResult, SeedSampler, sample_together
+from .shared_evaluation import as_it_is
 from .timelines import Callback
 
 log = logging.getLogger("pipemesh")

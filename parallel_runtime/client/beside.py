@@ -16,11 +16,11 @@ from ..layout import Layout
 from ..planner.counts import Counts, NotCounted
 from ..planner.keeping import LEFT_FREE, are_cpus, as_gib
 from ..planner.prediction import beside_bytes
+from .large_pictures import TooLarge
 from .residency import Residency
 from .run import PooledModel, Run
 from .runs import tell
 from .session import Resident, Sessions
-from .too_large import TooLarge
 
 log = logging.getLogger("pipemesh")
 MOST_RELOADS = 3  # of a model for one evaluation: each may take a minute

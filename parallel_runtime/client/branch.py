@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..crossing.by_name import blocks_left_out
+from ..crossing.named_code import blocks_left_out
 from ..wire.tree import PLAIN
 
 Origins = tuple["Origin", ...]  # of all conds in an evaluation; empty: not known

@@ -14,7 +14,7 @@ from greenlet import getcurrent
 from ..crossing.rows import Constants
 from .branch import Compute, Origin, SampleCall, origins_by_cond
 from .coroutines import Coroutine, in_flight_together
-from .separable import has_foreign_code, is_hosts_own, must_run_conds_in_sequence
+from .separability import has_foreign_code, is_hosts_own, must_run_conds_in_sequence
 from .windows import WindowsTogether, can_be_together
 
 WithRoom = Callable[[Any, Callable[[], list[Any]]], list[Any]]

@@ -22,17 +22,17 @@ from ..crossing.rows import Constants, NotAlike, batched, joined_outputs, latent
 from ..errors import ModelError, OutOfMemory, PoolSpent
 from ..layout import ALONE
 from .ahead import Computing, LookAhead
-from .alone import Change, ChooseJudge, SharedEvaluation, as_it_is, nobody
-from .asked import Asked
 from .branch import SampleCall
 from .conds import Conds, WithRoom
 from .coroutines import RandomState
 from .evaluations import Work
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
-from .rows_apart import RowsApart
+from .row_comparison import RowsApart
 from .run import PooledModel, Run
-from .separable import WRAPPER_KEY
+from .sampler_arguments import Asked
+from .separability import WRAPPER_KEY
+from .shared_evaluation import Change, ChooseJudge, SharedEvaluation, as_it_is, nobody
 
 
 class InGroups:

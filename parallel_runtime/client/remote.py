@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from ..checkpoint import check_mapped
-from ..crossing.in_block import runs_code_in_blocks
+from ..crossing.block_code import runs_code_in_blocks
 from ..crossing.source import Source
 from ..errors import PipeMeshError, PoolFailed, Refused
 from ..weights.background_check import BackgroundCheck
-from .alone import Judge
 from .beside import Sampled
 from .groups import InGroups
 from .interrupt import held, wait_for
-from .patchwise import Patchwise
+from .patch_sampling import Patchwise
 from .remote_pool import RemotePool
 from .run import PooledModel
+from .shared_evaluation import Judge
 
 
 class Remote:

@@ -20,9 +20,9 @@ from ..errors import Refused
 from ..forward import forward_binder, forward_name
 from ..refusals import ON_ONE_GPU, patch_name
 from ..stand_ins import StandIn, standing_in
-from ..watch.in_place import refused_change
+from ..watch.model_changes import refused_change
 from ..watch.python_file import LIBRARIES, compiled_elsewhere, root_of
-from .separable import foreign_wrappers
+from .separability import foreign_wrappers
 
 BETWEEN = (
     *(WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH),

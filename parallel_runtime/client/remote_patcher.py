@@ -21,7 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ..crossing.attention import require_parts
-from ..crossing.in_block import InBlockPatches, encode_images, in_block_patches
+from ..crossing.block_code import InBlockPatches, encode_images, in_block_patches
 from ..crossing.options import crossing_options, hand_over_compilation, refuse_foreign_levers
 from ..crossing.prepared_text import text_patch
 from ..crossing.rows import Constants
@@ -30,7 +30,7 @@ from ..errors import OutOfMemory, Refused
 from ..forward import PREFIX, forward_patch
 from ..planner.keeping import ModelBytes, WeightsWish
 from ..refusals import require_plan, require_whole_groups
-from ..watch.in_place import Watch, require_unchanged
+from ..watch.model_changes import Watch, require_unchanged
 from ..weights.bypass import pack_bypass
 from ..weights.comparison import give_back, is_patched
 from ..weights.weight_patches import (
@@ -46,19 +46,19 @@ from .ahead import LookAhead
 from .beside import Sampled
 from .branch import Branch, SampleCall
 from .groups import InGroups
-from .in_pool import InPool
-from .instead import Instead, take_place
 from .interrupt import interrupted, interrupting, wait_for
 from .patch_backend import PipelineBackend
+from .patch_sampling import SAMPLING, Patchwise
 from .patching import Patching
-from .patchwise import SAMPLING, Patchwise
+from .pool_marker import InPool
 from .remote import Remote
 from .remote_forward import WRAPPERS, RemoteForward, set_later
 from .remote_pool import RemotePool
 from .residency import load_of, require_state
 from .room import find_room, require_more_room
-from .rows_apart import RowsApart
-from .separable import WRAPPER_KEY
+from .row_comparison import RowsApart
+from .separability import WRAPPER_KEY
+from .substitute import Instead, take_place
 from .wait import waited_for
 from .windows import windows_of
 

@@ -7,12 +7,12 @@ from collections.abc import Collection
 
 from ..planner.counts import Counts, count_nothing
 from ..weights.weight_patches import Digests
-from .alone import Admission
 from .beside import Beside
 from .evaluations import Evaluations
 from .residency import Residency
 from .runs import Runs
 from .session import Handle, Sessions
+from .shared_evaluation import Admission
 from .wait import NoWait, Wait
 
 

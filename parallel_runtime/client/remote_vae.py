@@ -24,14 +24,14 @@ from comfy.sd import VAE
 from comfy.utils import ProgressBar
 
 from ..comm.bands import ROWS, Bands
-from ..crossing.by_reference import OF_PATCHERS
+from ..crossing.patch_objects import OF_PATCHERS
 from ..crossing.source import Source, describe_vae, numbers_id, vae_source
 from ..errors import OutOfMemory, Refused
 from ..layout import ALONE, Layout
 from ..tolerance import ROWS_OF_PICTURE
 from ..vae_modules import why_not_in_bands
 from ..weights.background_check import BackgroundCheck
-from ..weights.quantised import stored_bytes
+from ..weights.quantisation import stored_bytes
 from ..wire.arena import Board
 from .branch import Branch
 from .evaluations import Work

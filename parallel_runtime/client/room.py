@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import OutOfMemory, PoolSpent
 from .free_gpu import unload_unused
 from .patched_weights import drop_sets
-from .separable import known_guider
+from .separability import known_guider
 
 log = logging.getLogger("pipemesh")
 

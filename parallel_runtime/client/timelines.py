@@ -4,7 +4,7 @@ Each timeline is a coroutine in which the same sampler code runs on the full-sha
 random numbers of its own; only its patch's pixels are meaningful. It is suspended at every
 evaluation and resumed with the output, always in the order of patches, so that the result depends
 neither on timing nor on the number of stages. Right only where everything between the sampler and
-the transformer acts on each pixel by itself: ``separable`` decides.
+the transformer acts on each pixel by itself: ``separability`` decides.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ModelError
-from .late import LateValue
+from .device_copies import LateValue
 from .parts import Parts, TensorRuns, counts_of, flags_of, padded
 from .shares import Shares
 from .traffic import Flag, Mover, Stopped, Unlike, digest

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from .late import Reached
+from .device_copies import Reached
 from .mesh import Mesh
 from .traffic import Stopped
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from .late import LateValue
+from .device_copies import LateValue
 from .traffic import Traffic
 
 CHUNK_BYTES = 32 << 20  # transports stall above 64 MiB

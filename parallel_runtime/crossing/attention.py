@@ -9,7 +9,7 @@ from ..attention.hosts import NO_PARTS, inexact
 from ..errors import Refused
 from ..layout import Layout
 from ..refusals import patch_name
-from .by_name import OVERRIDE, attention_backend
+from .named_code import OVERRIDE, attention_backend
 
 OF_A_LAYER = "ComfyAttention"  # the class of what says which function a layer prefers
 

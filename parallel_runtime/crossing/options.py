@@ -11,9 +11,9 @@ from ..families.plan import COMPILE
 from ..refusals import ON_ONE_GPU, patch_name
 from ..weights.bypass import adapters_of
 from ..wire.tree import is_plain, why_not_plain
-from .by_name import OVERRIDE, SETTINGS, options_by_name, torch_settings
-from .in_block import InBlockPatches
+from .block_code import InBlockPatches
 from .kept_tokens import KEPT, kept_settings
+from .named_code import OVERRIDE, SETTINGS, options_by_name, torch_settings
 
 WHOLE = "diffusion_model"  # of a BaseModel
 log = logging.getLogger("pipemesh")

@@ -18,7 +18,7 @@ import torch
 from ..errors import Refused
 from ..forward import PREFIX
 from ..refusals import require_plan
-from ..weights.quantised import is_quantised
+from ..weights.quantisation import is_quantised
 
 METHOD = "preprocess_text_embeds"
 

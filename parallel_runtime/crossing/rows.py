@@ -15,7 +15,7 @@ from comfy.conds import CONDConstant
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..branches import Batch
-from .in_block import runs_code_in_blocks
+from .block_code import runs_code_in_blocks
 
 # The argument of a model that takes the rows of a branch for so many frames of one video
 FRAMES = "num_video_frames"

@@ -27,7 +27,7 @@ from ..watch.attributes import Attributes
 from ..watch.python_file import assigned_first
 from ..weights.comparison import Weights
 from ..weights.gguf import described_operations, described_weight, import_operations, is_ggml, rebuilt_weight
-from ..weights.quantised import is_quantised, named_tensors
+from ..weights.quantisation import is_quantised, named_tensors
 from ..wire.tree import encode_plain, is_plain
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]

@@ -2,7 +2,7 @@
 that it has a plan for. The file is imported when a MODEL of such a class is looked at.
 
 Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES`` of
-``every.py``, and what is tried once for every word of the vocabulary its ``REPRESENTATIVES``.
+``catalogue.py``, and what is tried once for every word of the vocabulary its ``REPRESENTATIVES``.
 """
 
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from importlib import import_module
 from typing import Any
 
 from .plan import BranchCache, TokenPlan
-from .without_plan import FRAMES_ALONE as FRAMES_ALONE
-from .without_plan import NOT_AT_HAND as NOT_AT_HAND
-from .without_plan import NOT_YET as NOT_YET
-from .without_plan import ON_ONE_GPU as ON_ONE_GPU
-from .without_plan import UNTRIED as UNTRIED
-from .without_plan import WHOLE as WHOLE
-from .without_plan import WITHOUT_PLAN as WITHOUT_PLAN
-from .without_plan import class_path as class_path
-from .without_plan import takes_rows_for_frames as takes_rows_for_frames
-from .without_plan import whole_plan
-from .without_plan import why_named_without as why_named_without
-from .without_plan import why_no_plan as why_no_plan
+from .unplanned_models import FRAMES_ALONE as FRAMES_ALONE
+from .unplanned_models import NOT_AT_HAND as NOT_AT_HAND
+from .unplanned_models import NOT_YET as NOT_YET
+from .unplanned_models import ON_ONE_GPU as ON_ONE_GPU
+from .unplanned_models import UNTRIED as UNTRIED
+from .unplanned_models import WHOLE as WHOLE
+from .unplanned_models import WITHOUT_PLAN as WITHOUT_PLAN
+from .unplanned_models import class_path as class_path
+from .unplanned_models import takes_rows_for_frames as takes_rows_for_frames
+from .unplanned_models import whole_plan
+from .unplanned_models import why_named_without as why_named_without
+from .unplanned_models import why_no_plan as why_no_plan
 
 FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its family
     "comfy.ldm.flux.model:Flux": "flux",

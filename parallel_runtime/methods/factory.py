@@ -15,7 +15,7 @@ from .blocks import blocks_of
 from .method import Method, Rank
 from .pipefusion.stage import PipeFusion
 from .usp import SequenceParallel
-from .whole import WholeForward
+from .whole_forward import WholeForward
 
 
 def make_method(

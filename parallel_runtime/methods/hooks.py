@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.late import to_device
+from ..comm.device_copies import to_device
 from ..families.plan import Along, Blocks, Boundary, BranchTokens, Leave, Ranges, TokenPlan
 from ..forward import binder
 from .blocks import as_BLC, as_given, blocks_of, entry_of, forward_of, put, taken

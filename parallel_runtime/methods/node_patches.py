@@ -14,7 +14,7 @@ from ..errors import Refused
 from ..families.plan import COMPILE, LEFT_OUT, TokenPlan
 from ..refusals import ON_ONE_GPU
 from .blocks import EnteredBlocks, blocks_of
-from .compiled import CompiledBlocks
+from .compiled_blocks import CompiledBlocks
 from .override import AttentionOverride
 from .patch_points import PatchPoints
 from .sharding import Sharding

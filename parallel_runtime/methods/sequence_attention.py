@@ -16,7 +16,7 @@ import torch
 
 from ..attention.hosts import inexact
 from ..attention.kernels import Kernels, Partial, partial_attention
-from ..comm.late import to_device
+from ..comm.device_copies import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.parts import TensorRuns, runs_of, to_all
 from ..comm.traffic import Flag

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..comm.late import to_device
+from ..comm.device_copies import to_device
 from ..errors import ModelError
 from ..families.plan import Along, Boundary, Ranges
 from ..layout import Split, clip_ranges

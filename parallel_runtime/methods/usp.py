@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..attention.kernels import TORCHS, Kernels
-from ..comm.late import to_device
+from ..comm.device_copies import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.traffic import Flag
 from ..families.plan import TokenPlan

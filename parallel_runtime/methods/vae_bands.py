@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..comm.bands import ROWS, Bands, Window
-from ..comm.late import to_device
+from ..comm.device_copies import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.rows import RowExchange
 from ..errors import Refused

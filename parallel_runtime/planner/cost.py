@@ -25,10 +25,10 @@ from ..layout import Layout
 from ..stages import share_out
 from . import messages
 from .box import TILE, Box, DeviceSpeeds, SentBytes
+from .evaluation_count import ITEM_BYTES
 from .job import Job
 from .messages import SharedAttention
 from .ways import Kept
-from .whole import ITEM_BYTES
 
 FP32_BYTES = 4
 # Moved for each element of a ring's output at each merge, which is one kernel: it reads what is

@@ -14,10 +14,10 @@ from ..wire.tree import decode_plain
 from .counts import NotCounted
 from .dry_device import DEVICE, DeviceCounts, computing_dry
 from .dry_run import count_evaluation
+from .evaluation_count import Whole
+from .fake_mode import QuickFakeMode
 from .host_call import called_with, forget_tensors, kernels_that_count, transformer_conds
-from .quick_fake import QuickFakeMode
-from .twin import rebuilt
-from .whole import Whole
+from .meta_model import rebuilt
 
 
 def answer_all(channel: Channel) -> None:
@@ -26,7 +26,7 @@ def answer_all(channel: Channel) -> None:
     try:
         like, _ = channel.receive()
         assert isinstance(like, CountLike)
-        from ..worker.prepare import prepare
+        from ..worker.preparation import prepare
 
         prepare(like.comfyui, decode_plain(like.comfy_args))
         while True:

@@ -17,10 +17,10 @@ import torch
 
 from ..errors import RunCancelled
 from ..families import plan_or_whole
-from ..weights.quantised import stored_bytes
+from ..weights.quantisation import stored_bytes
 from ..wire.tree import NotPlain
-from .twin import model_description
-from .whole import Shareable, Whole
+from .evaluation_count import Shareable, Whole
+from .meta_model import model_description
 
 TEXT = 64  # tokens by which texts are counted
 MOST = 50  # kinds of evaluations whose counts are kept

@@ -21,8 +21,8 @@ from ..weights.main_memory import InMainMemory, tables_of
 from ..weights.placeholder import Placeholder
 from ..weights.shared_layers import Sharing, gathered_together, shared_layers
 from .dry_device import DeviceCounts, computing_dry
-from .quick_fake import QuickFakeMode
-from .whole import Activations, Attended, Shareable, Whole
+from .evaluation_count import Activations, Attended, Shareable, Whole
+from .fake_mode import QuickFakeMode
 
 
 def count_evaluation(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..layout import Layout
+from .evaluation_count import Whole
 from .ways import Kept
-from .whole import Whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from ..families import plan_or_whole
 from ..layout import OF_A_SEQUENCE, Layout, listed
 from ..stages import share_out
 from ..weights.main_memory import tables_of
-from ..weights.quantised import stored_bytes
+from ..weights.quantisation import stored_bytes
 from ..weights.shared_layers import Sharing, gathered_together, shared_layers
 from .ways import WAYS, Kept
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from .box import Box, DeviceSpeeds, Level
 from .cost import MERGE_BYTES, UNFUSED_MERGE_BYTES
-from .published import GIGA, MICRO, TERA, box_of, device, figures, links, network_of, slowest_link
-from .whole import ITEM_BYTES
+from .evaluation_count import ITEM_BYTES
+from .published_boxes import GIGA, MICRO, TERA, box_of, device, figures, links, network_of, slowest_link
 
 PLAIN_GPU = "RTX3090"  # for a GPU that no figures are published of here
 # In names of GPUs that NVLink connects to all others of their machine

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..comm.shares import shares_of
 from ..layout import Layout, Split
 from .box import SentBytes
-from .whole import ITEM_BYTES, Attended
+from .evaluation_count import ITEM_BYTES, Attended
 
 
 class SequenceParts(NamedTuple):

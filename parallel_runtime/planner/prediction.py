@@ -17,9 +17,9 @@ from ..weights.shared_layers import Sharing
 from . import messages
 from .box import Box
 from .cost import NOWHERE, BlockRange, Costs, costs_of, joined_layout, latent_s, starting_s
+from .evaluation_count import Whole
 from .job import Job
 from .ways import Kept
-from .whole import Whole
 
 RESERVED = 1 << 30  # bytes of each device: its context, communicators, fragments
 FRAGMENTS = 1 << 29  # bytes that an allocator has no use for, and communicators

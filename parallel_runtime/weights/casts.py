@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..stand_ins import StandIn, standing_in
-from .quantised import put_together, stored_parts, stored_tensors, taken_apart, with_tensors
+from .quantisation import put_together, stored_parts, stored_tensors, taken_apart, with_tensors
 
 # An attribute of layers: computes the cast of their weights that it is given, in their turn
 TURN = "pipemesh_turn"

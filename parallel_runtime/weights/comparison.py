@@ -24,7 +24,7 @@ from ..forward import PREFIX
 from ..memory import Mapping, is_unwritten, mapped_files, pages_of
 from .checksum import checksum
 from .gguf import described_weight, is_ggml
-from .quantised import stored_bytes, taken_apart
+from .quantisation import stored_bytes, taken_apart
 from .slots import WeightSlot, slots
 from .stored_weights import CheckpointContent
 

@@ -17,7 +17,7 @@ from ..forward import PREFIX
 from ..memory import is_unwritten
 from .parameters import dotted, settled_as, settled_dtype, users_of
 from .placement import WeightPlacement
-from .quantised import put_together, stored_bytes, stored_parts, stored_tensors, taken_apart, with_tensors
+from .quantisation import put_together, stored_bytes, stored_parts, stored_tensors, taken_apart, with_tensors
 from .shared_layers import is_number
 
 CPU = torch.device("cpu")

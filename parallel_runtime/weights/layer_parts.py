@@ -13,7 +13,7 @@ import torch
 
 from .parameters import settled_as, settled_dtype
 from .placeholder import Placeholder
-from .quantised import put_together, stored_parts, taken_apart, with_tensors
+from .quantisation import put_together, stored_parts, taken_apart, with_tensors
 from .shared_layers import Layer
 
 # Bytes: where the next tensor begins, and the next rank's part; by this torch chooses among CUDA's

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from .parameters import dotted, settled_as, users_of
-from .quantised import stored_bytes
+from .quantisation import stored_bytes
 
 OF_MODEL = 50  # a tensor stays in the machine's memory that is more than one part in so many of its model
 LEAST_BYTES = 1 << 20

@@ -16,7 +16,7 @@ import torch
 from ..forward import PREFIX
 from .parameters import dotted, settled_as
 from .placement import WeightPlacement
-from .quantised import put_together
+from .quantisation import put_together
 
 
 class OffloadedWeights(WeightPlacement):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..forward import PREFIX
-from .turns import Turns
+from .prefetch import Turns
 
 
 class WeightPlacement:

@@ -16,9 +16,9 @@ from .device_weights import DeviceWeights, parameter_on
 from .layer_parts import ShardedBlock, ShardedParameter, aligned_bytes
 from .main_memory import Table, tables_of
 from .placement import WeightPlacement
-from .quantised import put_together, stored_bytes, taken_apart
+from .prefetch import Turns
+from .quantisation import put_together, stored_bytes, taken_apart
 from .shared_layers import Sharing, gathered_together, shared_layers
-from .turns import Turns
 
 
 class ShardedWeights(WeightPlacement):

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .parameters import users_of
-from .quantised import is_quantised, stored_bytes
+from .quantisation import is_quantised, stored_bytes
 
 # Of one model's bytes: what its ranks hold together where they gather layer by layer; what their
 # processes add stays below 1.15

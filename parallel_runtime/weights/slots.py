@@ -9,7 +9,7 @@ import torch
 
 from .gguf import is_ggml
 from .parameters import dotted
-from .quantised import is_quantised, named_tensors
+from .quantisation import is_quantised, named_tensors
 
 
 class WeightSlot(NamedTuple):

@@ -305,7 +305,7 @@ class CountLike(msgspec.Struct, frozen=True, tag=True):
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the count of one evaluation of what ``planner.twin`` describes."""
+    """Asks for the count of one evaluation of what ``planner.meta_model`` describes."""
 
     described: bytes
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.late import Reached, to_cpu, to_device
+from ..comm.device_copies import Reached, to_cpu, to_device
 from ..wire.arena import KEPT_CONDITIONING
 from ..wire.channel import Carried
 from ..wire.parcel import Parcel

@@ -14,7 +14,7 @@ import torch
 
 from ..attention.kernels import TORCHS, Kernels
 from ..checkpoint import File, check_copy, check_file
-from ..comm.late import Reached
+from ..comm.device_copies import Reached
 from ..comm.mesh import Mesh, open_weights
 from ..comm.readers import readers_of
 from ..comm.traffic import Unlike
@@ -41,7 +41,7 @@ from .arena_io import ArenaIO, Written
 from .compiling import compilation_noted
 from .device_memory import DeviceMemory
 from .patched_sets import PatchedSets
-from .resident import CountingRank, ResidentModel, counted, in_fp32
+from .resident_model import CountingRank, ResidentModel, counted, in_fp32
 from .resident_vae import ResidentVAE
 
 MOST_FAILED = 16  # attempts: requests of older ones are answered

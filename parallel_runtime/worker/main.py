@@ -48,7 +48,7 @@ def run_rank(channel: Channel) -> None:
 
     import torch
 
-    from .prepare import multiply_alike, prepare
+    from .preparation import multiply_alike, prepare
 
     device, ranks = torch.device(start.device), math.prod(start.degrees.values())
     prepare(start.comfyui, decode_tree(start.comfy_args, arena.tensor), ranks, device)

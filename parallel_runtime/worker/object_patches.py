@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..crossing.in_block import IN_BLOCK, PatchesHere, put_patches
+from ..crossing.block_code import IN_BLOCK, PatchesHere, put_patches
 from ..weights.weight_patches import put_object
 
 

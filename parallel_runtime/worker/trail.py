@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..comm.late import Reached
+from ..comm.device_copies import Reached
 
 EVERY = 8  # ticks between two places: a place is an event, which takes a microsecond of this process
 

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from ...parallel_runtime.client.alone import Judge, SharedEvaluation
 from ...parallel_runtime.client.first_of import FirstOf
+from ...parallel_runtime.client.shared_evaluation import Judge, SharedEvaluation
 from ...parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused, RunCancelled
 from ...parallel_runtime.families import FILES, class_path, family_in, plan_for
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
 from ...parallel_runtime.watch.python_file import tree_text
-from ...parallel_runtime.weights.quantised import dtypes_of
+from ...parallel_runtime.weights.quantisation import dtypes_of
 from ...parallel_runtime.wire.messages import TrialStep
 from .known_hosts import KnownHosts, known_hosts
 from .rounding import deviation_of
@@ -124,7 +124,7 @@ class Verdicts:
 
 def host_code(comfyui: Path, kept: Verdicts) -> HostCode:
     """Returns how the models of the ComfyUI in a folder stand."""
-    from ...parallel_runtime.families.every import PLANS
+    from ...parallel_runtime.families.catalogue import PLANS
 
     known, files = known_hosts(), HostFiles(comfyui)
     kinds = [kind for plan in PLANS for kind in plan.models if plan.blocks]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...parallel_runtime.client.alone import Change, Recompute, SharedEvaluation, as_it_is
+from ...parallel_runtime.client.shared_evaluation import Change, Recompute, SharedEvaluation, as_it_is
 from ...parallel_runtime.tolerance import EVALUATION
 
 BOUND = EVALUATION.of_scale

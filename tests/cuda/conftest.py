@@ -25,7 +25,7 @@ def device(pytestconfig):
 
 @pytest.fixture(scope="session")
 def setup(device):
-    from pipemesh.nodes.here import rank_setup
+    from pipemesh.nodes.local_devices import rank_setup
 
     made = rank_setup({})
     assert made.comfyui == COMFYUI and made.comfy_args["cpu"] == (device == "cpu")

@@ -29,11 +29,11 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.errors import OutOfMemory
-from pipemesh.parallel_runtime.families.every import PLAIN, sample_with
+from pipemesh.parallel_runtime.families.catalogue import PLAIN, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, WeightsWish
-from pipemesh.parallel_runtime.weights.quantised import stored_bytes
+from pipemesh.parallel_runtime.weights.quantisation import stored_bytes
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.parallel_runtime.wire.segment import mib
 from pipemesh.pool.trial.rounding import bound

@@ -17,7 +17,7 @@ ROOMS = (
     "methods.sequence_attention",
     "methods.shards",
     "worker.device_memory",
-    "worker.resident",
+    "worker.resident_model",
     "worker.resident_vae",
 )
 

@@ -24,7 +24,7 @@ import comfy.sd
 import torch
 from comfy_extras import nodes_model_patch
 
-from ....parallel_runtime.families.every import SAMPLES
+from ....parallel_runtime.families.catalogue import SAMPLES
 from ....parallel_runtime.families.sample import Size, random_tensor
 from .media import SEEN_TOKENS
 from .names import HEADS, SIGHTS, UnknownName, known

@@ -14,7 +14,7 @@ import comfy.utils
 import torch
 
 from ....parallel_runtime.families import why_named_without
-from ....parallel_runtime.families.every import NOT_HERE, PLANS, SAMPLES
+from ....parallel_runtime.families.catalogue import NOT_HERE, PLANS, SAMPLES
 from ....parallel_runtime.families.sample import Form, Sample, Size
 from ...quantised_files import FORMATS, quantised_state
 from ..surgery import EXACT

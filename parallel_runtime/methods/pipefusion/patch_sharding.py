@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from ...attention.kernels import Kernels
-from ...comm.late import to_device
+from ...comm.device_copies import to_device
 from ...comm.mesh import SequenceComm
 from ...comm.traffic import Flag, Stopped
 from ...errors import NoRoom

@@ -14,9 +14,9 @@ from ..attention.kernels import TORCHS, Kernels
 from ..comm.mesh import Mesh
 from ..comm.readers import Readers
 from ..comm.shard_gather import ShardGather
-from ..crossing.by_name import BACKEND, SETTINGS, options_made
-from ..crossing.in_block import clean_up
+from ..crossing.block_code import clean_up
 from ..crossing.kept_tokens import KEPT, KeptTokens, Sharers
+from ..crossing.named_code import BACKEND, SETTINGS, options_made
 from ..crossing.pack_state import put_state
 from ..errors import Refused
 from ..families import plan_or_whole
@@ -27,11 +27,11 @@ from ..methods.factory import make_method
 from ..methods.method import Rank
 from ..patches import Part
 from ..weights.device_weights import DeviceWeights
+from ..weights.fp32_forward import arguments_in_fp32, computing_in_fp32
 from ..weights.gguf import is_dequantised_late, with_patches
-from ..weights.in_fp32 import arguments_in_fp32, computing_in_fp32
 from ..weights.offloaded_weights import OffloadedWeights
 from ..weights.placement import WeightPlacement
-from ..weights.quantised import stored_bytes
+from ..weights.quantisation import stored_bytes
 from ..weights.sharded_weights import ShardedWeights
 from ..weights.weight_patches import unpack_patches
 from ..wire.messages import Load

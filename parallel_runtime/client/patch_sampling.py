@@ -1,10 +1,11 @@
 """Turn the evaluations of one MODEL into patches, whatever computes them (PipeFusion, arXiv
 2405.14430).
 
-Free-running where ``separable`` allows it, one sampler run per patch; else single-timeline: every
-evaluation's patches are collected before the sampler goes on. The first evaluations of every branch
-are whole and exact in both, and all of them where the plan says so. Positive and negative conds are
-evaluations of their own, in flight together.
+Patches run ahead of each other (free-running) if ``separability`` allows it: one sampler runs per
+patch. Else the run is single-timeline: all patches of an evaluation are collected before the
+sampler goes on. The first evaluations of every branch are whole and exact in both modes, and all
+evaluations if the plan says so. Positive and negative conds are evaluations of their own, in flight
+together.
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from typing import Any
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ..crossing.in_block import why_all_rows
+from ..crossing.block_code import why_all_rows
 from ..errors import ModelError, NoRoom, OutOfMemory, PoolSpent
 from ..families.plan import TokenPlan
 from ..patches import Patch, TokenGrid, assembled
-from .alone import ChooseJudge, nobody
 from .branch import SampleCall
 from .calls import Calls
 from .conds import Conds, WithRoom
 from .coroutines import RandomState
+from .cpu_sampling import CPU, arguments_on_cpu, draws_there, guider_on_cpu, on_cpu, on_device
 from .free_gpu import unload_unused
-from .off_gpu import CPU, arguments_on_cpu, draws_there, guider_on_cpu, on_cpu, on_device
 from .patching import Patching
-from .separable import (
+from .separability import (
     WRAPPER_KEY,
     has_foreign_code,
     is_set,
@@ -38,6 +38,7 @@ from .separable import (
     why_single_timeline,
     why_whole,
 )
+from .shared_evaluation import ChooseJudge, nobody
 from .timelines import FreeRun, PatchBackend
 
 log = logging.getLogger("pipemesh")

@@ -6,7 +6,7 @@ import comfy.cli_args
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ..parallel_runtime.client.queued import Moment, Pending
+from ..parallel_runtime.client.alike_prompts import Moment, Pending
 
 
 def moment_now() -> Moment | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .alone import as_it_is
+from .shared_evaluation import as_it_is
 
 BY_VALUE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 NAMES = {"uuid"}  # of conds: made anew for every run

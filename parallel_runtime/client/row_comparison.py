@@ -14,8 +14,8 @@ from ..branches import Batch
 from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
 from ..families import FRAMES_ALONE, class_path
 from ..tolerance import ROWS_OF_BATCH
-from .alone import Judge, SharedEvaluation
 from .first_of import FirstOf
+from .shared_evaluation import Judge, SharedEvaluation
 
 ModelClasses = tuple[str, frozenset[str]]  # a model's class, and those of its modules
 

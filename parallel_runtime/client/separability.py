@@ -17,7 +17,7 @@ import comfy.samplers
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ..crossing.in_block import runs_code_in_blocks, why_all_rows
+from ..crossing.block_code import runs_code_in_blocks, why_all_rows
 from ..families.plan import TokenPlan
 from ..forward import PREFIX
 from ..refusals import patch_name

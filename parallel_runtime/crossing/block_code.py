@@ -15,10 +15,10 @@ from ..families.plan import BEFORE_BLOCKS, TokenPlan
 from ..forward import PREFIX
 from ..patches import TokenGrid
 from ..refusals import patch_name, require_plan
-from .by_name import OVERRIDE, Options, attention_backend, options_by_name
-from .by_reference import Assembly, Disassembly
 from .code import name_of
+from .named_code import OVERRIDE, Options, attention_backend, options_by_name
 from .pack_state import PackState, PackValue, made_state, put_state
+from .patch_objects import Assembly, Disassembly
 from .readers import OptionReaders
 
 IN_BLOCK = "patches inside blocks"  # their name among the object patches of a rank

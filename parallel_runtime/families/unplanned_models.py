@@ -3,7 +3,7 @@ images of them, but for those that would not be one GPU's then: these stay on on
 
 A class that stands neither here nor in a plan is one that nobody has looked at: its first
 evaluation is compared (``client/groups.py``), and what it keeps or draws is looked for
-(``methods/whole.py``).
+(``methods/whole_forward.py``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from ..parallel_runtime.layout import Layout
-from .latest import Latest
+from .bounded_dict import Latest
 
 JUDGED = 3  # steps, beside the first, from which on a run is judged
 RUNS = 2

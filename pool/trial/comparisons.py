@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...parallel_runtime.errors import OutOfMemory, PoolFailed, SharedMemoryFull
-from ...parallel_runtime.families.every import FAMILIES
+from ...parallel_runtime.families.catalogue import FAMILIES
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.refusals import require_plan
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
@@ -26,12 +26,12 @@ from ..devices import place
 from ..handle import PoolKeeper
 from ..rank_setup import RankSetup
 from .rounding import BOUND, bound, relative_error, rms
-from .sampled import sampled
+from .tiny_samples import sampled
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from ...parallel_runtime.client.patchwise import Patching
+    from ...parallel_runtime.client.patch_sampling import Patching
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ...parallel_runtime.families.sample import Form, Sample, Size
 
@@ -69,7 +69,7 @@ def run_trial(channel: Channel) -> None:
     try:
         like, _ = channel.receive()
         assert isinstance(like, CountLike)
-        from ...parallel_runtime.worker.prepare import make_comfyui_importable
+        from ...parallel_runtime.worker.preparation import make_comfyui_importable
 
         args = decode_plain(like.comfy_args)
         make_comfyui_importable(like.comfyui, args)
@@ -162,7 +162,7 @@ def as_sequence(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
 
 def as_pipeline(sample: Sample, pool: RemotePool) -> Iterator[Compared]:
     """Every evaluation goes through both stages whole, which is exact."""
-    from ...parallel_runtime.client.patchwise import Patching
+    from ...parallel_runtime.client.patch_sampling import Patching
 
     stock = sample.form.random_model(tiny(sample))
     why_not = require_plan(stock.model.diffusion_model).why_no_stages

@@ -13,10 +13,10 @@ import comfy.samplers
 import torch
 
 from ..watch.python_file import LIBRARIES, attribute_of, compiled_elsewhere, is_code
+from .alike_prompts import LATENT
 from .coroutines import RandomState
-from .described import cpu_copy, described
-from .queued import LATENT
-from .separable import WRAPPER_KEY, conds_of, is_hosts_own, why_single_timeline
+from .description import cpu_copy, described
+from .separability import WRAPPER_KEY, conds_of, is_hosts_own, why_single_timeline
 from .timelines import Callback
 
 IMPURE = "comfy.extra_samplers.uni_pc"  # it writes into the sigmas that the caller goes on using
