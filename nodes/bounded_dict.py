@@ -1,4 +1,4 @@
-"""Remember a number of things, and forget those of long ago."""
+"""Keep a limited number of entries, and drop the oldest."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def show_notice(waiting: Waiting, notice: Notice) -> None:
 
 
 def settings_file() -> Path | None:
-    """Return the file of ComfyUI's settings; None where every user has their own."""
+    """Return the file of ComfyUI's settings; None if every user has their own settings."""
     folder = None if args.multi_user else folder_paths.get_public_user_directory("default")
     return Path(folder) / FILE if folder else None
 
@@ -88,8 +88,8 @@ def folder_with_routes(routes: Iterable[web.AbstractRouteDef]) -> Path | None:
 
 
 class PipeMeshExtension(ComfyExtension):
-    """What ComfyUI has of the pack from its start on. The runtime, and with it all that plans,
-    starts and feeds ranks, is made for whoever asks for it first.
+    """Gives ComfyUI the nodes, the routes and auto mode when it starts. The runtime, which imports
+    all that plans, starts and feeds ranks, is made for the first caller that asks for it.
     """
 
     def __init__(self) -> None:

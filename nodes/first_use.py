@@ -1,4 +1,6 @@
-"""Make what takes long to import when it is asked for first, not when ComfyUI starts."""
+"""Make an object when it is first asked for, not when ComfyUI starts: importing its module takes
+long.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ Made = TypeVar("Made")
 
 
 class Once(Generic[Made]):
-    """Returns what ``make`` made, the same to every thread. What it raises, it raises at each
-    call.
+    """Calls ``make`` once and returns the same object to every thread. If ``make`` raises, each
+    call tries again and raises.
     """
 
     def __init__(self, make: Callable[[], Made]):

@@ -1,4 +1,4 @@
-"""What this ComfyUI computes on, and the ranks that compute as it does."""
+"""Names the device on which this ComfyUI computes, and sets up ranks that compute as it does."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def own_device() -> str:
 
 
 def why_one_gpu() -> str:
-    """Say why an image stays on one GPU, where ComfyUI sees no other."""
+    """Say why an image stays on one GPU if ComfyUI sees no second one."""
     there = hidden_gpus(os.environ)
     return ONE_SEEN.format(there, os.environ[CUDA_VARIABLE]) if there else ONE_GPU
 
 
 def all_devices(gpus: tuple[Device, ...]) -> Choice:
-    """Choose all of ``gpus``, or two ranks on the CPU where ComfyUI computes on that. Raises
-    LayoutError where it computes on anything else.
+    """Choose all of ``gpus``; two ranks on the CPU if ComfyUI computes on the CPU. Raises
+    LayoutError if ComfyUI computes on anything else.
     """
     return Choice(
         place(in_one_sequence(how_many("auto", gpus)), "auto", "auto", gpus, own_device()), is_open=True
@@ -48,15 +48,15 @@ def all_devices(gpus: tuple[Device, ...]) -> Choice:
 
 
 def plain_args(args: dict[str, Any]) -> dict[str, Any]:
-    """Keep those of ComfyUI's parsed arguments that can be sent to a rank. ``fast`` is a set of
-    enum members and goes by value.
+    """Keep the parsed arguments of ComfyUI that can be sent to a rank. ``fast`` is a set of enum
+    members and goes by value.
     """
     plain = {name: value for name, value in args.items() if is_plain(value)}
     return {**plain, "fast": [feature.value for feature in args.get("fast") or ()]}
 
 
 def rank_setup(environ: Mapping[str, str]) -> RankSetup:
-    """Return the set-up of ranks that compute as this ComfyUI does. Raises LayoutError where a
+    """Return the set-up of ranks that compute as this ComfyUI does. Raises LayoutError if a
     variable cannot be read.
     """
     return rank_setup_from(
@@ -65,8 +65,9 @@ def rank_setup(environ: Mapping[str, str]) -> RankSetup:
 
 
 def setup_or_fault(environ: Mapping[str, str]) -> tuple[RankSetup, str]:
-    """Return the set-up too where a variable cannot be read, and the sentence that says so: it is
-    raised when a pool is to start, or ComfyUI would load no node of the pack.
+    """Return the set-up, and a sentence that names an environment variable that cannot be read,
+    empty if all can. The sentence is raised when a pool is to start: raised here, it would keep
+    ComfyUI from loading any node of the pack.
     """
     try:
         return rank_setup(environ), ""

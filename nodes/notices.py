@@ -1,4 +1,4 @@
-"""Notices: what a user should know of a run that is no error, with the node that it is about."""
+"""Notices: facts about a run that a user should know and that are no errors, each with its node."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Notice:
 
 
 def executed_now() -> tuple[str, str]:
-    """Return the ids of the node and the prompt that this thread executes; empty where it does
-    none.
+    """Return the ids of the node and the prompt that this thread executes; two empty texts if it
+    executes none.
     """
     executing = get_executing_context()
     return (str(executing.node_id), executing.prompt_id) if executing is not None else ("", "")

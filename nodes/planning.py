@@ -1,5 +1,5 @@
-"""Choose a pool's layout for what is about to be sampled, by what the planner predicts of its
-devices; keep each choice for the report.
+"""Choose a pool's layout for the next sampling, by the planner's prediction for the pool's devices,
+and keep each choice for the report.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class PlannedLayout:
 
     @property
     def alone_s(self) -> float | None:
-        """Predicted for the same on one device; None where it has no room, or plain figures stand
-        for the device's own.
+        """The predicted seconds of the same sampling on one device. None if the device has too
+        little memory, or if its speed is not known and plain figures stand in.
         """
         alone = self.plan.alone() if self.plan is not None and self.known != "plain" else None
         return alone.prediction.seconds if alone is not None and alone.prediction is not None else None
@@ -178,13 +178,13 @@ class Planning:
     # -- how fast devices are
 
     def with_speeds(self, gpus: tuple[Device, ...]) -> tuple[Device, ...]:
-        """Return GPUs with their speeds, as far as those were measured before this ComfyUI
-        started.
+        """Return the GPUs with the speeds that were measured before this ComfyUI started. A GPU
+        that was never measured gets 0.
         """
         return tuple(replace(gpu, flops_per_s=self._devices.get(gpu.title, 0.0)) for gpu in gpus)
 
     def keep_speeds(self, pool: WorkerPool) -> None:
-        """Keep what ranks have measured of their devices."""
+        """Store the speeds that ranks have measured of their devices."""
         found = {one.device_name: one.flops_per_s for one in pool.ready if one.flops_per_s}
         try:
             keep_devices(self._file, found)
@@ -205,7 +205,7 @@ class Planning:
         return self._choices.get(remote)
 
     def note(self, run: Run | None, planned: PlannedLayout) -> None:
-        """Keep what a run was planned as."""
+        """Keep how a run was planned."""
         if run is not None:
             self._runs[run] = planned
 
@@ -224,12 +224,15 @@ class Planning:
         merges: bool = True,
         to_come: Callable[[], Asked] | None = None,
     ) -> PlannedLayout:
-        """Choose the layout of ``choice`` for a model; that of its placement where nothing can be
-        predicted, and one that is ``running`` where that cannot be said yet. ``asked`` raises
-        NotCounted. ``running``: layouts of the live pools on its devices. ``room``: bytes that
-        ranks may take on each, where that is known. ``merges``: whether a ring can compute the
-        model's attention. ``to_come``: the sampler, which tells what may be sampled beside
-        it; None: nothing. Raises RunCancelled.
+        """Choose the layout of ``choice`` for a model. If nothing can be predicted, it is the
+        layout of the choice's placement; if a prediction needs more time, one of the ``running``
+        layouts.
+
+        ``asked`` describes the sampling, or raises NotCounted. ``running`` are the layouts of the
+        live pools on its devices. ``room`` holds the bytes that ranks may take on each device whose
+        free memory is known. ``merges`` says whether a ring can compute the model's attention.
+        ``to_come`` returns the sampler's arguments, by which queued prompts are found that can be
+        sampled beside it; with None no prompt is. Raises RunCancelled.
         """
         own, running = choice.placement, tuple(running)
         try:
@@ -253,8 +256,9 @@ class Planning:
         return planned
 
     def _fitting(self, model: BaseModel, choice: Choice, running: Iterable[Layout]) -> Layout | None:
-        """Return one of the layouts that certainly suits a model: its own, one that this class was
-        put into before, or groups, which need nothing of it.
+        """Return one of the ``running`` layouts that certainly suits the model: its own layout, one
+        that a model of this class had before on these devices, or groups of one rank, which demand
+        nothing of a model. None if none of them runs.
         """
         taken = {
             one.taken
@@ -352,8 +356,8 @@ def may_be_approximate(choice: Choice, token_plan: TokenPlan | None) -> bool:
 
 
 def sizes_here(job: Job, here: MachineBox) -> tuple[int, ...]:
-    """Return how many devices may be chosen: all of them where no speed is known, as nothing says
-    then that fewer are faster, unless there is nothing to share among so many.
+    """Return how many devices may be chosen. If no speed is known, only all of them: nothing says
+    then that fewer are faster. All sizes are allowed if so many devices have nothing to share.
     """
     devices = len(here.box.devices)
     return (devices,) if here.known == "plain" and any(legal_layouts(job, devices)) else sizes_of(devices)
@@ -376,8 +380,8 @@ def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevi
 
 
 def provisional(choice: Choice, model: ModelPatcher) -> Choice:
-    """Return an open choice with the layout that is taken where nothing can be predicted: all
-    devices share each image, or each prompt has its own where the model cannot be cut.
+    """Return an open choice with the layout that is used while nothing can be predicted: all
+    devices share each image; if the model cannot be cut, each device computes prompts of its own.
     """
     token_plan = plan_or_whole(type(model.model.diffusion_model))
     if not choice.is_open or token_plan is None or token_plan.blocks:
@@ -389,8 +393,8 @@ def provisional(choice: Choice, model: ModelPatcher) -> Choice:
 
 
 def placed(choice: Choice, planned: PlannedLayout) -> Choice:
-    """Return the choice with the layout that was chosen for it, and the way to keep weights where
-    that was left open and whole ones have no room.
+    """Return the choice with the layout that was chosen for it. If the way to keep weights was left
+    open and whole weights do not fit, it gets the planned way too.
     """
     layout, weights = planned.layout, choice.weights
     patching = Patching(layout.stages + 1, planned.warm_up) if layout.stages > 1 else None
@@ -402,8 +406,8 @@ def placed(choice: Choice, planned: PlannedLayout) -> Choice:
 
 
 def placement_of(choice: Choice, layout: Layout) -> Placement:
-    """Return where a layout's ranks are, on the first devices of an open choice. The placement of
-    the choice is kept where it has this layout.
+    """Return the devices of a layout's ranks: the first devices of an open choice. The choice's own
+    placement is kept if it already has this layout.
     """
     if layout == choice.placement.layout:
         return choice.placement

@@ -1,13 +1,13 @@
-"""What the panel is told of a user's wait."""
+"""The event that tells the panel how a user's wait goes on."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Waited:
-    """One event, ``pipemesh.progress``. ``node`` and ``prompt``: the ids of ComfyUI's. ``done`` of
-    ``total``: bytes, weights or ranks; 0 of 0 where that is not known. ``seconds`` since the
-    sampling began.
+    """One event, ``pipemesh.progress``. ``node`` and ``prompt`` are ComfyUI's ids. ``done`` of
+    ``total`` counts bytes, weights or ranks: 3 of 4 ranks have started. It is 0 of 0 if the total
+    is not known. ``seconds`` have passed since the sampling began.
     """
 
     node: str

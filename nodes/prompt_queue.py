@@ -1,4 +1,4 @@
-"""ComfyUI's queue, as what samples ahead looks at it."""
+"""Reads ComfyUI's queue for the sampling of several prompts together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..parallel_runtime.client.alike_prompts import Moment, Pending
 
 
 def moment_now() -> Moment | None:
-    """Return what ComfyUI executes now, and what waits. None where no prompt runs, and where
-    ComfyUI keeps no MODEL from one prompt to the next.
+    """Return the prompt and node that ComfyUI executes now, and the prompts that wait. None if no
+    prompt runs, or if ComfyUI keeps no MODEL from one prompt to the next.
     """
     executing, args = get_executing_context(), comfy.cli_args.args
     if executing is None or args.cache_none or args.disable_smart_memory:

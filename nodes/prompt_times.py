@@ -1,5 +1,6 @@
-"""What a prompt waits for: the parts of its runs in a pool, and what VAEs computed in it, as they
-pass the places that auto mode has in ComfyUI. The rest, such as text encoders, passes none.
+"""Times the parts of each prompt: its runs in a pool, and the VAE work of ranks or of ComfyUI, as
+they pass through auto mode's methods. Other work, such as text encoders, does not pass through
+them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VAEWork:
-    """Seconds of one ``work``, decode, encode or upscale, by ranks (``in_pool``) or by ComfyUI
-    itself.
+    """Says how many ``seconds`` one ``work`` (decode, encode or upscale) took, and whether ranks
+    did it (``in_pool``) or ComfyUI itself.
     """
 
     work: str
@@ -30,8 +31,8 @@ class VAEWork:
 
 @dataclass(frozen=True)
 class RunParts:
-    """Seconds of a run: until its first evaluation, of that, and of all that follows. ``began_at``:
-    since 1970.
+    """Splits the seconds of a run: until its first evaluation began, the first evaluation, and all
+    that followed. ``began_at`` counts from 1970.
     """
 
     prompt: str
@@ -43,11 +44,11 @@ class RunParts:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFigures:
-    """Seconds of the prompt that a run was of. ``before_s``: until it sampled; it and ``total_s``
-    are None until ComfyUI has ended the prompt. ``left_s``: what would be left if all that ranks
-    compute took no time; until ComfyUI has ended the prompt, of what was timed so far. ``speedup``:
-    how many times as fast as on one device it was, and ``at_most`` can be (Amdahl's law); None
-    where that is not known.
+    """Splits the seconds of the prompt that a run belongs to. ``before_s`` passed until it sampled.
+    ``left_s`` would remain if all work of ranks took no time. Until ComfyUI has ended the prompt,
+    ``before_s`` and ``total_s`` are None, and ``left_s`` counts only the work that was timed so
+    far. The prompt was ``speedup`` times as fast as on one device, and can be at most ``at_most``
+    times as fast (Amdahl's law); both are None if one device's time is not known.
     """
 
     before_s: float | None
@@ -62,9 +63,9 @@ class PromptFigures:
 
 
 class PromptTimes:
-    """Keeps them, and may be asked for the figures of a run from any thread. ``prompt_now`` returns
-    the id of the prompt that this thread executes, empty where it does none; ``span_of`` when one
-    that has ended began and ended, in seconds since 1970.
+    """Keeps the times of runs and VAEs, and may be asked for the figures of a run from any thread.
+    ``prompt_now`` returns the id of the prompt that this thread executes, empty if it executes
+    none. ``span_of`` returns when an ended prompt began and ended, in seconds since 1970.
     """
 
     def __init__(

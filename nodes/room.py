@@ -1,4 +1,4 @@
-"""How much memory ranks may take on each device, as far as that is known."""
+"""Finds how many bytes ranks may take on each device whose free memory is known."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..pool.devices import Placement
 
 
 def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[str, int]:
-    """Return the bytes of each device that ranks may take: what is free, what models there would
-    make room with, and for each rank that is up what the planner sets aside for one. ``live``:
-    pools that are up, with each rank's memory. A GPU without a rank, on which ComfyUI does not
-    compute either, is left out: asking would take memory there.
+    """Return, for each device, the bytes that ranks may take: its free bytes, the bytes of models
+    there, which would make room, and the planner's reserve for each rank that is up. ``live`` pairs
+    the placement of each live pool with the memory of its ranks. A GPU that has no rank and is not
+    ComfyUI's own is left out, because asking it would take memory there.
     """
     free: dict[str, int] = {}
     held: dict[str, int] = {}
@@ -33,7 +33,9 @@ def room_on_devices(live: Iterable[tuple[Placement, Sequence[Memory]]]) -> dict[
 
 
 def held_by_comfyui(device: torch.device) -> int:
-    """Return the bytes of ComfyUI's own models there. Those of pools are the ranks'."""
+    """Return the bytes of ComfyUI's own models on the device, without models of pools, which ranks
+    hold.
+    """
     loaded = [
         one
         for one in comfy.model_management.current_loaded_models

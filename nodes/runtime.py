@@ -64,8 +64,8 @@ log = logging.getLogger("pipemesh")
 
 
 class Teller:
-    """Tells what is waited for, in the log and on the node that samples; ``show`` does that where
-    the ``wait`` does not.
+    """Tells how a wait goes on, in the log and on the node that samples. ``show`` puts the text on
+    the node if ``wait`` shows no sampling now.
     """
 
     def __init__(self, wait: Wait, show: Callable[[str], None]):
@@ -140,8 +140,9 @@ class Runtime:
         return all_devices(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
 
     def check(self, **values: Any) -> bool | str:
-        """Check what is known of these inputs: True, or the sentence that says what is wrong. None
-        stands for a linked input, whose value ``choose`` will check when the node runs.
+        """Check these inputs as far as their values are known: True, or the sentence that says what
+        is wrong. None stands for a linked input, whose value ``choose`` will check when the node
+        runs.
         """
         linked = {name for name, value in values.items() if value is None}
         known = {name: value for name, value in values.items() if value is not None}
@@ -210,13 +211,17 @@ class Runtime:
         return self.parallelize(model, choice)
 
     def live_placement(self, choice: Choice) -> Placement | None:
-        """Return where the live pool is that this choice may have led to."""
+        """Return the placement of the live pool that may have been started for this choice; None if
+        there is none.
+        """
         return next(
             (one for one in list(self._pools) if choice.covers(one) and self._keeper.handle(one).live()), None
         )
 
     def pool_for(self, choice: Choice) -> RemotePool:
-        """Return that pool, for what samples decodes too; else the one of the choice."""
+        """Return the live pool of this choice, so that the pool that samples also decodes; else a
+        pool with the choice's own placement.
+        """
         return self._pool(self.live_placement(choice) or choice.placement)
 
     def plan(
@@ -226,9 +231,9 @@ class Runtime:
         asked: Callable[[], Sampling],
         to_come: Callable[[], Asked] | None = None,
     ) -> PlannedLayout:
-        """Choose the layout of an open choice for what is about to be sampled, by the sampler
-        ``to_come``. The wait for its first step begins, as a model that is counted for the first
-        time takes a moment.
+        """Choose the layout of an open choice for the sampling that ``asked`` describes.
+        ``to_come`` returns the sampler's arguments. The user's wait for the first step begins here,
+        because counting a new model takes a moment.
         """
         self.wait.begin()
         choice = provisional(choice, model)
@@ -248,9 +253,7 @@ class Runtime:
         )
 
     def predicted(self, run: Run) -> float | None:
-        """Return how many times as long a run would take on one GPU; None where that is not
-        known.
-        """
+        """Return how many times as long a run would take on one GPU; None if that is not known."""
         for placement, pool in list(self._pools.items()):
             if any(one is run for one in list(pool.runs.recent)):
                 alone = partial(longer_alone, run, placement, self.planning.of(run))
@@ -322,8 +325,8 @@ def tell_of_mode(teller: Teller, pool: RemotePool, mode: str) -> None:
 
 
 def device_of_ranks(default_choice: Callable[[], Choice]) -> Device:
-    """Return a device that ranks run on where nobody says which; the CPU where ComfyUI computes on
-    what no rank can.
+    """Return the first device that ranks use by default; the CPU if ComfyUI computes on a device
+    that no rank can use.
     """
     try:
         return default_choice().placement.devices[0]
@@ -342,7 +345,7 @@ def host_trials(setup: RankSetup, device: Callable[[], Device], notices: Notices
 
 
 def compared(now: TrialStep) -> Told:
-    """Say what a pool by hand waits for."""
+    """Say that the pool waits for the comparison of a model class with stock."""
     return Told(
         f"PipeMesh: this ComfyUI's model is compared with stock on the CPU, once ({now.text})",
         now.done,

@@ -15,11 +15,11 @@ SHOWS_TEXT = "supports_progress_text_metadata"
 
 
 class NodeScreen:
-    """Shows what is waited for on the node that samples, on the page that has queued it. May be
-    called from any thread.
+    """Shows the progress of a wait on the node that samples, on the page that queued the prompt.
+    May be called from any thread.
 
-    The bar goes through ComfyUI's registry alone: what its event ``progress`` says of steps stays
-    as without the pack.
+    The bar goes through ComfyUI's registry alone, so that its event ``progress`` tells the same of
+    steps as without the pack.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ def span_of(prompt: str) -> tuple[float, float] | None:
 
 
 def page_now() -> str | None:
-    """Return the id of the page that has queued the prompt. None where a script has, which reads
-    frames that it does not expect as pictures or as JSON, and where nobody listens: ComfyUI would
-    send to every page what names no client.
+    """Return the id of the page that has queued the prompt. None if a script has queued it, as a
+    script may take an unexpected frame for a picture or JSON, and if nobody listens: ComfyUI would
+    send the event to every page.
     """
     server = PromptServer.instance
     flags = server.sockets_metadata.get(server.client_id, {}).get("feature_flags", {})

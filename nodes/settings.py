@@ -1,7 +1,8 @@
-"""The inputs of PipeMesh Pool: what each takes, the check of all of them, and the choice they make.
+"""Defines the inputs of PipeMesh Pool: the values that each takes, the check of all values, and the
+choice that they make.
 
 The node's sockets and the checks read the same definitions, because ComfyUI checks no value that
-comes over a link, and none that the node's own validation asks for. No process starts here.
+comes over a link, and no input that the node's own validation asks for. No process starts here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ PLACED_BY = {"layout", "devices", *(axis.name for axis in AXES)}  # what decides
 
 @dataclass(frozen=True)
 class Takes:
-    """The values that an input takes, for its socket and for its check: one of ``options``; where
-    there are none and the default is a number, one from ``least`` to ``most``; else any text.
+    """The values that an input takes, for its socket and its check: one of ``options``. Without
+    options it takes a number from ``least`` to ``most`` if the default is a number, else any text.
     """
 
     default: str | int
@@ -61,8 +62,9 @@ def taking(takes: Takes) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """The inputs of PipeMesh Pool, in the order of its sockets: those for every layout, then those
-    of a layout by hand. ``checked`` makes one. Labels and tooltips are in ``locales/``.
+    """The inputs of PipeMesh Pool, in the order of its sockets: first the inputs for every layout,
+    then the degrees and sizes of a layout by hand. ``checked`` makes one. Labels and tooltips are
+    in ``locales/``.
     """
 
     devices: str = taking(Takes("auto"))
@@ -89,12 +91,14 @@ class PoolSettings:
 
     @classmethod
     def inputs(cls) -> dict[str, Takes]:
-        """Return what each input takes, in the order of the sockets."""
+        """Return the definition of each input, in the order of the sockets."""
         return {one.name: one.metadata["takes"] for one in fields(cls)}
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> PoolSettings:
-        """Check each of ``values`` and fill in defaults for those left out. Raises LayoutError."""
+        """Check each of ``values`` and fill in the default of each input that is left out. Raises
+        LayoutError.
+        """
         inputs = cls.inputs()
         for name, value in values.items():
             if name not in inputs:
@@ -112,8 +116,8 @@ class PoolSettings:
         return cls(**values)
 
     def degrees(self, gpus: tuple[Device, ...] = ()) -> Layout:
-        """Return what is asked for; where ``layout`` is auto, that depends on the devices. Raises
-        LayoutError.
+        """Return the layout that is asked for. If ``layout`` is auto, it is one sequence over the
+        chosen ``gpus``. Raises LayoutError.
         """
         if self.layout == AUTO:
             return in_one_sequence(how_many(self.devices, gpus))
@@ -128,9 +132,9 @@ class PoolSettings:
         )
 
     def patching(self) -> Patching | None:
-        """Return how stages share out patches and blocks; None where there are no stages.
-        ``patches`` 0 is one more than stages, so that every stage has one while another is in the
-        UI. Raises LayoutError.
+        """Return how stages share out patches and blocks; None without stages. ``patches`` 0 means
+        one patch more than stages, so that every stage has a patch while one patch is in the UI: 5
+        for 4 stages. Raises LayoutError.
         """
         stages, sizes = self.pipefusion, blocks_of_stages(self.stages)
         if stages == 1 or self.layout == AUTO:

@@ -1,5 +1,5 @@
-"""What the nodes of the pack have in common: their texts, their category, the type of a pool, and
-the check of sockets that take a link and nothing else.
+"""Helps all nodes of the pack: their texts, their category, the type of a pool, and the check of
+sockets that take nothing but a link.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def schema(node: str, inputs: list[io.Input], outputs: list[io.Output], **more: 
 
 
 def require_links(**given: Any) -> bool | str:
-    """Check sockets when a prompt is queued, because ComfyUI does not look at what a prompt has
-    there: True, or the sentence that names the socket with a value in place of a link. A link is
-    None here, as is a socket that is left open.
+    """Check sockets when a prompt is queued, because ComfyUI accepts any value there: True, or the
+    sentence that names the socket that has a value in place of a link. A linked socket is None
+    here, as is an open one.
     """
     for name, value in given.items():
         if value is not None:

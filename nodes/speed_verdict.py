@@ -1,5 +1,5 @@
-"""Judge whether runs of a pool were slower than one GPU: beyond the interval in which the time of
-their steps is known, and more than once.
+"""Judge whether runs of a pool were slower than one GPU: more than once, and by more than measuring
+error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LEAST, PREDICTED = 0.05, 0.1
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step, in seconds, and the interval in which its median is, nineteen times out
-    of twenty, by the spread of the steps.
+    """The median time of a step in seconds, and an interval that holds the true median nineteen
+    times out of twenty, by the spread of the steps: 1.00 s, from 0.95 s to 1.05 s.
     """
 
     step_s: float
@@ -32,7 +32,9 @@ class StepTime:
 
     @classmethod
     def of(cls, between: Sequence[float]) -> StepTime | None:
-        """Returns None for no steps; fewer than ``JUDGED`` tell nothing of their spread."""
+        """Returns None for no steps. Fewer than ``JUDGED`` steps show no spread, so their interval
+        is infinite.
+        """
         if not between:
             return None
         middle = median(between)
@@ -44,11 +46,13 @@ class StepTime:
         return cls(middle, middle - apart, middle + apart)
 
     def of_one(self, images: int) -> StepTime:
-        """Returns the time of one image, of so many at once."""
+        """Returns the time of one image if so many ``images`` were sampled together."""
         return StepTime(self.step_s / images, self.low_s / images, self.high_s / images)
 
     def times(self, factor: float) -> StepTime:
-        """Returns what is predicted from it."""
+        """Returns the time that is predicted if each step takes ``factor`` times as long, within a
+        wider interval.
+        """
         return StepTime(
             factor * self.step_s,
             factor * self.low_s * (1 - PREDICTED),
@@ -57,8 +61,8 @@ class StepTime:
 
 
 class Slower:
-    """Remembers the last runs of each kind and layout, for as long as ComfyUI runs: each one's time
-    of a step, and what is predicted for one GPU.
+    """Remembers the last runs of each key and layout for as long as ComfyUI runs: the step time of
+    each run, and the time that was predicted for one GPU.
     """
 
     def __init__(self) -> None:
@@ -69,8 +73,8 @@ class Slower:
         self._runs[kind, layout] = deque([*before, (own, predicted)], maxlen=RUNS)
 
     def why(self, kind: Any, layout: Layout, one_gpu: StepTime | None) -> str:
-        """Says that the last runs were slower than one GPU; empty where they were not, or that is
-        not certain. ``one_gpu``: as it was timed; None where it was not.
+        """Says that the last runs were slower than one GPU; empty if they were not, or if that is
+        not certain. ``one_gpu`` is the measured time of one GPU; None if it was never measured.
         """
         compared = [(own, one_gpu or predicted) for own, predicted in self._runs.get((kind, layout), ())]
         slower = [(own, alone) for own, alone in compared if alone is not None and own.low_s > alone.high_s]

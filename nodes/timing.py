@@ -55,8 +55,8 @@ class Stepped:
 
 
 class StepTimes:
-    """Remembers the time of a step by what was sampled. ``predict``: how many times as long as in
-    the pool a run would take on one GPU, where that can be said without a measurement.
+    """Remembers the time of a step for each key (``key_of``). ``predict`` returns how many times as
+    long as in the pool a run would take on one GPU, if that can be said without a measurement.
     ``first_step`` is called at the first step of each sampling.
     """
 
@@ -110,8 +110,8 @@ class StepTimes:
             self._one_gpu[steps.key] = timed
 
     def why_slower(self, kind: TimingKey, layout: Layout) -> str:
-        """Says that a pool of this layout is slower than one GPU for such samplings; empty where
-        that is not certain.
+        """Says that a pool of this layout is slower than one GPU for samplings of this key; empty
+        if that is not certain.
         """
         return self._slower.why(kind, layout, self._one_gpu.get(kind))
 
@@ -197,9 +197,9 @@ def pool_of(patcher: Any) -> RemotePool | None:
 
 
 def key_of(guider: Any, noise: Any, sampler: Any) -> TimingKey:
-    """Names what costs one GPU the same time: model, how it was loaded, size, sampler, whether
-    there is a negative prompt to evaluate, and how long each prompt is, with or without a
-    ControlNet.
+    """Returns a key that two samplings share if one GPU takes the same time for both: model, how it
+    was loaded, size, sampler, whether there is a negative prompt to evaluate, and how long each
+    prompt is, with or without a ControlNet.
     """
     patcher = guider.model_patcher
     init = getattr(patcher, "cached_patcher_init", None)

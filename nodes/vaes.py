@@ -45,8 +45,8 @@ def lent(runtime: Runtime, vae: Any, choice: Choice, placement: Placement) -> An
 
 
 def lent_upscaler(runtime: Runtime, upscaler: Any, choice: Choice, placement: Placement) -> UpscalerInPool:
-    """Make what stands for an upscale model in the live pool of a choice for as long as that lives.
-    Raises Refused where it cannot.
+    """Make the substitute of an upscale model in the live pool of a choice, which lasts as long as
+    the upscale model. Raises Refused if ranks cannot compute it.
     """
     if why := why_on_one_device(upscaler.patcher.load_device, placement) or why_not_upscaled(upscaler):
         raise Refused(f"{why}.")
@@ -59,12 +59,16 @@ def holds_own_device(placement: Placement) -> bool:
 
 
 def why_on_one(vae: Any, placement: Placement) -> str:
-    """Say why ComfyUI itself decodes and encodes, and no pool there; empty where one can."""
+    """Say why ComfyUI itself decodes and encodes, and no pool on this placement; empty if a pool
+    can.
+    """
     return why_on_one_device(vae.device, placement) or why_by_stock(vae)
 
 
 def why_on_one_device(own: torch.device, placement: Placement) -> str:
-    """Say why no pool there computes what ComfyUI has on its ``own`` device; else empty."""
+    """Say why no pool on this placement takes over work from ComfyUI's ``own`` device; empty if one
+    can.
+    """
     return (
         why_one_gpu()
         if placement.is_one_gpu

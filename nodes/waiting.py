@@ -1,4 +1,4 @@
-"""Show what a user waits for, from the start of a sampling until its first step: as text and bar on
+"""Show users why they wait, from the start of a sampling until its first step: as text and bar on
 the sampler's node, and as an event for the panel.
 """
 
@@ -26,10 +26,10 @@ CAME, OVER = (
 
 
 class Waiting:
-    """Shows the wait of one sampling at a time, again and again, so that a user sees it go on also
-    where ComfyUI's own process is at work, or a first step takes minutes.
+    """Shows the wait of one sampling at a time, again and again, so that a user sees it go on even
+    if ComfyUI's own process works or a first step takes minutes.
 
-    ``clock`` and ``pause``, which makes what a thread waits on, are handed in by tests.
+    Tests hand in ``clock`` and ``pause``; ``pause`` makes the event that a thread waits on.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Waiting:
         self._stays = ""  # what is left on the node
 
     def begin(self) -> None:
-        """Begins where a node samples, unless its wait has begun."""
+        """Begins a wait if a node samples, unless its wait has begun."""
         where = executed_now()
         with self._lock:
             if not where[0] or (self._over is not None and where == self._where):
@@ -64,9 +64,7 @@ class Waiting:
             ).start()
 
     def tell(self, told: Told) -> bool:
-        """Takes what is waited for now, and shows it; returns False where no sampling is waited
-        for.
-        """
+        """Shows the present cause of the wait. Returns False if no sampling is waited for."""
         with self._lock:
             if self._over is None:
                 return False

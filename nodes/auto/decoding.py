@@ -1,5 +1,5 @@
-"""Decodes, encodes and upscales in the pool that sampled, where that takes less time than ComfyUI's
-own device was seen to take; by ComfyUI itself otherwise, and after whatever goes wrong.
+"""Decodes, encodes and upscales in the pool that sampled, if that takes less time than ComfyUI's
+own device took before. Else, and after any failure, ComfyUI computes it itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ log = logging.getLogger("pipemesh")
 
 
 class VAETimes:
-    """Remembers seconds for each number that a VAE was given, the least of each kind and number of
-    ranks: what a VAE takes grows as the picture does. One rank is ComfyUI's own device.
+    """Remembers the seconds that a VAE took for each number of its input: the least for each key
+    and number of ranks. Seconds are kept for one number because the time of a VAE grows with the
+    picture. ComfyUI's own device counts as one rank.
     """
 
     def __init__(self) -> None:
@@ -46,8 +47,9 @@ class VAETimes:
         self._least[kind, ranks] = min(least, seconds / numbers), times + 1
 
     def is_worth(self, kind: VAEKey, ranks: int, numbers: int, share: float) -> bool:
-        """Return whether so many ranks may save enough, by what was timed; False before one device
-        was timed ``TRIES`` times. ``share``: of the picture, on the rank that computes most.
+        """Return whether so many ``ranks`` may save enough time, judged by earlier calls. False
+        until one device was timed ``TRIES`` times. ``share`` is the part of the picture on the rank
+        that computes most: 0.5 for two equal ranks.
         """
         alone, timed = self._least.get((kind, 1), (0.0, 0))
         saved_s = alone * numbers * (1 - share)
@@ -87,8 +89,8 @@ class PoolDecoding:
 
     @interrupting
     def use(self, vae: Any, work: str, given: Any, call: Callable[[Any], Any], *, is_on: bool) -> Any:
-        """Call ``work`` of ``vae``, a VAE or an upscale model, or of what stands for it in the pool
-        where the switch ``is_on``.
+        """Call ``work`` of ``vae``, a VAE or an upscale model. If the switch ``is_on``, the call
+        may go to its substitute in the pool.
         """
         lending = UPSCALERS if work == UPSCALE else VAES
         if not is_on:
@@ -116,8 +118,8 @@ class PoolDecoding:
         return self._timed(vae, kind, 1, given, call)
 
     def _worth_having(self, vae: Any, kind: VAEKey, given: torch.Tensor, lending: Lending) -> Any:
-        """Return what stands for the VAE in a pool that is up; None where that would save little,
-        or is refused.
+        """Return the VAE's substitute in a pool that is up. None if the pool would save little, or
+        if it refuses the VAE.
         """
         try:
             choice = self._runtime.default_choice()
@@ -161,7 +163,7 @@ class PoolDecoding:
         return output
 
     def _give_back(self) -> None:
-        """Have ranks free what they hold for auto mode's sake."""
+        """Have ranks free all VAEs and upscale models that they hold for auto mode."""
         for vae in list(self._lent):
             self._free(vae)
 

@@ -1,4 +1,4 @@
-"""Samples a guider's MODELs in the layout that is chosen for what it samples."""
+"""Samples a guider's MODELs in the layout that is chosen for the sampling at hand."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def require_more_than_frames(model: ModelPatcher, guider: Any, given: Mapping[st
 
 
 def require_several(planned: PlannedLayout, model: ModelPatcher, choice: Choice) -> None:
-    """Raises Refused where one device is faster than any layout of several, and where that is not
-    known yet and no pool is up.
+    """Raises Refused if one device is faster than every layout of several devices, or if the
+    fastest layout is not known yet and no pool is up.
     """
     if planned.awaits:
         raise Refused(f"Which layout is the fastest is not known yet, as {planned.why}.")
@@ -66,8 +66,8 @@ def require_several(planned: PlannedLayout, model: ModelPatcher, choice: Choice)
 def laid_out_anew(
     runtime: Runtime, guider: Any, models: Mapping[str, ModelPatcher], given: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Puts those of a guider's MODELs whose pool's layout was left open into the layout that is
-    chosen for this sampling, and takes them out again.
+    """Finds the MODELs of a guider whose pool's layout was left open, puts them into the layout
+    that is chosen for this sampling, and takes them out again.
     """
     by_choice: dict[Choice, dict[str, ModelPatcher]] = {}
     for name, model in models.items():
@@ -84,7 +84,7 @@ def laid_out_anew(
 
 
 def note(runtime: Runtime, parallel: Mapping[str, RemotePatcher], planned: PlannedLayout) -> None:
-    """Keeps for the report what the last runs of these were planned as."""
+    """Keeps for the report how the last run of each of these MODELs was planned."""
     for patcher in parallel.values():
         runtime.planning.note(patcher.remote.pool.runs.last, planned)
 

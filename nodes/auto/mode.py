@@ -55,7 +55,7 @@ class Auto:
 
     @property
     def unavailable(self) -> Text | None:
-        """Returns why the setting has no effect; None where it has."""
+        """Returns why the setting has no effect; None if it has an effect."""
         return Text("unavailable_host", (self._why_not,)) if self._why_not else self.switch.overruled
 
     def install(self) -> None:
@@ -83,8 +83,8 @@ class Auto:
             seam.remove()
 
     def sample(self, guider: Any, run: StockCall) -> Any:
-        """Hands a guider's sampling to the pool, unless it is stock ComfyUI's own affair: the
-        switch has been off from the start, and no node of PipeMesh has parallelized a MODEL of it.
+        """Hands a guider's sampling to the pool. Stock ComfyUI samples alone if the switch was off
+        from the start and no node of PipeMesh has parallelized a MODEL of this guider.
         """
         is_on = self._is_on_now()
         is_parallel = any(isinstance(value, InPool) for value in vars(guider).values())
@@ -99,7 +99,7 @@ class Auto:
         return in_pool.sample(guider, run, is_on=is_on)
 
     def _use(self, used: Any, work: str, given: Any, call: Callable[[Any], Any]) -> Any:
-        """Hands the ``work`` of a VAE or an upscale model to a pool that is up, where that is worth
+        """Hands the ``work`` of a VAE or an upscale model to a pool that is up, if that is worth
         it.
         """
         is_on = self._is_on_now()

@@ -1,5 +1,5 @@
-"""Samples a guider's MODELs in the pool while the switch is on, and on one GPU, with a notice, what
-the pool cannot honour: auto mode makes nothing worse.
+"""Samples a guider's MODELs in the pool while the switch is on. If the pool cannot compute a
+sampling exactly, one GPU does, and a notice says why: auto mode makes nothing worse.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class PoolSampling:
 
     @interrupting
     def sample(self, guider: Any, run: StockCall, *, is_on: bool) -> Any:
-        """Runs a guider's sampling in the pool where the switch ``is_on``. MODELs that a node of
-        PipeMesh has parallelized keep their pool, in the layout that is chosen for this sampling
-        where the node left it open.
+        """Runs a guider's sampling in the pool if the switch ``is_on``. MODELs that a node of
+        PipeMesh has parallelized always keep their pool. If that node left the layout open, they
+        get the layout that is chosen for this sampling.
         """
         models = models_of(guider)
         if not is_on:
@@ -120,11 +120,13 @@ class PoolSampling:
         return self._on_one_gpu(models, run)
 
     def _why_not_tried(self, run: StockCall) -> str:
-        """Says why the pool is not tried; empty where it is. What failed after a first step counts
-        for one prompt, the first that samples such a kind again; outside a prompt, for one
-        sampling. No longer, as a refusal does not say whether it would come again; and no less, as
-        a node may sample many times in one prompt. Each try without memory costs a start of the
-        pool, and is made in so many prompts and in no more.
+        """Says why the pool is not tried; empty if it is tried.
+
+        A failure after the first step keeps one prompt out of the pool, the first that samples with
+        this key again; outside of prompts, one sampling. It is not more than one, because a refusal
+        does not say whether it would come again, and not less, because a node may sample many times
+        in one prompt. A sampling that found no memory is tried in ``NO_ROOM_TIMES`` prompts, as
+        each try costs a start of the pool.
         """
         prompt = executed_now()[1]
         if self._given_up and self._given_up == prompt:
@@ -195,8 +197,9 @@ class PoolSampling:
 
     @interrupting
     def _give_back(self, models: Iterable[BaseModel]) -> None:
-        """Frees what ranks hold of these models for auto mode: on the UI's own GPU stock ComfyUI
-        needs the room. A guider around this one keeps its own. Raises ComfyUI's interrupt.
+        """Frees the copies of these models that ranks hold for auto mode, because stock ComfyUI
+        needs that memory on its own GPU. A guider around this one keeps its models. Raises
+        ComfyUI's interrupt.
         """
         for model in models:
             if model in self._lent and not any(model is one for one in self._sampled):
@@ -220,8 +223,8 @@ def last_runs(models: Mapping[str, RemotePatcher]) -> list[Run | None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the error's first line without its next move, which is of no use where nothing has
-    gone wrong.
+    """Returns the first line of the error, without the next move that it proposes: nothing has gone
+    wrong, so there is nothing to do.
     """
     sentence = str(error).partition("\n")[0]
     if not isinstance(error, PipeMeshError):

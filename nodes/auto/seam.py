@@ -1,9 +1,9 @@
-"""Where auto mode stands in ComfyUI: before ``CFGGuider.sample``, which every sampler node calls,
-stock or foreign; ``outer_sample`` and ``inner_sample``, which tell of guiders that do without; and
-the four methods of a ``VAE`` that nodes call, and the node that upscales.
+"""Puts auto mode into ComfyUI: before ``CFGGuider.sample``, which every sampler node calls, stock
+or foreign; before ``outer_sample`` and ``inner_sample``, to notice guiders that skip ``sample``;
+before the four methods of a ``VAE`` that nodes call; and before the node that upscales.
 
-At ``sample``, not in the constructor: ComfyUI keeps guiders between prompts, so that one made while
-the switch was off may be sampled while it is on.
+``CFGGuider.sample`` is replaced and not the constructor, because ComfyUI keeps guiders between
+prompts: a guider that was made while the switch was off may be sampled while it is on.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ ARGUMENTS = (
 
 @dataclass(frozen=True)
 class StockCall:
-    """The stock method, the arguments that it is ``given``, by name, and the steps that it has done
-    since it was called last.
+    """One call of a stock method. ``given`` holds its arguments by name, ``steps`` the steps that
+    it has done since it was last called.
     """
 
     stock: Callable[[], Any]
@@ -87,7 +87,9 @@ class Seam:
         return bool(self._ours)
 
     def install(self) -> None:
-        """Raises HostChanged, and leaves ComfyUI as it is, where it looks otherwise than known."""
+        """Replaces the methods. Raises HostChanged, and leaves ComfyUI as it is, if ComfyUI's code
+        is not the known one.
+        """
         if self.is_in or self._owner is None:
             return
         self.require_known(self._owner)
@@ -97,8 +99,8 @@ class Seam:
             setattr(self._owner, name, method)
 
     def require_known(self, owner: type) -> None:
-        """Raises HostChanged, naming what differs. Methods that another pack has replaced are not
-        looked into.
+        """Raises HostChanged with the name of the first difference from the known ComfyUI. Methods
+        that another pack has replaced are not examined.
         """
         raise NotImplementedError
 
@@ -183,8 +185,9 @@ def with_argument(
 
 
 def require_uses(module: Any, needed: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Raises HostChanged, naming what differs, where a function of ComfyUI's ``module`` is not
-    there, or does not use these names. Those that another pack has replaced are not looked into.
+    """Raises HostChanged if a function of ComfyUI's ``module`` is missing, or does not use the
+    names that it is known to use. The error names the difference. Functions that another pack has
+    replaced are not examined.
     """
     for path, names in needed:
         found: Any = module
@@ -207,8 +210,9 @@ def changed(what: str) -> HostChanged:
 
 
 class VAESeam(Seam):
-    """``use`` is called with a VAE, the name of its method, what that is given, and the stock
-    method, of any VAE; ``note`` with that name, its seconds, and whether ranks computed it.
+    """Calls ``use`` in place of the stock methods of every VAE, with the VAE, the name of the
+    method, the method's argument and the stock method. ``note`` is called with that name, the
+    seconds that it took, and whether ranks computed it.
     """
 
     def __init__(self, use: Use, note: NoteSeconds = lambda work, seconds, in_pool: None):

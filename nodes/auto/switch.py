@@ -1,8 +1,8 @@
-"""The switch of auto mode: a setting of ComfyUI's, or an environment variable where there is no
+"""The switch of auto mode: a setting of ComfyUI's, or an environment variable if there is no
 browser.
 
-ComfyUI writes settings to a file and tells nobody, so the file is read when a sampler asks: what
-was switched holds from the next sampling on, and a restart changes nothing.
+ComfyUI writes settings to a file and tells nobody, so the file is read when a sampler asks. A
+change holds from the next sampling on; a restart is not needed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Switch:
 
     @property
     def overruled(self) -> Text | None:
-        """Returns why the setting has no effect; None where it has."""
+        """Returns why the setting has no effect; None if it has an effect."""
         if self.fixed is not None:
             return Text("unavailable_variable", (str(int(self.fixed)),))
         return Text("unavailable_multi_user") if self._settings() is None else None
 
     @property
     def queue_overruled(self) -> Text | None:
-        """Returns why the setting for queues has no effect; None where it has."""
+        """Returns why the setting for queues has no effect; None if it has an effect."""
         return Text("queue_multi_user") if self._settings() is None else None
 
     def is_on(self) -> bool:

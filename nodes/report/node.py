@@ -35,9 +35,10 @@ def report_node(runtime: Callable[[], Runtime]) -> type[io.ComfyNode]:
 
         @classmethod
         def fingerprint_inputs(cls, **given: Any) -> str | float:
-            """Behind a sampler the node runs when the sampler does: a run that ComfyUI has kept has
-            its report already, and what is behind the node is kept too. Without a latent nothing
-            tells when a run was, so it runs each time.
+            """Makes the node run whenever its sampler does. With a latent it is the same every
+            time: a run that ComfyUI has cached has its report already, and nodes behind this one
+            are cached too. Without a latent nothing tells when a run ended, so the node runs at
+            each prompt.
             """
             return "" if "latent" in given else float("nan")
 

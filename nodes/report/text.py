@@ -89,7 +89,9 @@ def speed_text(speed: Speed) -> str:
 
 
 def queue_text(queue: QueueFigures, ahead: Images) -> str:
-    """Say how many images were sampled at once, and what the first one paid for it."""
+    """Say how many images were sampled together, and how much longer the first image took for
+    it.
+    """
     counts = queue.at_once, queue.queued, ahead.used, ahead.dropped
     parts = [Text("queue", tuple(map(str, counts))).english]
     if queue.step_s is not None and queue.first_s is not None:
@@ -99,7 +101,9 @@ def queue_text(queue: QueueFigures, ahead: Images) -> str:
 
 
 def prompt_text(prompt: PromptFigures) -> str:
-    """Say what the prompt waited for until now, and how much of that no pool can take away."""
+    """Say how many seconds each part of the prompt took until now, and how many of them no pool can
+    save.
+    """
     seconds = [
         ("loading, until it computes", prompt.loading_s),
         ("first evaluation", prompt.first_s),
@@ -210,8 +214,8 @@ def held_text(pool: PoolStatus) -> str:
 
 
 def kernel_lines(kernels: RingKernels) -> list[str]:
-    """Name the kernel of the ring's attention, of each rank where they differ, and those that were
-    refused.
+    """Name the kernel of the ring's attention, rank by rank if they differ, and the kernels that
+    were refused.
     """
     if not kernels.names:
         return []

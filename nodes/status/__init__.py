@@ -1,1 +1,1 @@
-"""The status API: what PipeMesh does now, and buttons for its pools."""
+"""The status API: shows the present state of PipeMesh, and has buttons for its pools."""

@@ -199,8 +199,8 @@ def step_status(runtime: Runtime, pool: RemotePool, run: Run, ratio: float | Non
 
 
 def device_statuses(ranks: list[RankFigures]) -> tuple[DeviceStatus, ...]:
-    """Describe the devices of this machine, and where ComfyUI computes on one that is no GPU of a
-    pool, that one alone.
+    """Describe the devices of this machine. If ComfyUI computes on a device that no pool can use,
+    describe only that one.
     """
     gpus, own = visible_gpus(comfy.cli_args.args.cpu), mm.get_torch_device()
     if not gpus:

@@ -1,4 +1,4 @@
-"""Restart a pool, or free what it holds, between two runs: never amid one."""
+"""Restart a pool, or free the memory that it holds, between two runs: never during one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What GET /pipemesh/status answers with: every name of the JSON is a field here. The text of
-PipeMesh Report is made of the same figures.
+"""The answer of GET /pipemesh/status: every name of the JSON is a field here. The text of PipeMesh
+Report is made of the same figures.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..timing import Speed
 
 @dataclass(frozen=True)
 class AutoStatus:
-    """``unavailable``: why the setting has no effect on auto mode; None where it has.
-    ``queue_unavailable``: the same of the setting for queued prompts.
+    """Says whether auto mode is ``on``. ``unavailable`` says why the setting has no effect on auto
+    mode; None if it has. ``queue_unavailable`` says the same of the setting for queued prompts.
     """
 
     on: bool
@@ -27,9 +27,9 @@ class AutoStatus:
 
 @dataclass(frozen=True)
 class HostStatus:
-    """This ComfyUI's ``version``, and those that PipeMesh was ``tested`` with. Classes of models
-    that no tested ComfyUI has, of those asked for: ``verified`` here on the CPU, ``refused``, or
-    ``pending``.
+    """Names this ComfyUI's ``version`` and the versions that PipeMesh was ``tested`` with. The
+    other fields list model classes that were asked for and that no tested ComfyUI has: classes that
+    were ``verified`` here on the CPU, that were ``refused``, and that are ``pending``.
     """
 
     version: str

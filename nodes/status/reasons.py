@@ -1,5 +1,5 @@
-"""Why a layout was taken, what slower devices take of a run, and what kept a run from being faster:
-as texts that every language has.
+"""Say why a layout was taken, which share slower devices take of a run, and which causes kept a run
+from being faster. All texts exist in every language.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ SLOWER = ("sharded", "offloaded")  # ways to keep weights
 
 
 def why_layout(layout: Layout) -> tuple[Text, ...]:
-    """Say what each axis of a layout is good for."""
+    """Say the purpose of each axis of a layout."""
     used = tuple(Text(f"why_{axis.name}", (str(getattr(layout, axis.name)),)) for axis in layout.used())
     return used or (Text("why_alone"),)
 
 
 def slowed(devices: Sequence[str], models: Sequence[ModelStatus], run: RunFigures) -> tuple[Text, ...]:
-    """List what kept the ranks on these devices from being faster, the plainest first."""
+    """List the causes that kept the ranks on these devices from being faster, the plainest
+    first.
+    """
     found = []
     if run.exchange_share is not None and run.exchange_share > MUCH:
         found.append(Text("slowed_communication", (percent(run.exchange_share),)))
@@ -45,9 +47,9 @@ def slowed(devices: Sequence[str], models: Sequence[ModelStatus], run: RunFigure
 
 
 def unlike_shares(placement: Placement) -> tuple[Text, ...]:
-    """Say of each slower rank what it takes, and why: of tokens within its sequence, of blocks
-    where it is a stage, of prompts and images where its group is slower. Empty where devices are
-    alike.
+    """Say which share each slower rank takes, and why: of the tokens within its sequence, of the
+    blocks if it is a stage, of prompts and images if its whole group is slower. Empty if all
+    devices are alike.
     """
     if not placement.speeds:
         return ()

@@ -1,4 +1,4 @@
-"""Sum up a run of a pool, and what was planned for it."""
+"""Sum up a run of a pool, and the plan that was made for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def asked_of(planned: PlannedLayout) -> str:
 
 
 def plan_figures(planned: PlannedLayout, run: Run | None = None) -> PlanFigures:
-    """Say why a layout was chosen for a run, and how long it took for what was predicted."""
+    """Say why a layout was chosen for a run, and compare the predicted time with the time that the
+    run took.
+    """
     rows = planned.plan.rows if planned.plan is not None else ()
     return PlanFigures(
         layout=planned.layout.equation(),
@@ -62,8 +64,8 @@ def achieved_s(run: Run, layout: Layout) -> float | None:
 
 
 def longer_alone(run: Run, placement: Placement, planned: PlannedLayout | None) -> float | None:
-    """Return how many times as long as this run one device would take: by what each rank computed,
-    else by what was predicted when the layout was chosen. None where neither is known.
+    """Return how many times as long as this run one device would take: from the computing time of
+    each rank, else from the prediction when the layout was chosen. None if neither is known.
     """
     computed = times_as_long(list(run.evaluations), placement)
     if computed is not None or planned is None or planned.alone_s is None:
@@ -135,8 +137,8 @@ def whole(began_s: float, evaluations: Sequence[Evaluation], timed: bool) -> Run
 def in_patches(
     began_s: float, mode: str, submitted: Sequence[tuple[Evaluation, Part]], timed: bool
 ) -> RunFigures:
-    """Sum up what was submitted under pipefusion: patches, and whole evaluations. Patches overlap,
-    so the time of an evaluation is a mean over the run.
+    """Sum up the patches and the whole evaluations that were submitted under PipeFusion. Patches
+    overlap, so the time of an evaluation is a mean over the run.
     """
     cuts = [(part.branch, part.patch) for _, part in submitted if part.patch is not None]
     whole = len(submitted) - len(cuts)
