@@ -53,7 +53,7 @@ def as_given(tokens_BLC: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
 
 
 def put(arguments: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
-    """Set what ``taken`` returns."""
+    """Set the argument that ``taken`` returns."""
     name, _, place = name.partition(".")
     if place:
         elements = list(arguments[name])

@@ -102,8 +102,8 @@ def guards_to_keep(guards: Sequence[Any]) -> list[bool]:
 
 
 class Note(NamedTuple):
-    """What a call has besides tensors. ``functions``: the one it calls, and what it asks of others,
-    as ``AttentionChoice`` has it.
+    """Keeps the parts of a call that are no tensors. ``functions`` are the function that it calls,
+    and the functions of its ``AttentionChoice``.
     """
 
     functions: tuple[weakref.ref[Any] | None, ...]

@@ -139,7 +139,7 @@ class TokenHooks:
         }
 
     def end_run(self) -> None:
-        """Free what was made of the last evaluation's arguments."""
+        """Free the tensors that were made from the last evaluation's arguments."""
         self._rows = self._control = self._key_mask = None
         self._attention.close()
         self.patches.end()
@@ -153,7 +153,7 @@ class TokenHooks:
         return gathered(self._rows, leave, self._sharding, leave.streams or (leave.stream,), out_BlC)
 
     def _left_behind(self, group: Blocks, _block: nn.Module, _args: Any, out: Any) -> Any:
-        """Gather the leaving stream's rows in what the last block returned."""
+        """Gather the leaving stream's rows in the output of the last block."""
         if self._rows is None or self._is_prefix_alone:
             return None
         returned = list(out) if isinstance(out, tuple) else [out]
@@ -318,9 +318,9 @@ def keys_by_frame(branch: BranchTokens, arguments: dict[str, Any]) -> KeysByFram
 def bring_control(
     control: dict[str, list], plan: TokenPlan, rows: Rows | None, sharding: Sharding, device: torch.device
 ) -> None:
-    """Move the local rows of the ControlNet residuals that are added here to ``device``; all other
-    rows stay where they lie. A residual that stands in several places, as hosts repeat those of a
-    net with fewer blocks, is moved once.
+    """Move the local rows of the ControlNet residuals that are added on this rank to ``device``;
+    all other rows stay in place. A host repeats the residuals of a net with fewer blocks: a
+    residual that stands in several places is moved once.
     """
     own = slice(None)
     if rows is not None:
@@ -345,8 +345,8 @@ def bring_control(
 def last_residual(
     control: dict[str, list], model: nn.Module, plan: TokenPlan, device: torch.device
 ) -> Callable[[], None] | None:
-    """Return a function that has all rows of the residual behind the last block added there, where
-    this rank adds it: for a model whose rows leave behind it. None where there is no residual.
+    """Return a function that brings all rows of the residual behind the last block, for a model
+    whose rows leave behind that block. None if there is no such residual.
     """
     last = plan.blocks[-1]
     block = len(list(model.get_submodule(last.path).children())) - 1
@@ -379,7 +379,7 @@ def gathered(
 
 
 def spread(rows: Rows | None, group: Blocks, out: Any) -> Any:
-    """Give what a block returned all rows of the streams that the model slices behind it."""
+    """Widen a block's output to all rows of the streams that the model slices behind the block."""
     if rows is None:
         return None
     returned = list(out) if isinstance(out, tuple) else [out]

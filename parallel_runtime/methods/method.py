@@ -59,11 +59,11 @@ class Method(Protocol):
         """
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        """Compute the part that ``begin`` named; return the output where this rank has it.
+        """Compute the part that ``begin`` named. Return the output on the ranks that have it.
 
         ``number`` is the request's, the same on all ranks. Raises Stopped and Unlike on all ranks
-        alike. If it raises anything else, other ranks may wait for messages of this one: how far it
-        came, and whether any is left, is told by the ``Traffic`` of its communicators.
+        alike. If it raises anything else, other ranks may wait for messages of this rank; the
+        ``Traffic`` of its communicators tells how far it came and whether any message is left.
         """
 
     def end_run(self, room: int = -1) -> None:
@@ -78,8 +78,8 @@ class Method(Protocol):
 
 
 def free_frames(error: BaseException) -> None:
-    """Free what the frames hold that ``error`` came through: all that was being computed. Their
-    lines can still be shown.
+    """Free the local variables of all frames that ``error`` came through: they hold every tensor of
+    the forward. The frames' lines can still be shown.
     """
     at: BaseException | None = error
     while at is not None:

@@ -1,5 +1,5 @@
-"""Apply what nodes attach to a model's blocks: blocks that are left out, the choice of an attention
-function, ``torch.compile``, and patches.
+"""Apply the patches that nodes attach to a model's blocks: blocks that are left out, the choice of
+an attention function, ``torch.compile``, and functions in the blocks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ OVERRIDE = "optimized_attention_override"  # ComfyUI's name of the option that r
 
 
 class NodePatches:
-    """What nodes attached to one model, from ``begin`` of an evaluation to the next, or to
-    ``end``. Compiled blocks stay for the next run, until an evaluation wants them no more.
-    ``attention``: the model's, which graphs call. ``override``: the node's, to call in place of an
-    attention. ``points``: where patches are called. ``entered``: blocks, with their hooks.
+    """Holds the patches that nodes attached to one model, from ``begin`` of an evaluation to the
+    next ``begin`` or to ``end``. Compiled blocks stay for the next run, until an evaluation no
+    longer wants them. ``attention`` is the model's own attention, which graphs call. ``override``
+    is the node's function that is called in place of an attention. Patches are called at
+    ``points``. ``entered`` counts the blocks that ran with their hooks.
     """
 
     def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding, attention: AttentionOverride):
@@ -59,7 +60,7 @@ class NodePatches:
         return options
 
     def end(self) -> None:
-        """Free what the run needed."""
+        """Free the memory of the run's patches."""
         self.entered.forget()
         self.override = None
         if self._compiled is not None:
@@ -116,8 +117,9 @@ class NodePatches:
 
 
 def kinds_of(model: nn.Module, plan: TokenPlan) -> dict[str, str]:
-    """Return the name under which the model looks up what replaces a container's blocks, by the
-    container's path; those of which it looks up none are not there.
+    """Return, for the path of each container of blocks, the name under which the model looks up
+    replacements of its blocks: "double_block" or "single_block". Containers whose blocks cannot be
+    replaced are left out.
     """
     methods = (method for kind in type(model).__mro__ for method in vars(kind).values())
     looked_up = {

@@ -41,9 +41,9 @@ def by_name(args: tuple) -> dict[str, Any]:
 
 
 class AttentionChoice(NamedTuple):
-    """What a call asks of ComfyUI's attention that an override is not told. ``function``: the one
-    that it calls; ``preferred``: the one that its layer prefers; ``container``: the class in which
-    it hands over q, k and v.
+    """The parts of a call to ComfyUI's attention that an override does not get: the ``function``
+    that is called, the function that its layer has ``preferred``, and the class of the
+    ``container`` in which the call hands over q, k and v.
     """
 
     function: Attention | None = None
@@ -73,8 +73,8 @@ class AttentionCall(NamedTuple):
 
     @property
     def host_order(self) -> torch.Tensor | None:
-        """The places of tokens in the host's order, as ``Joint.rank_major`` has them, where the
-        attention needs that order and they lie in another; else None.
+        """The places of tokens in the host's order, as ``Joint.rank_major`` has them. None if the
+        attention does not need that order, or if the tokens lie in it already.
         """
         needs_order = getattr(self.attention, "needs_order", False)
         return self.joint.rank_major() if needs_order and len(self.joint.streams) > 1 else None
@@ -135,14 +135,14 @@ class AttentionOverride:
         return self.attend(attention, *args, **kwargs)
 
     def close(self) -> None:
-        """Free what the run needed."""
+        """Free the memory of the run's attention."""
         self.attend, self.options = None, {}
 
 
 def in_its_place(attention: Attention, override: Any, asked: AttentionChoice) -> Attention:
-    """Return what ComfyUI would call in place of ``attention``: what a node's ``override`` chose,
-    the override itself, or what the layer prefers; in containers where the call has them and that
-    takes them.
+    """Return the function that ComfyUI would call in place of ``attention``: the one that a node's
+    ``override`` chose, the override itself, or the one that the layer prefers. It gets containers
+    if the call has containers and the function takes them.
     """
     holder: Any = asked.function or attention
     if override is not None:
@@ -262,8 +262,8 @@ def names_used_by(module: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def told_of(model: nn.Module, override: AttentionOverride) -> list[Overridden | Preferring]:
-    """Let ``override`` know what layers of a model ask for. Raises ModelError where a layer prefers
-    a function of its own and asks for it elsewhere than in its forward.
+    """Let ``override`` know the attention functions that layers of a model ask for. Raises
+    ModelError if a layer prefers a function of its own and asks for it outside of its forward.
     """
     found: list[Overridden | Preferring] = []
     for path, module in list(model.named_modules()):

@@ -1,5 +1,5 @@
-"""Call the patches that nodes put in or behind blocks, where a rank has some of the tokens: each on
-the rows that it needs.
+"""Call the patches that nodes put in or behind blocks, on a rank that has some of the tokens. Each
+patch gets the rows that it needs.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class PatchPoints:
         extra_options: dict[str, Any],
         **_: Any,
     ) -> dict[str, torch.Tensor]:
-        """Keep the keys and values (B, H, l, D) of this rank's reference tokens, or put those that
-        are kept in their place.
+        """Keep the keys and values (B, H, l, D) of this rank's reference tokens. In later
+        evaluations, put the kept ones in their place.
         """
         count = sum(extra_options.get("reference_image_num_tokens", ()))
         if self._rows is not None:
@@ -117,8 +117,9 @@ class PatchPoints:
         given: dict[str, Any],
         acts: bool,
     ) -> dict[str, Any]:
-        """Let a patch add to tokens that are zero, and add the local rows of what comes out. It is
-        called behind blocks of other stages too: it may count on being called behind each.
+        """Let a patch add to tokens that are zero, and add its sums to the local rows. The patch is
+        called behind blocks of other stages too, because it may count on being called behind every
+        block.
         """
         zeros = {}
         for entries, streams in held.items():
@@ -140,7 +141,7 @@ class PatchPoints:
         patch: Callable,
         given: dict[str, Any],
     ) -> Any:
-        """Call a patch on all tokens, and return the local rows of what it returns."""
+        """Call a patch on all tokens, and return the local rows of its result."""
         whole = dict(given)
         for entries, streams in held.items():
             local = torch.cat([given[entry] for entry in entries], 1)
@@ -159,7 +160,9 @@ class PatchPoints:
         return {**out, **given}
 
     def _with_own_options(self, known: BlockPatch, arguments: Any) -> Any:
-        """Return the arguments of a call with what ``known.options`` lists cut to local rows."""
+        """Return the arguments of a call. The tensors that ``known.options`` lists are cut to local
+        rows.
+        """
         rows, stream = self._rows, self._plan.leave.stream
         if not known.options or rows is None:
             return arguments
@@ -193,8 +196,8 @@ def local_entries(
 
 
 def own_rows(rows: Rows, stream: str, tensor_BLC: torch.Tensor) -> torch.Tensor:
-    """Return those of a patch's rows, one for each of the stream's first tokens, that are for local
-    tokens.
+    """Return the rows of a patch's tensor that belong to local tokens. The tensor has one row for
+    each of the stream's first tokens.
     """
     start, size = rows.local[stream]
     return tensor_BLC[:, start : start + size]

@@ -205,8 +205,8 @@ class SequenceAttention(ABC):
         return joint.put_back(out, 1)
 
     def _from_all(self, own: torch.Tensor, into: TensorRuns, wish: float | None = None) -> Flag:
-        """Send ``own`` to all ranks of the sequence; have what each sent ``into`` its place. Return
-        the largest wish.
+        """Send ``own`` to all ranks of the sequence, and receive the part of each rank at its place
+        of ``into``. Return the largest cancel flag.
         """
         self._on_progress()
         return self._comm.world.all_to_all([to_all(own, self._comm.size)], into, wish)

@@ -1,4 +1,4 @@
-"""What a method decides in the middle of a forward."""
+"""The decisions that a method takes in the middle of a forward."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Sharding(Protocol):
         """Note that a block begins: called before every one."""
 
     def acts_behind(self, path: str, block: int) -> bool:
-        """Return True if what ComfyUI does behind that block of the container at ``path`` is done
-        in this rank: adding a ControlNet residual, calling patches of nodes.
+        """Return True if this rank does ComfyUI's work behind that block of the container at
+        ``path``: adding a ControlNet residual, calling patches of nodes.
         """
         ...
 

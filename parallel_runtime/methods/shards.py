@@ -31,7 +31,9 @@ class KeysByFrame(NamedTuple):
     tokens: int
 
     def segments(self, start: int, end: int) -> Iterator[tuple[slice, slice | None]]:
-        """Yield, of the rows [start, end), those of each frame, and the keys that they look at."""
+        """Yield, for each frame of the rows [start, end), its rows and the keys that they attend
+        to.
+        """
         for frame in range(start // self.tokens, -(-end // self.tokens)):
             first = frame * self.tokens
             rows = slice(max(first, start) - start, min(first + self.tokens, end) - start)
@@ -63,8 +65,9 @@ class Rows:
     def slice(
         self, tensor: torch.Tensor, dim: int, streams: Sequence[str], whole: Sequence[str] | None = None
     ) -> torch.Tensor:
-        """Return the local rows of a tensor that holds ``streams`` one after another along ``dim``:
-        all rows of each, or of those in ``whole`` and the local ones of others.
+        """Return the local rows of a tensor that holds ``streams`` one after another along ``dim``.
+        The tensor has all rows of every stream; if ``whole`` is given, all rows of the streams in
+        it and the local rows of the others.
         """
         parts, offset = [], 0
         for stream in streams:
@@ -77,8 +80,9 @@ class Rows:
     def localized(
         self, tensor_BLC: torch.Tensor, streams: Sequence[str], whole: Sequence[str] = ()
     ) -> torch.Tensor:
-        """Return the local rows of a tensor that has all rows of ``streams``, or those already; or
-        all rows of those in ``whole``, and of others those already.
+        """Return the local rows of a tensor that has all rows of ``streams``, or that has only
+        local rows already. If ``whole`` is given, the tensor has all rows of the streams in it and
+        local rows of the others.
         """
         if whole:
             return self.slice(tensor_BLC, 1, streams, whole)
@@ -86,8 +90,8 @@ class Rows:
         return self.slice(tensor_BLC, 1, streams) if is_whole else tensor_BLC
 
     def spread(self, tensor_BlC: torch.Tensor, streams: Sequence[str], whole: Sequence[str]) -> torch.Tensor:
-        """Invert ``localized``: return all rows of the streams in ``whole``, zeros in the place of
-        those that are not local.
+        """Invert ``localized``: return all rows of the streams in ``whole``, with zeros in place of
+        all rows that are not local.
         """
         if not set(streams) & set(whole):
             return tensor_BlC
@@ -129,7 +133,7 @@ class Rows:
         return tensor.index_select(item.dim, self.slice(source, 0, item.streams))
 
     def cut(self, value: Any, item: Along | Ranges | Boundary) -> Any:
-        """Return what an argument of a block is for the local rows."""
+        """Cut an argument of a block to the local rows."""
         if isinstance(item, Along):
             return self.along(value, item)
         return self.ranges(value, item) if isinstance(item, Ranges) else self.boundary(value, item)
@@ -171,8 +175,8 @@ class Rows:
         )
 
     def _places(self, streams: Sequence[str]) -> list[tuple[int, int, int, int]]:
-        """Return (where it begins among all rows, where among the local ones, start, size) of each
-        stream's local rows.
+        """Return (start among all rows, start among the local rows, first row within the stream,
+        size) of the local rows of each stream.
         """
         places, there, here = [], 0, 0
         for stream in streams:
@@ -200,7 +204,9 @@ class Rows:
         return self.memoise(rows, ("key mask", mask.shape, mask.dtype), make)
 
     def among(self, rows: torch.Tensor, stream: str, streams: Sequence[str]) -> torch.Tensor:
-        """Return all rows (B, L, C) of ``streams``: as given those of ``stream``, else zeros."""
+        """Return all rows (B, L, C) of ``streams``: the given rows for ``stream``, zeros for the
+        others.
+        """
         batch, _, channels = rows.shape
         return torch.cat(
             [
@@ -320,7 +326,7 @@ class Joint:
         return self._ranges
 
     def ranges_of(self, ranks: range) -> Sequence[tuple[int, int]]:
-        """Return those of ``ranges`` that are of these ranks."""
+        """Return the ranges of these ranks."""
         return self.ranges()[ranks.start * len(self.streams) : ranks.stop * len(self.streams)]
 
     def rank_major(self) -> torch.Tensor:
@@ -333,7 +339,7 @@ class Joint:
 
 
 def require_known_rows(item: Ranges, count: int, rest: Sequence[Any]) -> None:
-    """Raises ModelError where a range of ``count`` tokens has rows that the plan does not know."""
+    """Raises ModelError if a range of ``count`` tokens has rows that the plan does not know."""
     for entry in rest:
         if isinstance(entry, torch.Tensor) and entry.ndim and not (item.rows and len(entry) == count):
             raise ModelError(
@@ -343,7 +349,9 @@ def require_known_rows(item: Ranges, count: int, rest: Sequence[Any]) -> None:
 
 
 def rows_of(entry: Any, first: int, last: int) -> Any:
-    """Return what an entry of a range is for some of its rows: those of a tensor that has them."""
+    """Cut an entry of a range to some of its rows. An entry without rows, such as a number, stays
+    as it is.
+    """
     return entry[first:last] if isinstance(entry, torch.Tensor) and entry.ndim else entry
 
 

@@ -124,7 +124,9 @@ class BandsOfRows:
     # -- in the VAE's modules
 
     def _is_alone(self) -> bool:
-        """Note progress; where this rank has all rows, leave here if that is wished."""
+        """Return whether this rank has all rows, after noting progress. If so and the run was
+        cancelled, it raises Stopped here.
+        """
         self._on_progress()
         if self._comm.size == 1:
             self._comm.stop.decide(self._comm.stop.wish())
@@ -194,8 +196,8 @@ class BandsOfRows:
         return (share * mean).sum(0)[..., None, None].to(x.dtype)
 
     def _of_each(self, mine: torch.Tensor, rows: int) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        """Return what every rank knows of its ``rows`` (known, B, C), of each (ranks, B, C); and
-        each rank's share of all rows.
+        """Return the statistics ``mine`` of every rank, each (ranks, B, C), and each rank's share
+        of all rows. ``mine`` (known, B, C) holds this rank's statistics of its ``rows``.
         """
         every = mine.new_empty((self._comm.size, *mine.shape))
         self._rows.exchange(list(mine.expand(every.shape)), list(every))

@@ -27,7 +27,7 @@ class Windows:
         self._inside = slice(0)  # the band's rows, of the first window's on
 
     def hooks(self) -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
-        """Return which attributes of which modules are hooked, and with what."""
+        """Return the hooks: module, name of the attribute, and the function that replaces it."""
         block = self._block
         return [
             (block.q, "forward", self.query),

@@ -61,7 +61,9 @@ class WholeForward:
         self._comm.begin(0, part)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        """Residuals of a ControlNet lie in the arena: they are moved to where the latent is."""
+        """Call the model's forward. Residuals of a ControlNet lie in the arena, so they are moved
+        to the latent's device first.
+        """
         device = next(iter(arguments.values())).device
         if arguments.get("control"):
             control = arguments["control"]
@@ -101,7 +103,7 @@ def on_one_gpu(model: nn.Module, does: str) -> Refused:
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators that a forward draws from where it names none."""
+    """Return the states of the generators that a forward uses if it names none."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_device]
 
@@ -123,7 +125,9 @@ def state_attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def held_in(value: Any) -> tuple[Any, ...]:
-    """Return what tells that a value's content is another than before."""
+    """Return values that change when the content of ``value`` changes: a tensor's version, or the
+    elements of a dict or list.
+    """
     if isinstance(value, torch.Tensor):
         return () if value.is_inference() else (value._version,)
     if type(value).__module__.startswith("comfy.") and not isinstance(value, nn.Module):
@@ -134,7 +138,7 @@ def held_in(value: Any) -> tuple[Any, ...]:
 
 
 def changed_since(model: nn.Module, before: KeptState) -> str:
-    """Return the path of an attribute that is not what it was; empty where all are."""
+    """Return the path of the first attribute that has changed; empty if none has."""
     for path, now in kept_state(model).items():  # a module stands before those that it has
         for name in {**before[path], **now}:
             own, other = now.get(name, ()), before[path].get(name, ())

@@ -1,4 +1,6 @@
-"""Time each block of a stage in a run's first evaluations: stages are cut by what blocks cost."""
+"""Time each block of a stage in a run's first evaluations: stages are cut by the costs of their
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TIMED = 5  # evaluations of each patch
 
 
 def block_seconds(times: Mapping[int, Sequence[Any]]) -> dict[int, float]:
-    """Return what each block took. On CUDA, call it when the device has come so far."""
+    """Return the seconds of each block. On CUDA, call it after the device has passed the last
+    block.
+    """
     ended = {block: both for block, both in times.items() if len(both) == 2}
     return {
         block: end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
@@ -24,8 +28,8 @@ def block_seconds(times: Mapping[int, Sequence[Any]]) -> dict[int, float]:
 
 
 class BlockClock:
-    """``times`` at which each block of the patch at hand began and ended; empty where it is not
-    timed. On CUDA events keep them, so that noting one does not wait for the device.
+    """Keeps the ``times`` at which each block of the present patch began and ended; empty if this
+    patch is not timed. On CUDA they are events, so that noting a time does not wait for the device.
     """
 
     def __init__(self, is_on: bool = True):

@@ -1,11 +1,15 @@
-"""Name the rows of keys and values that each place of a ring keeps, and those that travel. Pure
+"""Name the rows of keys and values that each place of a ring keeps, and the rows that travel. Pure
 arithmetic on ranges (begin, size) of tokens.
 
-Each place keeps its share of the sequence, of whichever patches. The fresh rows of a patch are
-shared out in the same way, so a place may compute some that another one keeps. What a place sends
-around is what it keeps of the tokens that are not computed, then the fresh rows that it computed:
-all places together send every token once, as last seen. Each takes what it keeps out of what
-passes.
+Each place keeps its share of the whole sequence. The fresh rows of a patch are shared out in the
+same way, so a place may compute rows that another place keeps. A place sends its kept rows of all
+tokens that are not computed now, then the fresh rows that it computed. Together, all places send
+every token once, in its newest version, and each takes the rows that it keeps out of the passing
+message.
+
+Example: of 8 tokens on 2 places, place 0 keeps 0 to 3 and place 1 keeps 4 to 7. The patch of tokens
+0 to 3 is fresh: place 0 computes and sends 0 and 1; place 1 sends its stale 4 to 7, then the fresh
+2 and 3, which place 0 takes.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ class Piece(NamedTuple):
 
 
 class KeptRows:
-    """The rows of one ``place`` of a ring in one evaluation, and what all places send. ``kept``:
-    the tokens that each place keeps; ``fresh``: those that it computes, in the order in which it
-    has them.
+    """The rows of one ``place`` of a ring in one evaluation, and the rows that all places send.
+    ``kept`` lists the tokens that each place keeps, ``fresh`` the tokens that each computes, in the
+    order in which it has them.
 
-    ``tokens`` of this place's K/V buffer, which are in their own order; ``stale`` are the pieces of
-    it that this place sends (there: among the rows that it sends). Of every place, ``sent`` are the
-    tokens that it sends, ``fresh`` so many of them at the end, and ``taken`` the pieces of these
-    that this place keeps.
+    This place's K/V buffer has ``tokens`` tokens, in their own order. ``stale`` are the pieces of
+    that buffer that this place sends (``there``: among the rows that it sends). For every place,
+    ``sent`` are the tokens that it sends, ``fresh`` is how many of them at the end are fresh, and
+    ``taken`` are the pieces of these that this place keeps.
     """
 
     def __init__(self, place: int, kept: Sequence[Sequence[Range]], fresh: Sequence[Sequence[Range]]):
@@ -61,7 +65,9 @@ def union_of(ranges: Iterable[Range]) -> list[Range]:
 
 
 def left_of(ranges: Iterable[Range], others: Sequence[Range]) -> Iterator[Range]:
-    """Yield what is in none of ``others``, which are in order."""
+    """Yield the parts of ``ranges`` that are in none of ``others``, which are in order: of (0, 8),
+    without (2, 3), (0, 2) and (5, 3).
+    """
     for at, size in ranges:
         end = at + size
         for begin, length in others:
@@ -73,8 +79,8 @@ def left_of(ranges: Iterable[Range], others: Sequence[Range]) -> Iterator[Range]
 
 
 def common(here: Iterable[Range], there: Sequence[Range]) -> Iterator[Piece]:
-    """Yield the tokens that are in both, by where they lie in tensors that have the ranges one
-    after another.
+    """Yield the tokens that are in both lists of ranges, by their places in two tensors that have
+    these ranges one after another.
     """
     here_at = 0
     for begin, size in here:

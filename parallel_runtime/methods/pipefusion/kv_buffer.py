@@ -17,8 +17,8 @@ from .kept_rows import Piece
 
 
 class KVBuffers:
-    """One buffer (2, B, h, L, D) per branch and layer, for one run; and one of the rows that leave,
-    where the model goes on with all of them.
+    """Keeps, for one run, a buffer (2, B, h, L, D) for each branch and layer. If the model needs
+    all leaving rows, it keeps a buffer of those rows too.
     """
 
     def __init__(self):
@@ -60,8 +60,8 @@ class KVBuffers:
         return buffer
 
     def leave(self, rows_BlC: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
-        """Return (B, tokens, C): the leaving rows of all patches as they were last seen, those at
-        ``start`` new.
+        """Return (B, tokens, C): the leaving rows of all patches, each in its newest version. The
+        rows at ``start`` are new.
         """
         batch, count, channels = rows_BlC.shape
         kept = self._left.get(self._part.branch)

@@ -32,9 +32,9 @@ from .kv_buffer import KVBuffers
 
 
 class PatchSharding(SequenceAttention):
-    """The rows of ``patch``, or all of them where it is None. ``layers_alone``: the stage's
-    attentions over the streams that also attend alone. ``acts_behind``: (path of the container,
-    block) behind which the host adds residuals and calls patches of nodes here.
+    """Shards the rows of ``patch``, or all rows if it is None. ``layers_alone`` are the stage's
+    attentions over streams that also attend alone. ``acts_behind`` names the (path of the
+    container, block) behind which the host adds residuals and calls patches of nodes on this stage.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class PatchSharding(SequenceAttention):
         return super().all_rows(rows, local_BlC, streams)
 
     def leave(self, rows: Rows | None, out_BlC: torch.Tensor) -> torch.Tensor:
-        """Return the patch's rows of the leaving stream among all its rows, zero elsewhere, or as
-        last seen where the model goes on with all of them; on other ranks than the stage's first,
-        all zero.
+        """Return all rows of the leaving stream: the patch's own rows, and zeros elsewhere. If the
+        model goes on with all rows, the others are their last known version. On ranks other than
+        the stage's first, all rows are zero.
         """
         assert isinstance(rows, Shards)
         stream = self._plan.leave.stream
@@ -122,7 +122,7 @@ class PatchSharding(SequenceAttention):
         fresh_2BhgD: torch.Tensor,
         flag: Flag,
     ) -> torch.Tensor:
-        """Attend to what every place sends, and take out of it what this one keeps."""
+        """Attend to the rows of every place, and keep this place's part of them."""
         own, sizes = self._comm.ring.index, [tokens_in(ranges) for ranges in rows.sent]
         buffer = self._kv.update(layer, fresh_2BhgD, rows.taken[own], rows.tokens)
         stale = [buffer.narrow(3, here, size) for here, _, size in rows.stale]
@@ -144,8 +144,8 @@ class PatchSharding(SequenceAttention):
         )
 
     def _kept(self, rows: Shards, joint: Joint) -> KeptRows:
-        """Return what this rank's place keeps and sends of these streams: it keeps what it computes
-        of a whole evaluation.
+        """Return the rows of these streams that this rank's place keeps and sends. It keeps the
+        rows that it computes in a whole evaluation.
         """
 
         def make() -> KeptRows:

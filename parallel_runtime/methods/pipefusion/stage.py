@@ -126,7 +126,9 @@ class PipeFusion:
             raise
 
     def _go_through(self) -> None:
-        """Take and send what the other stages wait for: nothing is left of the patch then."""
+        """Receive and send all messages that other stages still expect: none is left of the patch
+        then.
+        """
         try:
             self._messages.go_through()
         except Exception:  # noqa: BLE001 the failure that came first is told

@@ -100,8 +100,8 @@ class StageMessages:
         self._part = part
 
     def receive_hidden(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the rows that the stage before computed in place of ``tokens``, which are of their
-        shapes; zeros where it had none to send. Raises ModelError if they are of others.
+        """Return the rows that the stage before computed in place of ``tokens``, in the same
+        shapes; zeros if it had no rows to send. Raises ModelError if the shapes differ.
         """
         hidden, self.device = Hidden.of(tokens), tokens[0].device
         self._link.prepare(hidden.numel + 1, hidden.dtype, self.device)
@@ -130,7 +130,7 @@ class StageMessages:
         ]
 
     def send_hidden(self, out: torch.Tensor | tuple[torch.Tensor, ...]) -> NoReturn:
-        """Send what the last own block returned, and leave the forward by StageDone."""
+        """Send the output of the last block of this stage, and leave the forward by StageDone."""
         tokens = list(out) if isinstance(out, tuple) else [out]
         hidden = Hidden.of(tokens)
         rows = torch.cat([t.reshape(-1) for t in tokens])
@@ -149,7 +149,9 @@ class StageMessages:
             self.done.received()
 
     def go_through(self) -> None:
-        """Take and send what is left of such a patch: rows of it are of no use."""
+        """Receive and send the messages that are left of an unfinished patch: nobody uses its
+        rows.
+        """
         self.take()
         if self.done.must_send:
             known = self._sent.get(self._part)
@@ -160,8 +162,8 @@ class StageMessages:
             self.done.sent()
 
     def check(self) -> None:
-        """Raise RuntimeError where a patch that came was another request's. Call before an output
-        leaves the last stage.
+        """Raise RuntimeError if a received patch belonged to another request. Call it before an
+        output leaves the last stage.
         """
         try:
             self._link.check()
