@@ -1,5 +1,5 @@
-"""What the attention functions of ComfyUI and of nodes compute, told by their names: exact
-attention up to rounding, which torch's kernels compute as well, or what they alone do.
+"""Knows by its name what an attention function of ComfyUI or of a node computes: exact attention up
+to rounding, as torch's kernels do, or a result of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NO_PARTS = f"set {listed(THAT_MERGE)} to 1, or choose another attention function
 
 
 def inexact(attention: Any, options: Mapping[str, Any], is_masked: bool) -> str:
-    """Return the name of what a call of ``attention`` with these options computes by; empty where
-    that is exact attention. ComfyUI's SageAttention is exact where a model asks for it, and under
-    masks that the package does not know.
+    """Return the name of the inexact function by which a call of ``attention`` with these options
+    computes; empty for exact attention. ComfyUI's SageAttention is exact if the model asks for
+    that, and under masks that the package does not know.
     """
     if isinstance(attention, partial):  # a node's override of a function
         return _name(attention.func)

@@ -161,7 +161,7 @@ def aligned_bias(mask: torch.Tensor, q: torch.Tensor, keys: int) -> torch.Tensor
 
 
 def explicit(q, k, v, mask: torch.Tensor | None, scale: float | None) -> OutLse:
-    """Attend in fp32 where no fused kernel can. Holds all scores: (B, H, Q, K)."""
+    """Attend in fp32 if no fused kernel can. Holds all scores (B, H, Q, K)."""
     scores = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask.float()

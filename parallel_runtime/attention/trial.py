@@ -44,8 +44,8 @@ def fault_of(kernel: Kernel, device: torch.device, ask: Ask) -> str:
 
 
 def difference(kernel: Kernel, device: torch.device, ask: Ask, scale: float | None) -> str:
-    """Say how a kernel's result differs from that of ``explicit``; nothing where it does not.
-    Raises what the kernel raises.
+    """Say how a kernel's result differs from that of ``explicit``; empty if it does not. Raises the
+    errors of the kernel.
     """
     batch, heads, queries, keys = SIZES
     random = torch.Generator().manual_seed(ask.dim)

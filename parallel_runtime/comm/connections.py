@@ -1,5 +1,5 @@
-"""Try the connections between ranks when a pool starts: some corrupt what they carry, and neither a
-GPU nor a transport says so. Images would come out wrong, or black.
+"""Try the connections between ranks when a pool starts: some corrupt the data that they carry, and
+neither a GPU nor a transport says so. Images would come out wrong, or black.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pattern(source: int, target: int, device: torch.device) -> torch.Tensor:
 
 
 def compare(came: torch.Tensor, source: int, target: int, machines: Sequence[int]) -> None:
-    """Raises RuntimeError unless what came is what ``source`` sent."""
+    """Raises RuntimeError unless the numbers that came are the ones that ``source`` sent."""
     wrong = int((came != pattern(source, target, came.device)).sum())
     if wrong:
         ends = [machines[rank] if machines else 0 for rank in (source, target)]
@@ -64,8 +64,8 @@ def compare(came: torch.Tensor, source: int, target: int, machines: Sequence[int
 
 
 def remedy(backend: str, one: int, other: int) -> str:
-    """Return what to do where messages between these machines, of which 0 is ComfyUI's, arrive
-    changed.
+    """Return the next move for a user whose messages between these machines arrive changed. Machine
+    0 is ComfyUI's.
     """
     if one != other:
         interface = f"{backend.upper()}_SOCKET_IFNAME"

@@ -22,24 +22,24 @@ GIVE_WAY = 10
 
 
 def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the rank's equal run of ``cores``; one core, in turn, where there are more ranks than
-    cores.
+    """Return the rank's equal run of ``cores``. If there are more ranks than cores, each rank gets
+    one core in turn: of cores 0 and 1, rank 2 gets core 0.
     """
     each = len(cores) // ranks
     return tuple(cores[rank * each : (rank + 1) * each]) if each else (cores[rank % len(cores)],)
 
 
 def bus_of(gpu: Any) -> str:
-    """Return where the system lists a GPU, of the properties that torch has of it; empty where
-    torch does not tell.
+    """Return the address at which the system lists a GPU, such as ``0000:17:00.0``, from torch's
+    properties of the GPU; empty if torch does not tell.
     """
     parts = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def cores_near(bus: str, system: Path = Path("/sys")) -> tuple[int, ...]:
-    """Return the cores of the NUMA node that the device at ``bus`` is on. () where the system does
-    not tell, or this process does not have all cores: somebody has chosen them.
+    """Return the cores of the NUMA node of the device at ``bus``. Returns () if the system does not
+    tell, or if this process may not use all cores: then somebody has chosen them.
     """
     place = system / "bus/pci/devices" / bus
     try:
@@ -59,8 +59,8 @@ def cores_in(listed: str) -> list[int]:
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those it will start, on ``cores``. Linux only; ()
-    changes nothing.
+    """Keep all present and future threads of this process on ``cores``. Linux only; () changes
+    nothing.
     """
     for thread in threads() if cores else ():
         # It has ended, or this process may not use those cores any more: slower, not wrong
@@ -70,8 +70,8 @@ def keep_to(cores: Sequence[int]) -> None:
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Lower the priority of threads that are started inside: they do not interrupt the others of
-    this process, and mostly run while those wait. Linux only.
+    """Lower the priority of the threads that are started inside: they do not interrupt the other
+    threads of this process, and mostly run while the others wait. Linux only.
     """
     before = threads()
     yield

@@ -1,7 +1,8 @@
-"""Bring values to a device and back without waiting for what it has yet to compute.
+"""Bring values to a device and back without waiting for the computations that the device has still
+to do.
 
-Only copies from and to pinned memory return at once: one of ordinary memory may first wait for all
-that is enqueued. torch keeps pinned memory for the next copy of that size.
+Only copies from and to pinned memory return at once: a copy of ordinary memory may first wait for
+all enqueued work. torch keeps pinned memory for the next copy of that size.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a tensor on ``device``; itself where it is there already."""
+    """Return a copy of a tensor on ``device``; the tensor itself if it is there already."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,8 +1,8 @@
 """Exchange tensors of unequal sizes among all ranks of a group, agree on when to stop, and compare
-what is about to be computed.
+the sizes that the ranks are about to compute.
 
-Each rank's wish to stop travels behind its parts of an attention's message. So all ranks learn of
-it at the same attention, and leave at the same block.
+The cancel flag of each rank travels behind its parts of an attention's message. So all ranks learn
+of a cancel at the same attention, and leave at the same block.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Message(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the parts of a message lie. A rank's own part is among them: NCCL moves it in the
-    kernel that moves the others.
+    """The buffers of a message, with the places of its parts. A rank's own part is among them,
+    because NCCL moves it in the kernel that moves the others.
     """
 
     to: Parts
@@ -90,8 +90,9 @@ class Exchange(Mover):
         self.group = group
 
     def all_to_all(self, sent: Sequence[TensorRuns], into: TensorRuns, wish: float | None = None) -> Flag:
-        """Send each rank its part of all tensors ``sent``, one after another; have what comes from
-        each ``into`` its place. Return the largest ``wish`` of the group; 0 where none goes along.
+        """Send each rank its part of all tensors ``sent``, one after another, and receive the part
+        of each rank at its place of ``into``. Return the largest cancel flag ``wish`` of the group;
+        0 if no flag travels with this message.
         """
         message = Message(
             counts_of(sent),
@@ -114,8 +115,8 @@ class Exchange(Mover):
         return 0.0 if flag is None else flag
 
     def _pass(self, places: Places, wish: Flag) -> torch.Tensor | None:
-        """Move what lies in ``places``, with ``wish``; return the group's largest. None where none
-        goes along.
+        """Move the content of ``places``, with the cancel flag ``wish``. Return the group's largest
+        flag; None if no flag travels with this message.
         """
         for flags in places.to.flags:
             flags.fill_(wish)
@@ -158,7 +159,9 @@ class Exchange(Mover):
         return flags.view(self.size, -1).amax(0)
 
     def swap(self, sent: torch.Tensor) -> torch.Tensor:
-        """Send each rank its row of (ranks, n), uncounted; return what came."""
+        """Send each rank its row of ``sent`` (ranks, n), and return the received rows. The message
+        is not counted.
+        """
         came, counts = torch.zeros_like(sent), [sent.shape[1]] * self.size
         self._exchange(came.view(-1), sent.view(-1), counts, counts)
         return came
@@ -190,8 +193,8 @@ class Exchange(Mover):
 
 
 class Comparison:
-    """What was compared: of each part of a run once, by the ranks that compute it. Of these ranks
-    all know the same. ``part`` of the evaluation at hand.
+    """Compares the sizes of each part of a run once, among the ranks that compute the part. All
+    these ranks remember the same comparisons. ``part`` is the part of the present evaluation.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ STAGE_STEPS = 1 << 20  # of progress: more than a stage makes in one request
 
 
 class Paths(NamedTuple):
-    """The communicators of one sequence, and its ranks' shares of it."""
+    """The communicators of one sequence, and the shares of its ranks."""
 
     ulysses: Exchange
     ring: Ring
@@ -38,13 +38,14 @@ class Paths(NamedTuple):
 
 
 class SequenceComm:
-    """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along those
-    axes, ``world`` among all of them; ``weights`` once a model has its weights shared out.
-    ``shares`` of the tokens and heads. ``device``: where messages lie. ``traffic``: what the
-    messages of the evaluation at hand cost, those of ``world`` as ``gather``.
+    """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along these
+    two axes, ``world`` among all ranks of the sequence, ``weights`` once a model has its weights
+    sharded. ``shares`` divides tokens and heads among the ranks. Messages lie on ``device``.
+    ``traffic`` counts the cost of the present evaluation's messages; messages of ``world`` count as
+    ``gather``.
 
-    Neighbouring groups may share a longer sequence for an evaluation: ``use`` says how many do, of
-    the numbers that were given to ``join``; ``ALONE``: this rank by itself.
+    Neighbouring groups may share a longer sequence in an evaluation: ``use`` sets how many groups
+    do, one of the widths that were given to ``join``. With ``ALONE`` this rank computes by itself.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SequenceComm:
         self.use(1)
 
     def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange, shares: Shares = EVEN) -> None:
-        """Have these be used where ``width`` neighbouring groups share a sequence."""
+        """Set the communicators to use when ``width`` neighbouring groups share a sequence."""
         self._by_width[width] = Paths(ulysses, ring, world, shares)
         for mover in (ulysses, ring, world):
             mover.traffic = self.traffic
@@ -220,12 +221,12 @@ def open_weights(mesh: Mesh) -> None:
 def open_connections(
     layout: Layout, rank: int, sequence: SequenceComm, link: StageLink | None = None
 ) -> None:
-    """Send a first message in each group, outermost axis first, by the operation that it is for:
-    NCCL connects, and takes memory for, what the operation needs. Then from each stage to the next.
-    Every rank must call it.
+    """Send a first message in each group, outermost axis first, by the operation that the group
+    will use: NCCL connects at the first message, and allocates the memory for that operation. Then
+    send from each stage to the next. Every rank must call it.
 
-    Else the first evaluation would, and a failure there has no name. Raises RuntimeError that names
-    the group.
+    Without this the first evaluation would connect, and an error there names no group. Raises
+    RuntimeError that names the group.
     """
     token = torch.zeros(1, device=sequence.device)
     ring, ulysses = sequence.ring, sequence.ulysses
@@ -263,8 +264,8 @@ def used_in_sequence(layout: Layout) -> list[str]:
 
 
 def sequence_of(layout: Layout, rank: int, groups: Groups) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that share this rank's sequence; it is that of an axis
-    where the sequence has no other, and made where it has two. Every rank must call it.
+    """Return the process group of the ranks that share this rank's sequence. If the sequence has
+    one axis, it is that axis's group; if it has two, a new group is made. Every rank must call it.
     """
     used = used_in_sequence(layout)
     if len(used) < 2:
@@ -281,8 +282,8 @@ def link_groups(layout: Layout, rank: int) -> dict[tuple[int | None, int | None]
 
 
 def own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Return the process group of ``rank`` among ``members``: that of all ranks where they are all,
-    else as ``new_group`` makes it. Every rank must call it.
+    """Return the process group of ``rank`` among ``members``: torch's group of all ranks if the
+    first of ``members`` has all, else a new group. Every rank must call it.
     """
     if len(members[0]) > 1 and len(members[0]) == dist.get_world_size():
         return dist.group.WORLD

@@ -89,7 +89,7 @@ class Parts(NamedTuple):
             first += ranks
 
     def take(self, into: TensorRuns) -> None:
-        """Copy what came from each rank to its place ``into`` a tensor."""
+        """Copy the received part of each rank to its place of ``into``."""
         first = 0
         for run in into:
             if run.numel():
@@ -115,7 +115,7 @@ def unit_of(dtype: torch.dtype) -> int:
 
 
 def padded(counts: Sequence[int], is_flagged: bool, dtype: torch.dtype) -> list[int]:
-    """Return the elements that each rank's part takes, with its flag and what fills it up."""
+    """Return how many elements the part of each rank takes, with its flag and the padding."""
     unit = unit_of(dtype)
     return [-(-(count + is_flagged) // unit) * unit for count in counts]
 

@@ -69,9 +69,9 @@ def finish(gathering: dist.Work | None, device: torch.device) -> None:
 
 
 def readers_of(mesh: Mesh) -> Readers | None:
-    """Return the ranks that read weights together with this one: those on GPUs that have a
-    communicator and hold the same blocks. None where each reads for itself: on CPUs all ranks
-    compute on the file's own pages, and over gloo a message is slower than those.
+    """Return the ranks that read weights together with this one: ranks on GPUs that have a
+    communicator and hold the same blocks. None if each rank reads for itself: on CPUs all ranks
+    compute on the file's own pages, and a message over gloo is slower than reading these.
     """
     layout, sequence = mesh.layout, mesh.sequence
     if sequence.device.type != "cuda" or layout.world_size // layout.stages == 1:

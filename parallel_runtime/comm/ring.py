@@ -23,7 +23,7 @@ from .traffic import Flag, Mover
 
 @dataclass(frozen=True)
 class Block:
-    """One rank's keys and values, and where they come from."""
+    """The keys and values of one rank, and the rank's index in the ring."""
 
     source: int  # its index in the ring
     # (2, B, h, K, D), where messages lie; a view of a buffer that is used again, valid until the
@@ -41,7 +41,7 @@ class RingMessage(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """Where a block lies, and where the message does that brings it."""
+    """The places of one block and of the message that brings it."""
 
     source: int
     message: torch.Tensor
@@ -49,7 +49,7 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The hops of a walk, and where their wishes to stop lie among others that are this rank's."""
+    """The hops of a walk, and the places of their cancel flags among the flags of this rank."""
 
     hops: list[Hop]
     wishes: torch.Tensor
@@ -98,7 +98,9 @@ class Ring(Mover):
         return Walk(self, places, kv, flag)
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
-        """Send ``token`` (1,) as messages go; return what came."""
+        """Send ``token`` (1,) once around by the operation that messages use, and return the token
+        that came.
+        """
         came = torch.zeros_like(token)
         for work in self._pass_on(token, came):
             work.wait()
@@ -119,11 +121,10 @@ class Ring(Mover):
             self.traffic.waited_s[self.axis] += time.perf_counter() - began
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
-        """Start a send to the next rank and a receive from the previous one; return what to wait
-        for.
+        """Start a send to the next rank and a receive from the previous one; return the works to
+        wait for.
 
-        NCCL starts one kernel for both, by one call of torch: it passes over ranks to which, and
-        from which, nothing goes.
+        NCCL starts one kernel for both, by one call of torch: it skips ranks whose parts are empty.
         """
         if dist.get_backend(self._group) == "gloo":
             works = [

@@ -26,8 +26,8 @@ class RowExchange:
         return self._comm.size
 
     def place(self, own: int) -> tuple[int, int, int]:
-        """Return where this rank's rows begin and end, and all rows, of a picture of which it has
-        ``own``.
+        """Return the first row, the end and the count of all rows of a picture of which this rank
+        has ``own`` rows: 8, 16 and 20 for the second rank of three that have 8, 8 and 4.
         """
         sizes = self.of_all(own)
         start = sum(sizes[: self._comm.rank])
@@ -38,8 +38,8 @@ class RowExchange:
         return self.bands.scaled(self._comm.rank, own)
 
     def exchange(self, to: Sequence[torch.Tensor], come: Sequence[torch.Tensor]) -> None:
-        """Send each rank its part ``to`` it, and have what comes from each in its part of ``come``.
-        Raises Stopped on all ranks alike.
+        """Send each rank its part of ``to``, and receive the part of each rank in ``come``. Raises
+        Stopped on all ranks alike.
         """
         flag = self._comm.world.all_to_all(
             [[part.unsqueeze(0) for part in to]],

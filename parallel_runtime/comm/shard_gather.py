@@ -1,6 +1,7 @@
-"""Gather the bytes of which each rank of a sequence holds an equal part, beside what is computed.
+"""Gather bytes of which each rank of a sequence holds an equal part, while the ranks compute
+(all-gather prefetch).
 
-The messages have a group of their own: those of attention need not wait for them, and NCCL runs
+The messages have a group of their own: messages of attention need not wait for them, and NCCL runs
 each group on a stream of its own.
 """
 
@@ -30,7 +31,9 @@ class ShardGather(Mover):
         self._works: list[dist.Work] = []
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
-        """Gather ``token`` (1,) of each rank, as messages go; return what came."""
+        """Gather ``token`` (1,) of each rank by the operation that messages use, and return the
+        gathered tokens.
+        """
         came = token.new_zeros(self.size)
         self.start(token, came)
         self.wait()

@@ -1,5 +1,5 @@
-"""How much each rank takes where devices differ: tokens, heads and blocks in proportion to speed.
-Pure arithmetic, the same on every rank.
+"""Share out tokens, heads and blocks in proportion to speed if devices differ. Pure arithmetic, the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ EVEN = Shares()
 
 
 def relative(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return the speeds of devices in percent of the fastest; empty where they are about alike, or
-    one is not known.
+    """Return the speeds of devices in percent of the fastest: (100, 50) if the second is half as
+    fast. Empty if all are about alike, or if one is not known.
     """
     fastest, slowest = max(speeds, default=0.0), min(speeds, default=0.0)
     if slowest <= 0 or slowest >= ALIKE * fastest:
@@ -60,8 +60,8 @@ def shares_of(layout: Layout, rank: int, speeds: Sequence[int]) -> Shares:
 
 
 def stage_speeds(layout: Layout, speeds: Sequence[int]) -> tuple[float, ...]:
-    """Return the speed of each stage, that of its slowest rank at its tokens; empty where they are
-    alike. Groups, which cut a model alike, count by their mean.
+    """Return the speed of each stage: the least speed of its ranks, each divided by its share of
+    tokens. Empty if all stages are alike. All groups cut a model alike, so their mean counts.
     """
     of_groups = []
     for sequence in layout.sequences() if speeds else ():
@@ -76,14 +76,14 @@ def stage_speeds(layout: Layout, speeds: Sequence[int]) -> tuple[float, ...]:
 
 
 def group_speeds(speeds: Sequence[int], groups: int) -> tuple[int, ...]:
-    """Return what the ranks of each group can do together; empty where the groups are alike."""
+    """Return the summed speed of each group's ranks; empty if all groups are alike."""
     size = len(speeds) // groups
     found = tuple(sum(speeds[first : first + size]) for first in range(0, len(speeds), max(1, size)))
     return () if len({*found}) <= 1 else found
 
 
 def stages_of(layout: Layout, rank: int, speeds: Sequence[int]) -> list[Sequence[int]]:
-    """Return the speeds of the ranks of ``rank``'s group, those of each stage in a row."""
+    """Return the speeds of the ranks of ``rank``'s group, one list for each stage."""
     return [[speeds[one] for one in layout.sequence(first)] for first in layout.of_stages(rank)]
 
 

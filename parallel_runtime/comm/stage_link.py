@@ -128,9 +128,9 @@ class StageLink:
     def receive(
         self, number: int, count: int, dtype: torch.dtype, device: torch.device, *, is_announced: bool = False
     ) -> torch.Tensor | None:
-        """Return the next patch, (count,), where messages lie; as long as it is announced, and None
-        where it is announced that none comes. Raises RuntimeError if it belongs to another request;
-        on CUDA, if one of ``CHECKED_LATER`` before it did.
+        """Return the next patch (count,), where messages lie. If an announcement came before it,
+        the patch has the announced size; None if no patch comes. Raises RuntimeError if the patch
+        belongs to another request; on CUDA, if a patch up to ``CHECKED_LATER`` before it did.
         """
         with self.traffic.message(AXIS):
             if is_announced:

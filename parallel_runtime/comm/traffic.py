@@ -37,13 +37,13 @@ class Unlike(BaseException):
 
 
 class Traffic:
-    """Which messages there were since the evaluation, or its patch, began, and what they cost: sent
-    bytes, and seconds of waiting, by axis. Both are 0 for axes that nothing went along.
+    """Counts the messages since the evaluation, or its patch, began, and their cost by axis: sent
+    bytes and seconds of waiting. An axis without messages has 0.
 
-    ``at``: the number of messages that this rank took part in, and a crc of their axes in order.
-    Ranks that have the same are at the same place. None if one is unfinished. ``is_complete``:
-    whether no message is left, because the forward is over. ``posted``: receives on their way, of
-    this evaluation or of the next.
+    ``at`` is the number of messages that this rank took part in and a crc of their axes in order:
+    ranks with equal values are at the same place. It is None if a message is unfinished.
+    ``is_complete`` says that no message is left because the forward is over. ``posted`` counts
+    started receives, of this evaluation or of the next.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class Traffic:
 
 
 class Mover:
-    """What moves the messages of one ``axis`` among ``size`` ranks. ``traffic``: where they are
-    counted. ``via_cpu``: messages go through CPU memory, whatever the ranks compute on.
+    """Moves the messages of one ``axis`` among ``size`` ranks, and counts them in ``traffic``. With
+    ``via_cpu`` messages go through CPU memory, on whatever device the ranks compute.
 
-    All memory that a message takes is there before it begins: a rank that has none fails at a place
-    that others can be at too.
+    All memory of a message is allocated before it begins: a rank without memory fails at a place at
+    which other ranks can be too.
     """
 
     def __init__(self, axis: str, size: int, *, via_cpu: bool):
