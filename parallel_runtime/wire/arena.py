@@ -82,7 +82,7 @@ class Board:
         self._lines[rank + 1, 2:] = done, total
 
     def counted(self, rank: int) -> tuple[int, int]:
-        """Returns how much is done, and how much there is; 0 where that is not known."""
+        """Returns (done, total) of a rank's present work; total is 0 if it is not known."""
         return self.line(rank)[2:]
 
     def progress(self, rank: int) -> int:
@@ -171,8 +171,8 @@ class Arena(Allocator):
         return self.segment.nbytes
 
     def extend(self, nbytes: int) -> int:
-        """Reserves as much again as there is, but no more than ``STEP`` beside what is needed.
-        Raises SharedMemoryFull.
+        """Reserves ``nbytes`` more. It reserves ahead of need, too: as many bytes as there are, at
+        most ``STEP``, unless memory is short. Raises SharedMemoryFull.
         """
         needed, wanted = self.end + whole_pages(nbytes), self.end + min(self.end, STEP)
         try:
@@ -182,8 +182,8 @@ class Arena(Allocator):
         return self.segment.nbytes
 
     def shrink(self) -> None:
-        """Gives back what lies behind ``bound``, unless something there is in use. Every rank must
-        have cut it off.
+        """Gives the memory behind ``bound`` back to the system, unless some of it is in use. Every
+        rank must have cut it off before.
         """
         if self.cut():
             self.segment.shrink(self.bound)
@@ -222,7 +222,9 @@ def whole_pages(nbytes: int) -> int:
 
 
 def identity(tensor: torch.Tensor) -> tuple:
-    """Returns what tells tensors apart that are all alive: where they lie, and how."""
+    """Returns a key by which tensors that are alive at the same time differ: address, shape,
+    strides, dtype and device.
+    """
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -252,7 +254,7 @@ class Frame:
         return ref
 
     def settle(self) -> None:
-        """Waits until GPUs have written what was put: once for all of it."""
+        """Waits until GPUs have written all tensors of this frame: one wait for all of them."""
         while self._on_their_way:
             torch.cuda.current_stream(self._on_their_way.pop()).synchronize()
 

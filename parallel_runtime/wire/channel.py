@@ -1,5 +1,5 @@
-"""Length-framed, schema-checked messages over an inherited socket pair; descriptors ride along
-(SCM_RIGHTS): those of a message's own fields first, then others.
+"""Length-framed, schema-checked messages over an inherited socket pair. Descriptors travel with a
+message (SCM_RIGHTS): first the descriptors of the message's own fields, then the others.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Sets a rank up: its first message. Carries the descriptors of the arena and of the rendezvous
     store, in this order.
 
-    ``device``: a GPU as the starting process calls it; every rank there sees the same GPUs.
-    ``cores``: where a CPU rank computes; empty for a rank on a GPU. ``machines``: a number for
-    each rank's machine, 0 for ComfyUI's own; empty where that is the only one. Where there are
-    several, ``meeting`` stands for the store. ``sharers``: the ranks of its stage on its device.
-    ``speeds`` of all ranks' devices, in percent of the fastest; empty where they are alike.
-    ``times_itself``: the rank is to say how fast its device is.
+    ``device`` is a GPU by the starting process's numbering; every rank there sees the same GPUs.
+    ``cores`` are the cores of a CPU rank; empty for a rank on a GPU. ``machines`` has a number for
+    each rank's machine, 0 for ComfyUI's own; it is empty if there is only one machine. With several
+    machines ``meeting`` takes the place of the store. ``sharers`` counts the ranks of its stage on
+    its device. ``speeds`` has the speed of each rank's device in percent of the fastest; empty if
+    all are alike. With ``times_itself`` the rank reports how fast its device is.
     """
 
     rank: int
@@ -75,8 +75,9 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ReadWeights(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Read this rank's part of a model's weights, and gather the rest from those that hold the
-    same: every rank has built it. ``title``: as ``Load`` has it.
+    """Read this rank's part of a model's weights, and gather the rest from the other ranks that
+    hold the same weights. Every rank has built the model before. ``title`` names the model to
+    users, as in ``Load``.
     """
 
     request: int
@@ -101,7 +102,7 @@ class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class DropSets(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Free the sets of patched weights that are kept beside those in place, of all models."""
+    """Free the sets of patched weights that ranks keep beside the sets in place, for all models."""
 
     request: int
 
@@ -127,10 +128,11 @@ class EndRun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Compute one evaluation, or a ``part`` of it where the ranks are a pipeline. The rank that
-    has the output writes it into ``out`` if it fits, else into memory of its own. ``width``: how
-    many neighbouring groups compute this evaluation as one longer sequence; ``layout.ALONE``: a
-    single rank computes it. ``in_fp32``: compute it in fp32, whatever numbers the weights are in.
+    """Compute one evaluation, or a ``part`` of it if the ranks are a pipeline. The rank that has
+    the output writes it into ``out`` if it fits, else into memory of its own. ``width`` is how many
+    neighbouring groups compute this evaluation as one longer sequence; with ``layout.ALONE`` a
+    single rank computes it. With ``in_fp32`` it is computed in fp32, even if the weights are in
+    bf16.
     """
 
     request: int
@@ -152,10 +154,10 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a rank's device; ``model``: those of the weights of its resident models;
-    ``conditioning``: of the run's that it keeps; ``kept``: of messages' memory, and what its
-    methods keep of evaluations. ``sets``: those of sets of patched weights that may come back,
-    beside ``sets_in_main`` in main memory.
+    """Bytes of a rank's device. ``model`` counts the weights of its resident models,
+    ``conditioning`` the run's conditioning that it keeps, ``kept`` the buffers of messages and the
+    tensors that its methods keep between evaluations. ``sets`` counts sets of patched weights that
+    may come back, on the device; ``sets_in_main`` counts the same in main memory.
     """
 
     free: int
@@ -305,7 +307,7 @@ class CountLike(msgspec.Struct, frozen=True, tag=True):
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the count of one evaluation of what ``planner.meta_model`` describes."""
+    """Asks for the count of one evaluation of a model that ``planner.meta_model`` describes."""
 
     described: bytes
 
@@ -323,13 +325,13 @@ class Uncounted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Try(msgspec.Struct, frozen=True, tag=True):
-    """Asks whether ranks compute what stock does with a class, ``module:Class``."""
+    """Asks whether ranks compute the same as stock with a class, ``module:Class``."""
 
     kind: str
 
 
 class TrialStep(msgspec.Struct, frozen=True, tag=True):
-    """Tells what is compared next, and how many samples of how many have been."""
+    """Tells which sample is compared next; ``done`` of ``total`` samples have been compared."""
 
     text: str
     done: int

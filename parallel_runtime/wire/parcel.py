@@ -11,8 +11,8 @@ from .tree import encode_tree
 
 
 class Parcel:
-    """A tree whose tensors lie one after another in a segment of their own: for what is sent once,
-    not per evaluation.
+    """A tree whose tensors lie one after another in a segment of their own, for content that is
+    sent once and not at each evaluation.
     """
 
     def __init__(self, tree: Any):

@@ -83,7 +83,7 @@ class Segment:
 
     @property
     def registered_bytes(self) -> int:
-        """Returns how much of it this process holds pinned for GPUs."""
+        """Returns how many bytes of the segment this process holds pinned for GPUs."""
         return sum(end - start for start, end in self._registered)
 
     def pin(self, device: torch.device) -> None:
@@ -119,8 +119,8 @@ class Segment:
         )
 
     def _unregister(self, end: int) -> None:
-        """Has GPUs let go of what lies behind ``end``. They go on reaching what lies before it, and
-        do so again if only what was behind could not be registered.
+        """Unpins the memory behind ``end``. GPUs still reach the memory before it. If only the part
+        behind could not be pinned before, all that is left counts as pinned again.
         """
         if gone := [one for one in self._registered if one[1] > end]:
             self._registered = [one for one in self._registered if one[1] <= end]
@@ -157,7 +157,7 @@ class Segment:
             self.follow(nbytes)
 
     def follow(self, nbytes: int) -> None:
-        """Takes what another process has extended the segment by. Only that is registered."""
+        """Maps the bytes by which another process has extended the segment, and pins only these."""
         if nbytes > self.nbytes:
             require_addresses(nbytes, len(self._mapping))
             if nbytes > (there := os.fstat(self.fd).st_size):
@@ -167,7 +167,7 @@ class Segment:
                 self._register(before, nbytes)
 
     def cut(self, nbytes: int) -> None:
-        """Lets go of what lies behind ``nbytes``: its owner is to shrink the segment."""
+        """Unpins the memory behind ``nbytes``: its owner is about to shrink the segment."""
         if nbytes < self.nbytes:
             self._unregister(nbytes)
             self.nbytes = nbytes
@@ -196,9 +196,9 @@ class Segment:
         return ref
 
     def fill(self, pieces: Sequence[tuple[int, int]], fd: int) -> None:
-        """Fills places of the segment (offset, bytes) with what a file holds, one after another.
-        Raises SharedMemoryFull where it holds less: there was no room for it. Raises ValueError for
-        a place behind the end.
+        """Fills ``pieces`` (offset, bytes) of the segment from a file, one after another. Raises
+        SharedMemoryFull if the file is shorter, because then its writer found no room. Raises
+        ValueError for a piece behind the end.
         """
         at = 0
         for offset, nbytes in pieces:
@@ -244,8 +244,9 @@ def require_addresses(nbytes: int, there: int) -> None:
 
 
 def spare_addresses() -> float:
-    """Returns how many bytes of addresses a segment may take that it has no memory for: a quarter
-    of what the limit leaves, because checkpoints are mapped too.
+    """Returns how many bytes of addresses a segment may map without having the memory: a quarter of
+    the free part of the limit (ulimit -v), because checkpoints are mapped too. Infinite without a
+    limit.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:

@@ -1,8 +1,8 @@
 """A channel to another machine over TCP: both ends prove a secret and say their version before the
-first message; what descriptors hold is sent along.
+first message. The content of descriptors is sent along.
 
-The secret keeps those who only reach the port from starting or steering ranks. What follows is
-neither encrypted nor authenticated, as torch.distributed's own traffic is not.
+The secret keeps strangers who reach the port from starting or steering ranks. Later traffic is
+neither encrypted nor authenticated; torch.distributed's own traffic is not either.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def seconds_left(until: float) -> float:
 
 
 def notice_loss(sock: socket.socket, lost_s: float) -> None:
-    """Has the kernel ask a silent peer once a second, and give the connection up after ``lost_s``
-    without a sign of it.
+    """Has the kernel ask a silent peer once a second, and close the connection after ``lost_s``
+    seconds without an answer.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -173,9 +173,9 @@ class Link(Channel):
         before_piece: Callable[[], None] = lambda: None,
         ranges: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Sends the message and what its descriptors hold, in pieces; ``ranges`` of files
-        (descriptor, offset, bytes) go behind as one more. If ``before_piece`` raises, the message
-        is cut off: then the link can only be closed.
+        """Sends the message and the content of its descriptors, in pieces. ``ranges`` of files
+        (descriptor, offset, bytes) follow as one more parcel. If ``before_piece`` raises, the
+        message is cut off: then the link can only be closed.
         """
         own: list[int] = []
         body = msgspec.msgpack.encode(message, enc_hook=partial(noted, own))
@@ -197,8 +197,9 @@ class Link(Channel):
         self._heard = time.monotonic()
 
     def check(self) -> None:
-        """Raises ChannelClosed where a peer that is to speak says nothing for as long as makes it
-        lost, although it has all that was sent: its kernel answers for a process that is stopped.
+        """Raises ChannelClosed if a peer that should speak has been silent for too long although it
+        got all data. The kernel of a peer goes on answering for a process that is stopped, so the
+        kernel alone does not notice.
         """
         # Our kernel tells of a lost connection first: it counts from the last that the other kernel
         # sent, at most a beat after the last message, and looks once a second; the third is spare

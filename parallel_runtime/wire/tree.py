@@ -24,7 +24,7 @@ _ref_decoder = msgspec.msgpack.Decoder(TensorRef)
 
 
 class NotPlain(TypeError):
-    """A value that cannot cross; ``path`` says where it stood."""
+    """Names a value that cannot cross; ``path`` is its place in the tree."""
 
     def __init__(self, path: str, value: Any):
         super().__init__(f"{path or 'value'} is a {type(value).__module__}.{type(value).__qualname__}")
@@ -49,7 +49,9 @@ def is_plain(tree: Any) -> bool:
 
 
 def why_not_plain(tree: Any, path: str = "") -> NotPlain | None:
-    """What in the tree cannot cross, and where it stands below ``path``; None where all can."""
+    """Returns the first value of the tree that cannot cross, with its place below ``path``; None if
+    all can.
+    """
     try:
         _flatten(tree, path, lambda _path, _tensor: TensorRef(0, (), "uint8"))
     except NotPlain as error:

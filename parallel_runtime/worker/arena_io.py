@@ -54,7 +54,9 @@ class KeptConditioning:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Names what is got inside; drops what is not, down to the limit, also where it fails."""
+        """Notes which conditioning is read inside. Then drops conditioning that was not read, down
+        to the limit, even if the evaluation failed.
+        """
         self._named.clear()
         try:
             yield
@@ -116,8 +118,8 @@ class ArenaIO:
         return view.clone() if moved is view else moved
 
     def settle(self) -> None:
-        """Waits until the device has copied what an evaluation that failed was to read: the UI
-        takes the memory back. A device that fails copies nothing any more.
+        """Waits until the device has copied the arguments of a failed evaluation, because the UI
+        takes their memory back. A device that fails copies nothing any more.
         """
         with contextlib.suppress(RuntimeError):
             if self._read is not None:

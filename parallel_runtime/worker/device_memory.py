@@ -1,4 +1,4 @@
-"""Measure the memory of a rank's device, reserve it for a run, and give back what is unused."""
+"""Measure the memory of a rank's device, reserve memory for a run, and give unused memory back."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class DeviceMemory:
         return self._last
 
     def is_dead(self, error: Exception) -> bool:
-        """Whether the device or a transport of it answers nothing any more, as after an error of a
-        kernel: all that is asked of it later fails too.
+        """Returns whether the device, or its transport, no longer answers, as after an error of a
+        kernel: all later calls fail too.
         """
         names = not is_out_of_memory(error) and OF_A_DEVICE.search(str(error))
         if isinstance(error, RuntimeError) and names:
@@ -80,13 +80,13 @@ class DeviceMemory:
         return Memory(*system_memory(), *held)
 
     def free_on(self, device: torch.device, ranks: int) -> int:
-        """Returns this rank's share of what is free on its own device, or in main memory, which it
-        shares with all ``ranks`` at most.
+        """Returns this rank's share of the free bytes on its own device, or of the free main
+        memory, which at most all ``ranks`` share.
         """
         return self.now().free // self._sharers if device == self._device else system_memory()[0] // ranks
 
     def reserve(self, nbytes: int) -> None:
-        """Checks that this rank's share of what is free is so much. Raises NoRoom."""
+        """Checks that this rank's share of the free memory has so many bytes. Raises NoRoom."""
         free = self.now().free // self._sharers
         if nbytes > free:
             raise NoRoom(
@@ -99,8 +99,9 @@ class DeviceMemory:
         return self.now().free // self._sharers // LITTLE
 
     def end_run(self, *, keeps_freed: bool, needed: bool) -> None:
-        """Returns what torch caches of a run to the GPU, where others there need it, or it has not
-        much else. Elsewhere the next run has it at once. ``keeps_freed``: so does the system's.
+        """Returns the memory that torch caches to the GPU if it is ``needed`` by others there, if
+        several ranks share the GPU, or if the GPU is nearly full. Else it stays for the next run.
+        Without ``keeps_freed``, freed main memory goes back to the system too.
         """
         if not keeps_freed:
             give_back_freed()

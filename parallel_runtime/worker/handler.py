@@ -48,8 +48,8 @@ MOST_FAILED = 16  # attempts: requests of older ones are answered
 
 
 class Skipped(Exception):
-    """The evaluation belongs to an attempt in which this rank has failed: it takes part in no more
-    messages of that, which the others could take for those that they wait for.
+    """The evaluation belongs to an attempt in which this rank has failed. The rank joins no more
+    messages of that attempt: the other ranks could take them for the messages that they wait for.
     """
 
 
@@ -165,7 +165,9 @@ class RequestHandler:
         self._memory.give_back()  # whole layers that were loaded or patched for the sake of a part
 
     def _read_weights(self, request: ReadWeights, rank: CountingRank) -> None:
-        """Where any rank fails, none keeps a model that has not all of its weights."""
+        """Reads the weights. If any rank fails, no rank keeps the model, because it lacks some
+        weights.
+        """
         try:
             weights = self._transformer(request.model).weights
             weights.read(counted(rank, weights.unread_bytes))
@@ -214,9 +216,9 @@ class RequestHandler:
         self._memory.conditioning_bytes = 0
 
     def _end_run(self, request: EndRun) -> Done:
-        """Frees what the method kept for the run, and conditioning. On CPUs, freed memory is kept
-        for the next run, but for a pipeline's keys and values: they are gigabytes. Nodes' code runs
-        behind the cut: if it fails, the arena's owner shrinks it all the same.
+        """Frees the memory that the method kept for the run, and its conditioning. On CPUs, freed
+        memory is kept for the next run, except a pipeline's keys and values, which are gigabytes.
+        Code of nodes runs after the cut: if it fails, the arena's owner still shrinks the arena.
         """
         self._forget_conditioning()
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
@@ -299,7 +301,9 @@ class RequestHandler:
 
 
 def kept_bytes(models: Iterable[ResidentModel | ResidentVAE], mesh: Mesh) -> int:
-    """Returns the bytes of messages' memory, and of what methods keep for later evaluations."""
+    """Returns the bytes of the messages' buffers, and of tensors that methods keep for later
+    evaluations.
+    """
     buffers = sum(buffer.nbytes for buffer in mesh.sequence.buffers)
     return buffers + sum(model.method.facts.kept_bytes() for model in models)
 

@@ -25,7 +25,7 @@ class ObjectPatches:
         self._take_away: list[Callable[[], Any]] = []  # in the order in which they were put
 
     def put(self, objects: dict[str, Any], is_weight: Callable[[str], bool]) -> None:
-        """Put ``objects`` in the place of those there are."""
+        """Replace the present object patches by ``objects``."""
         while self._take_away:
             self._take_away.pop()()
         self.in_block, others = PatchesHere(), dict(objects)

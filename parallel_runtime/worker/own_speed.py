@@ -1,4 +1,4 @@
-"""Time what a rank's GPU can do, so that unlike ones can share by it."""
+"""Time the matrix products of a rank's GPU, so that unlike GPUs can share work by their speeds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ class PatchedSets:
     def __init__(
         self, weights: WeightPlacement, device: torch.device, free_bytes: Callable[[torch.device], int]
     ):
-        """``free_bytes`` tells what is free for this rank on its device, or in main memory."""
+        """``free_bytes`` returns how many bytes are free for this rank, on its device or in main
+        memory.
+        """
         self._weights = weights
         self._device = device
         self._free_bytes = free_bytes
@@ -87,7 +89,9 @@ class PatchedSets:
             self._loaded = self._loaded._replace(nbytes=self._loaded.nbytes + nbytes)
 
     def _has_room(self, nbytes: int, device: torch.device) -> bool:
-        """Drops what was used longest ago in main memory if that makes room there."""
+        """Returns whether ``nbytes`` more fit. To make room in main memory, it drops the sets there
+        that were used longest ago.
+        """
         on_device = device == self._device
         held = self.nbytes(on_device)
         limit = int(SHARE_OF_SETS * (self._free_bytes(device) + held))
@@ -118,7 +122,7 @@ class PatchedSets:
         self._used.clear()
 
     def leave_gpu(self) -> None:
-        """Drops what is kept on a GPU, which others need."""
+        """Drops the sets that are kept on a GPU, because another process needs the memory."""
         self._kept = {name: one for name, one in self._kept.items() if one.device == CPU}
         self._loaded = PatchedSet(self._device, 0, {})
 

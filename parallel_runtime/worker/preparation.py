@@ -56,9 +56,8 @@ def make_comfyui_importable(comfyui: str, args: dict[str, Any]) -> None:
 
 
 def share_of_pinned(most: float, ranks: int) -> float:
-    """Returns how much each of so many ranks may pin, of ``most`` that ComfyUI pins in a process of
-    its own: together half of it, so that the file's pages, and ComfyUI, have the rest. -1, which
-    means none, stays.
+    """Returns how many bytes each of ``ranks`` may pin if ComfyUI would pin ``most``: together half
+    as much, so that the file's pages and ComfyUI keep the rest. -1, which means none, stays.
     """
     return most / (2 * ranks) if most > 0 else most
 

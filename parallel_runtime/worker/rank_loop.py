@@ -71,8 +71,8 @@ class RankLoop:
         return self._request is not None and self._request.request <= self._board.cancelled_request
 
     def tick(self) -> None:
-        """Counts progress, by which hangs are judged, and sends what the device has computed while
-        this process enqueues more.
+        """Counts progress, by which hangs are recognised, and sends the answers that the device has
+        computed while this process enqueues more.
         """
         self._board.tick(self._rank)
         is_ours = threading.current_thread() is threading.main_thread()  # others tick while torch compiles
@@ -192,7 +192,7 @@ class RankLoop:
     def _answered(
         self, request: Request, compute: Callable[[], Done | Enqueued], stand: Callable[[], Stand]
     ) -> Done | Failed | Enqueued:
-        """Returns what ``compute`` returns. Every error becomes an answer: the UI decides whether
+        """Returns the answer of ``compute``. Every error becomes an answer: the UI decides whether
         the pool can go on.
         """
         try:

@@ -100,8 +100,8 @@ class ResidentModel:
         readers: Readers | None,
         on_progress: Callable[[int], None],
     ) -> WeightPlacement:
-        """Bring the weights to where the request wants them. If they are sharded, every rank of a
-        sequence must call this, and ``gather`` joins them.
+        """Place the weights in the way that the request wants. If they are sharded, every rank of a
+        sequence must call this, and ``gather`` joins the shards.
         """
         model, device = self.patcher.model.diffusion_model, self.device
         if load.weights == "offloaded":
@@ -197,9 +197,9 @@ class ResidentModel:
             self._tell(part.run)
 
     def _tell(self, run: int | None) -> None:
-        """Tell the model which run is on, as ComfyUI's patchers do: it may keep what evaluations of
-        the run have in common. Not where weights come in turns: all ranks must compute the same
-        layers then, and those with less room would keep nothing.
+        """Tell the model the present run, as ComfyUI's patchers do: it may keep tensors that
+        evaluations of the run share. It is not told if weights are gathered block by block: all
+        ranks must compute the same layers then, and ranks with less memory would keep nothing.
         """
         keeps = run is not None and self.weights.turns is None
         self.patcher.model.current_patcher = self.patcher if keeps else None
@@ -225,8 +225,8 @@ class ResidentModel:
             return output
 
     def _uncompiled(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Leave ``torch.compile`` out where weights are shared out: what is gathered before each
-        layer ends a graph, and of so many the compiler gives up most.
+        """Leave ``torch.compile`` out if weights are sharded: the gather before each layer ends a
+        graph, and the compiler gives up most of so many graphs.
         """
         options = arguments.get("transformer_options", {})
         if COMPILE not in options:

@@ -1,7 +1,7 @@
-"""Count as progress what a GPU computes while this process only waits for it.
+"""Count as progress the work of a GPU while this process only waits for it.
 
-A rank enqueues a whole evaluation in milliseconds, and the GPU may compute it for minutes: a rank
-that is judged by what it enqueues looks like one that hangs.
+A rank enqueues a whole evaluation in milliseconds, and the GPU may compute it for minutes: judged
+by its enqueueing alone, such a rank looks like one that hangs.
 """
 
 from __future__ import annotations
