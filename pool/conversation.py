@@ -59,8 +59,8 @@ class StallClock:
 
 
 class Conversation:
-    """What a ``WorkerPool`` does under its lock; its docstrings say what callers get. Raises
-    ``Lost`` where the pool cannot go on.
+    """The work of a ``WorkerPool`` under its lock; the pool's docstrings say what callers get.
+    Raises ``Lost`` if the pool cannot go on.
     """
 
     def __init__(self, ranks: Ranks, board: Board, facts: Facts, stall_s: float, progress: Progress):
@@ -151,11 +151,12 @@ class Conversation:
         leave: bool,
         until: float = math.inf,
     ) -> bool:
-        """Takes answers until all ``wanted`` are there, and those that failures leave in doubt.
+        """Takes answers until all ``wanted`` requests have them, and all requests whose outcome a
+        failure leaves in doubt.
 
-        ``leave``: a cancel is passed on to the ranks, which then have ``CANCEL_WAIT_S``; ``settle``
-        waits for those that need longer. Returns whether it was cancelled. Raises Lost where ranks
-        hang, but not while it waits for a limited time.
+        With ``leave`` a cancel is passed on to the ranks, which then have ``CANCEL_WAIT_S``;
+        ``settle`` waits for ranks that need longer. Returns whether it was cancelled. Raises Lost
+        if ranks hang, but not during a wait with a limit.
         """
         cancelled = False
         doubtful: list[SentRequest] = []
@@ -228,9 +229,9 @@ class Conversation:
             raise Lost(sentence_of_stall(where, phase, stall_s), rank)
 
     def _pass_judgement(self, *, forgiven: bool = False) -> None:
-        """Raises the error of what failed in flight, a loss of the pool first. Then what was
-        connected with it is over. What ranks will still answer by themselves is left to whoever
-        collects or settles it.
+        """Raises the error of a failure in flight; a loss of the pool comes first. The failed
+        request, and the requests connected with it, are over then. Answers that ranks will still
+        give by themselves are left to ``collect`` or ``settle``.
         """
         if not any(one.has_failed for one in self.in_flight.values()):
             return

@@ -76,8 +76,9 @@ class Counter:
 
 
 class CountingWork:
-    """What is to be counted, and the process that ``start`` makes while there is something. The
-    thread holds this and not the Counter, which may be forgotten while it waits.
+    """The queue of models to count, and the process that counts. ``start`` makes the process while
+    the queue has entries. The thread holds this object and not the Counter, which may be dropped
+    while the thread waits.
     """
 
     def __init__(self, start: Callable[[], CountingProcess], limit_s: float, idle_s: float):
@@ -89,7 +90,7 @@ class CountingWork:
         self._is_over = False
 
     def serve(self) -> None:
-        """Counts until ``end``; what is left then is lost."""
+        """Counts until ``end``; entries that are left then are lost."""
         while True:
             try:
                 one = self.asked.get(timeout=self._idle_s if self.process else None)
@@ -138,7 +139,7 @@ class CountingWork:
             raise
 
     def _end_process(self) -> str:
-        """Ends the process; returns how it had ended, where it had."""
+        """Ends the process. Returns how it had ended by itself, if it had."""
         process, self.process = self.process, None
         return process.end() if process is not None else ""
 
@@ -150,7 +151,9 @@ class CountingProcess(SideProcess):
         super().__init__(setup, device, argv, FromCounter, {**setup.comfy_args, "cpu": True})
 
     def ask(self, described: bytes, until: float) -> Whole:
-        """Raises NotCounted, ChannelClosed where it has ended, TimeoutError."""
+        """Returns the count. Raises NotCounted; ChannelClosed if the process has ended;
+        TimeoutError.
+        """
         self.channel.send(Count(described=described))
         message = self.receive(until)
         if isinstance(message, Counted):

@@ -57,14 +57,14 @@ class Net:
 def rank_environment(
     device: Device, backend: str, environ: dict[str, str], interface: str = ""
 ) -> dict[str, str]:
-    """Returns a rank's environment: that of the starting process, less what breaks a rank
-    (ComfyUI's choice of an allocator, other launchers' ranks, hidden GPUs), and what a GPU's takes
-    where the user has set nothing else. ``interface``: the one that leads to other machines;
-    without one, what ranks open to each other is for this machine alone.
+    """Returns a rank's environment: the starting process's variables without the ones that break a
+    rank (ComfyUI's allocator, other launchers' ranks, hidden GPUs), plus the variables that a GPU
+    needs and that the user has not set. ``interface`` is the network interface to other machines;
+    without it, ports of the ranks are open to this machine alone.
 
-    A CPU rank keeps freed memory (glibc), because fresh pages would cost it a quarter of a forward:
-    at most 1 GiB. It goes back to the system when a model is released, and when a run of a pipeline
-    ends.
+    A CPU rank keeps up to 1 GiB of freed memory (glibc), because fresh pages would cost it a
+    quarter of a forward. The memory goes back to the system when a model is released, and when a
+    run of a pipeline ends.
     """
     scrubbed = {*ALLOCATORS, *LAUNCHER_VARIABLES, SECRET_VARIABLE, CUDA_VARIABLE, HIP_VARIABLE}
     env = {

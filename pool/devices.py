@@ -72,8 +72,8 @@ class Placement:
 
     @property
     def times_devices(self) -> bool:
-        """Returns whether ranks are to say how fast their devices are: those differ, and each rank
-        has one to itself.
+        """Returns whether ranks report how fast their devices are: they do if the devices differ
+        and each rank has a device to itself.
         """
         titles = {device.title for device in self.devices}
         return len(titles) > 1 and all(titles) and len({*self.devices}) == len(self.devices)
@@ -84,8 +84,8 @@ class Placement:
 
     @property
     def machines(self) -> tuple[int, ...]:
-        """A number for each rank's machine, 0 for ComfyUI's own; empty where that is the only
-        one.
+        """A number for each rank's machine, 0 for ComfyUI's own: (0, 0, 1, 1) for two ranks on each
+        of two machines. Empty if all ranks are on ComfyUI's machine.
         """
         names = ("", *self.other_machines)
         return tuple(names.index(device.machine) for device in self.devices) if len(names) > 1 else ()
@@ -101,16 +101,16 @@ class Placement:
         return tuple(rank for rank, one in enumerate(self.devices) if one.name == device)
 
     def cores(self, rank: int) -> tuple[int, ...]:
-        """The rank's share of the cores of this process, which is on its machine; empty where it
-        computes on a GPU.
+        """The rank's share of the cores of this process, which is on the rank's machine; empty if
+        it computes on a GPU.
         """
         here = self.ranks_on(self.devices[rank].machine)
         return () if self.devices[rank].is_gpu else share_of_cores(own_cores(), here.index(rank), len(here))
 
     @property
     def exceeds_cores(self) -> int:
-        """Returns how many cores this process has, where there are more ranks on the CPU of its
-        machine than that; else 0.
+        """Returns how many cores this process has if its machine has more CPU ranks than cores;
+        else 0.
         """
         ranks = [rank for rank in self.ranks_on("") if not self.devices[rank].is_gpu]
         return len(own_cores()) if len(ranks) > len(own_cores()) else 0
@@ -126,8 +126,8 @@ class Placement:
 
 
 def no_ranks_on(own: str) -> str:
-    """Returns why a pool computes on no device of the kind of ``own``, where ComfyUI computes;
-    empty where it does.
+    """Returns why a pool cannot compute on devices such as ``own``, ComfyUI's device; empty if it
+    can.
     """
     if own.partition(":")[0] in KINDS:
         return ""
@@ -164,9 +164,10 @@ def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...], o
 
 
 def cost_of_order(placement: Placement) -> str:
-    """Says which axis sends over the network more than it must, in the order in which devices are
-    listed; empty where none does. Ranks are numbered along inner axes first, so devices of one
-    machine belong together; those of the machine with most come first, to divide evenly.
+    """Says which axis sends more over the network than it must, because of the order in which
+    devices are listed; empty if no axis does. Ranks are numbered along inner axes first, so devices
+    of one machine should stand together, and the machine with most devices first, so that groups
+    divide evenly.
     """
     layout, several = placement.layout, Counter(device.machine for device in placement.devices)
     order = {machine: place for place, (machine, _) in enumerate(several.most_common())}
@@ -200,8 +201,9 @@ def on_devices(layout: Layout, devices: tuple[Device, ...], backend: str = "auto
 
 
 def speeds_of(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Returns the speeds of devices as a placement has them: as measured where all were, else by
-    the published figures of their titles. Ranks on one device share its speed.
+    """Returns the speeds of devices in percent of the fastest: the measured speeds if all were
+    measured, else the published figures of their titles. Ranks on one device share its speed. Empty
+    if all are alike.
     """
     if len({device.title for device in devices}) == 1:
         return ()
@@ -242,7 +244,7 @@ def names_of(layout: Layout, wanted: str, gpus: tuple[Device, ...], own: str) ->
 
 
 def choose_backend(layout: Layout, wanted: str, devices: tuple[Device, ...]) -> Backend:
-    """``wanted``, or for ``auto`` nccl where every rank has its own GPU and gloo elsewhere. Raises
+    """Returns ``wanted``. For ``auto`` it is nccl if every rank has its own GPU, else gloo. Raises
     LayoutError.
     """
     on_gpus, size, distinct = devices[0].is_gpu, len(devices), len(set(devices))
@@ -301,13 +303,15 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
 
 
 def hidden_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """Returns how many GPUs NVIDIA's driver has, where a variable shows processes one of several;
-    else 0.
+    """Returns how many GPUs NVIDIA's driver has if there are several and a variable hides some from
+    this process; else 0.
     """
     there = len(list(driver.iterdir())) if driver.is_dir() else 0
     return there if there > 1 and environ.get(CUDA_VARIABLE) else 0
 
 
 def cuda_address(title: str, uuid: object) -> str:
-    """What CUDA_VISIBLE_DEVICES calls a GPU, or an instance of one that is divided (MIG)."""
+    """Returns the name of a GPU, or of an instance of a divided GPU (MIG), in
+    CUDA_VISIBLE_DEVICES.
+    """
     return f"{'MIG' if is_mig(title) else 'GPU'}-{uuid}"

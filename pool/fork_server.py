@@ -148,9 +148,10 @@ def keep(
 
 
 class ServerProcess:
-    """A process that ranks are forked from, and those of its ranks that have not ended.
+    """A process that ranks are forked from, and its ranks that have not ended.
 
-    ``env``: the environment that it was started with. ``expected`` is set before it is ended.
+    ``env`` is the environment that it was started with. ``expected`` is set before it is ended on
+    purpose.
     """
 
     def __init__(
@@ -212,8 +213,8 @@ class ServerProcess:
         return forked
 
     def end_if_it_does_not_answer(self, owing_since: float) -> None:
-        """Kills it where it is stopped, or owes a word about a rank for ``ANSWER_S`` although it
-        has imported. Its ranks end with it, and their reports with them: nobody waits any longer.
+        """Kills the process if it is stopped, or if it has imported and still owes a word about a
+        rank for ``ANSWER_S``. Its ranks and their reports end with it, so nobody waits any longer.
         """
         late = self.has_forked and time.monotonic() - owing_since > ANSWER_S
         if late or state_of(self.process.pid) == STOPPED:
@@ -297,7 +298,7 @@ class Forked:
                 self._output.shutdown(socket.SHUT_RD)
 
     def forget(self) -> None:
-        """Closes what belongs to the rank here."""
+        """Closes this process's descriptors of the rank."""
         with self._lock:
             self.stdout.close()
             self._output.close()

@@ -1,4 +1,6 @@
-"""Asks NVIDIA's driver what torch does not say of a GPU: who may use it at once."""
+"""Asks NVIDIA's driver a fact about GPUs that torch does not tell: whether several processes may
+use one at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ SHARED = "default"  # the mode in which several processes may use a GPU
 
 
 def ask_driver() -> str:
-    """What the driver answers; empty where there is none, or it does not answer."""
+    """Returns the driver's answer; empty if there is no driver, or if it does not answer."""
     try:
         return subprocess.run(
             QUERY, capture_output=True, text=True, timeout=ANSWERS_WITHIN_S, check=True

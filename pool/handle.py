@@ -29,7 +29,9 @@ class Starts:
 
     @contextmanager
     def turn(self, interrupted: Callable[[], bool] = never) -> Iterator[None]:
-        """Raises RunCancelled while another thread has its turn, and where ComfyUI ends."""
+        """Waits for the turn to start a pool. Raises RunCancelled if the user cancels while another
+        thread has its turn, or if ComfyUI ends.
+        """
         while not self._lock.acquire(timeout=POLL_S):
             stop_if(interrupted)
         try:
@@ -72,18 +74,20 @@ class PoolHandle:
 
     @property
     def holds_devices(self) -> bool:
-        """Return whether ranks are up, also where one was lost."""
+        """Return whether ranks are up, even if one of them was lost."""
         pool = self._pool
         return pool is not None and pool.state in ("ready", "busy")
 
     @property
     def fault(self) -> str:
-        """Returns why the last pool cannot take requests, where ranks were lost."""
+        """Returns why the last pool cannot take requests if it lost ranks; else empty."""
         pool = self._pool
         return "" if pool is None else pool.fault
 
     def live(self) -> WorkerPool | None:
-        """Returns the pool if it can take requests now, None where it has lost a rank meanwhile."""
+        """Returns the pool if it can take requests now; None if there is none or if it has lost a
+        rank.
+        """
         pool = self._pool
         return pool if pool is not None and pool.is_whole else None
 
@@ -111,7 +115,7 @@ class PoolHandle:
                 self._pool = None
 
     def kill(self) -> None:
-        """Ends the ranks at once, also where another thread waits for them or starts them."""
+        """Ends the ranks at once, even if another thread waits for them or starts them."""
         pool = self._pool
         if pool is not None:
             pool.ranks.kill()

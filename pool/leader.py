@@ -79,8 +79,8 @@ class LentRanks:
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
-        """Sends what is said, in a thread of its own. ComfyUI reads only when it has sent, so this
-        thread must read what it sends whatever is on its way back.
+        """Sends queued messages in a thread of its own. ComfyUI reads only after it has sent, so
+        this thread must keep reading, however much is on its way back.
         """
         thread = threading.Thread(target=self._send_all_said, name="pipemesh-saying", daemon=True)
         thread.start()
@@ -103,8 +103,8 @@ class LentRanks:
             raise
 
     def _next_said(self) -> tuple[FromMachine, Sequence[tuple[int, int, int]]] | None:
-        """Returns what is said next: the progress of the ranks here where they owe an answer and
-        nothing else is said for a while.
+        """Returns the next message to send. If ranks here owe an answer and nothing else was queued
+        for a while, it is their progress.
         """
         while True:
             with contextlib.suppress(Empty):
@@ -171,8 +171,8 @@ class LentRanks:
         return False
 
     def _request(self, crew: Crew, arena: Segment, message: ForRanks, fds: list[int]) -> None:
-        """Passes a request on to those of its ranks that are here, once what came with it is in the
-        arena.
+        """Passes a request on to the ranks of it that are here, after the content that came with it
+        is in the arena.
         """
         request, ranks = message.request, [rank for rank in crew.ranks if rank in message.ranks]
         try:

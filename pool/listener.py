@@ -38,7 +38,9 @@ class Unproved:
 
     @contextlib.contextmanager
     def hold(self, sock: socket.socket) -> Iterator[None]:
-        """Counts ``sock`` among them inside the block, where it may be cut off."""
+        """Counts ``sock`` among the unproved connections inside the block. While too many are open,
+        the oldest is cut off.
+        """
         with self._changed:
             self._socks.append(sock)
             while len(self._socks) > self._most:
@@ -64,8 +66,8 @@ class Unproved:
 
 
 class SeldomLog:
-    """Writes a warning at once, and of those that come within ``every_s`` seconds after it only
-    how many they were, with the next: strangers cannot fill a disk with lines.
+    """Writes a warning at once. Of the warnings that follow within ``every_s`` seconds it only
+    writes the number, with the next warning: strangers cannot fill a disk with lines.
     """
 
     def __init__(self, every_s: float = EVERY_S, now: Callable[[], float] = time.monotonic):

@@ -71,8 +71,8 @@ class WorkerPool:
 
     @property
     def fault(self) -> str:
-        """Says why it cannot take requests, with the last log lines of the rank that was lost;
-        empty where none was.
+        """Says why the pool cannot take requests, with the last log lines of the lost rank; empty
+        if no rank was lost.
         """
         return self.ranks.fault or (self.ranks.loss() if self._life == "ready" else "")
 
@@ -172,11 +172,11 @@ class WorkerPool:
         fds: Sequence[int] = (),
         interrupted: Callable[[], bool] = never,
     ) -> None:
-        """Sends ``request`` to the ranks of ``group`` without waiting; each answers after what was
-        sent to it before. ``collect`` follows, or ``abandon``.
+        """Sends ``request`` to the ranks of ``group`` without waiting; each rank answers in the
+        order of its requests. ``collect`` or ``abandon`` must follow.
 
-        Raises PoolFailed, and RunCancelled where a cancel comes while tensors are on their way to
-        another machine, which ends the pool. Any other error leaves the pool as it was.
+        Raises PoolFailed. Raises RunCancelled if a cancel comes while tensors travel to another
+        machine, which ends the pool. Any other error leaves the pool as it was.
         """
         with self._conversing() as conversation:
             try:
@@ -186,8 +186,8 @@ class WorkerPool:
                 raise
 
     def call_back(self) -> None:
-        """Tells the ranks to leave what is in flight at their next block, without a deadline: they
-        still answer, and ``collect`` waits for that.
+        """Sets the cancel flag of the requests in flight: ranks leave them at their next block,
+        without a deadline. They still answer, and ``collect`` waits for the answers.
         """
         with self._conversing() as conversation:
             conversation.call_back()
@@ -209,8 +209,8 @@ class WorkerPool:
             return answers
 
     def abandon(self) -> None:
-        """Cancels what is in flight and waits a while until the ranks have left it. Raises nothing
-        of ours: whoever abandons has an error to tell already.
+        """Cancels the requests in flight and waits a while until the ranks have left them. Raises
+        no PipeMeshError: the caller has an error to report already.
         """
         with suppress(PipeMeshError), self._conversing() as conversation:
             conversation.abandon()

@@ -30,9 +30,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Told:
-    """What a user waits for. ``done`` of ``total``: bytes of a load, weights of a patching, else
-    ranks that are ready; 0 of 0 where nothing is waited for. ``text`` is empty where what was
-    waited for failed, or was cancelled. ``stays``: it is so for as long as the sampling goes on.
+    """A line that tells a user why they wait. ``done`` of ``total`` counts bytes of a load, weights
+    of a patching, or ranks that are ready: 1 of 4. It is 0 of 0 if nothing is waited for. ``text``
+    is empty if the awaited work failed or was cancelled. With ``stays`` the line holds for as long
+    as the sampling goes on.
     """
 
     text: str
@@ -47,8 +48,8 @@ class Told:
 
 
 class Progress:
-    """Tells what is waited for whenever that changes. ``tell`` takes it; ``board`` says how far
-    each of ``ranks`` is.
+    """Tells users why they wait, whenever that changes, by calling ``tell``. ``board`` shows how
+    far each of ``ranks`` is.
     """
 
     def __init__(self, ranks: int, tell: Callable[[Told], None], board: Board):
@@ -59,14 +60,14 @@ class Progress:
         self._last = Told("")
 
     def clear(self) -> None:
-        """Takes the line away: what was waited for failed, or was cancelled."""
+        """Takes the line away, because the awaited work failed or was cancelled."""
         if self._act:
             self._say(Told(""))
             self._act = ""
 
     def look(self, phases: Sequence[str], title: str = "", is_wanted: bool = True) -> None:
-        """Says what is waited for. ``phases`` of the ranks that owe an answer; ``title``: of the
-        model that is asked for; ``is_wanted``: it was not cancelled.
+        """Says why users wait. ``phases`` are those of the ranks that owe an answer. ``title``
+        names the requested model. ``is_wanted`` is false after a cancel.
         """
         act = next((ACTS[phase] for phase in phases if phase in ACTS), "" if is_wanted else LEAVING)
         if not act:
@@ -86,7 +87,7 @@ class Progress:
         self._say(Told(text, done, total, share + of_bytes))
 
     def end(self) -> None:
-        """Says that what was waited for is done, if a line was told of it."""
+        """Says that the awaited work is done, if a line told of it."""
         if self._act:
             self._say(Told(f"PipeMesh: {DONE[self._act]}"))
             self._act = ""

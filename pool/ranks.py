@@ -146,7 +146,7 @@ class Ranks:
         return said
 
     def check(self, owing: Collection[int]) -> None:
-        """Raises Lost where the leader of a machine whose ranks owe an answer has fallen silent."""
+        """Raises Lost if the leader of a machine whose ranks owe an answer has fallen silent."""
         for machine in self._machines:
             if not {*machine.ranks}.isdisjoint(owing):
                 try:
@@ -164,20 +164,21 @@ class Ranks:
         )
 
     def loss(self) -> str:
-        """Says which rank of this machine has ended first; empty where none has."""
+        """Says which rank of this machine ended first; empty if all live."""
         ended = self._crew.supervisor.ended
         return f"{self._died(ended[0])}{self.last_lines(ended[0])}" if ended else ""
 
     def last_lines(self, rank: int) -> str:
-        """Returns the last lines of the rank's log, as an error ends with them; empty where it has
-        none.
+        """Returns the last lines of the rank's log, for the end of an error; empty if the log is
+        empty.
         """
         lines = self._sides.get(rank, self._crew.supervisor).tail(rank)
         return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines) if lines else ""
 
     def kill(self) -> None:
-        """Ends the ranks of this machine at once, whoever waits for them: what they were asked is
-        cancelled. Those of another end with its connection. May be called from any thread.
+        """Ends the ranks of this machine at once, even if a thread waits for them: their requests
+        are cancelled. Ranks of another machine end with its connection. May be called from any
+        thread.
         """
         self.are_killed = True
         self._crew.supervisor.kill()

@@ -80,7 +80,7 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, arena: Arena) -> R
 
 
 def leader_address(name: str, setup: RankSetup) -> str:
-    """Returns the leader's ADDRESS:PORT, empty where the machine has not joined. Raises
+    """Returns the leader's ADDRESS:PORT; empty if the machine has not joined. Raises
     MachineMissing, LayoutError.
     """
     address, port = check_rendezvous(setup, name)

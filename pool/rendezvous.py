@@ -1,5 +1,5 @@
-"""Find the machines of a pool, and check that they have the same version: what ComfyUI's
-end and a leader share.
+"""Find the machines of a pool, and check that they have the same version: shared by ComfyUI's end
+and a leader.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def store_key(name: str) -> str:
 
 
 def find(store: TCPStore, name: str) -> str:
-    """Returns ADDRESS:PORT of the leader of that name; empty where none has joined."""
+    """Returns ADDRESS:PORT of the leader of that name; empty if none has joined."""
     key = store_key(name)
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -132,8 +132,8 @@ def own_hello(machine: str) -> Hello:
 
 
 def version_conflict(name: str, leader: Hello, comfyui: Hello) -> str:
-    """Returns a sentence where the leader of machine ``name`` and ComfyUI have different versions
-    of PipeMesh, empty where they agree.
+    """Returns a sentence if the leader of machine ``name`` and ComfyUI have different versions of
+    PipeMesh; empty if they agree.
     """
     if leader.version == comfyui.version:
         return ""

@@ -127,8 +127,8 @@ class Supervisor:
         return child.process.returncode if child.ended.wait(wait_s) else None
 
     def stop(self, grace_s: float) -> None:
-        """Waits ``grace_s`` for the ranks to leave by themselves, then kills those that have not,
-        and reaps all. Safe if they were never started.
+        """Waits ``grace_s`` seconds for the ranks to leave by themselves, kills the ranks that have
+        not, and reaps all. Safe if they were never started.
         """
         for child in list(self._children.values()):
             if not child.ended.wait(grace_s):

@@ -76,8 +76,8 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds facts that a verdict depends on beside the answers, and others of a pool. ``names``:
-    each rank's device; ``speeds`` of those, as a placement has them.
+    """The facts of a pool on which a verdict depends, beside the answers. ``names`` has each rank's
+    device, ``speeds`` the devices' speeds in percent of the fastest.
     """
 
     names: Sequence[str]
@@ -104,12 +104,12 @@ def wait_after_failure(side: Sequence[SentRequest]) -> float:
 
 
 def connected(requests: Sequence[SentRequest]) -> list[list[SentRequest]]:
-    """Returns each failed request together with those whose ranks may wait for its ranks: they
-    share one, or share one with a request that does. Other groups work on and have no part in its
-    verdict.
+    """Returns each failed request together with the requests whose ranks may wait for its ranks:
+    they have a rank in common, directly or through a third request. Other groups work on and have
+    no part in its verdict.
 
-    Example: rank 0 failed in a request of ranks 0 and 1, which were asked twice, and rank 3 in one
-    of ranks 2 and 3: that is a list of two requests, and a list of one.
+    Example: rank 0 failed in a request of ranks 0 and 1, which were asked twice, and rank 3 failed
+    in a request of ranks 2 and 3: that is a list of two requests, and a list of one.
     """
     sides: list[list[SentRequest]] = []
     for failed in (one for one in requests if one.has_failed):
@@ -143,12 +143,12 @@ def judge(
 
 
 def are_even(request: SentRequest) -> bool:
-    """Returns whether all ranks of a request can go on: all have answered, and none has a message
-    on its way that another misses, or has learnt what another has not.
+    """Returns whether all ranks of a request can go on: all have answered, no rank has a message on
+    its way that another rank misses, and no rank knows a decision that another does not.
 
-    That is so if nobody failed; if those that failed left no message, and no other was cancelled
-    before its end; or if all failed at one place, which stages of a pipeline are at only before
-    their first message.
+    That is so if nobody failed; if each failed rank left no message unfinished and no other rank
+    was cancelled before its end; or if all failed at one place. Stages of a pipeline are at one
+    place only before their first message.
     """
     failures = [*request.failures.values()]
     if request.owing:
@@ -211,7 +211,9 @@ def told_before(
 
 
 def first_failures(requests: Sequence[SentRequest]) -> dict[int, Failed]:
-    """Returns what each rank that failed told first. ``requests``: in the order of submission."""
+    """Returns the first failure that each failed rank reported. ``requests`` are in the order of
+    submission.
+    """
     return {rank: failure for one in reversed(requests) for rank, failure in one.failures.items()}
 
 
@@ -253,7 +255,7 @@ def sentence_of_stall(where: str, phase: str, stall_s: float) -> str:
 
 
 def sentence_of_lost_machine(name: str, phase: str, ranks: Mapping[int, str], why: object) -> str:
-    """``ranks``: those that computed there, with their devices."""
+    """Says that machine ``name`` was lost. ``ranks`` maps its ranks to their devices."""
     named = ", ".join(f"rank {rank} on {device}" for rank, device in ranks.items())
     return (
         f"Machine {name} was lost while {phase} ({named}; {why}): see that it is up, that the network reaches"

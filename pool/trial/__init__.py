@@ -1,1 +1,1 @@
-"""The host trial: whether a pool computes what this ComfyUI does, found out on the CPU."""
+"""The host trial: finds out on the CPU whether a pool computes the same as this ComfyUI."""

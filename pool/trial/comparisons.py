@@ -46,8 +46,8 @@ NARROWEST = 128
 
 @dataclass(frozen=True)
 class Compared:
-    """``error`` of what ranks computed, and how much is rounding. ``what``: of which sample, and
-    how weights were kept.
+    """The ``error`` of one comparison, and how much of it is ``allowed`` as rounding. ``what``
+    names the sample, and how weights were kept.
     """
 
     what: str
@@ -64,7 +64,7 @@ class Compared:
 
 
 def run_trial(channel: Channel) -> None:
-    """Answer what ComfyUI's process asks until it closes the channel."""
+    """Answer the requests of ComfyUI's process until it closes the channel."""
     torch.set_num_threads(1)
     try:
         like, _ = channel.receive()
@@ -112,8 +112,8 @@ def tried(kind: str, keeper: PoolKeeper, tell: Callable[[TrialStep], None] = lam
 
 
 def samples_of(kind: str) -> list[Sample]:
-    """Returns the samples whose transformer is of this class; where there is none, those of classes
-    that this one derives from, with the same plan. Forms that this ComfyUI has not are left out.
+    """Returns the samples whose transformer is of this class. If there is none, returns the samples
+    of its base classes with the same plan. Forms that this ComfyUI lacks are left out.
     """
     import comfy.supported_models
 
@@ -189,8 +189,8 @@ def request(sample: Sample, model: ModelPatcher) -> torch.Tensor:
 
 
 def by_stock(sample: Sample, stock: ModelPatcher) -> torch.Tensor | None:
-    """Returns what ComfyUI alone computes; None where it fails at this sample, as it then fails at
-    such a model of a user's.
+    """Returns the latent that ComfyUI alone computes. None if ComfyUI fails at this sample: then it
+    fails at users' models of this class too.
     """
     try:
         return request(sample, stock)
@@ -210,8 +210,8 @@ def in_ranks(
 
 @torch.inference_mode()
 def int8_model(form: Form, size: Size) -> ModelPatcher | None:
-    """Build the twin of ``form.random_model(size)`` with its wide layers in int8, by ComfyUI's own
-    quantisation (comfy/quant_ops.py@0.30.0); None where it has no layer as wide.
+    """Build ``form.random_model(size)`` with its wide layers in int8, by ComfyUI's own quantisation
+    (comfy/quant_ops.py@0.30.0); None if it has no layer so wide.
     """
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
@@ -240,8 +240,8 @@ def is_large(name: str, weight: torch.Tensor) -> bool:
 
 
 def model_of(form: Form, size: Size, state: dict[str, Any], dtype: torch.dtype | None) -> ModelPatcher:
-    """Build the MODEL of a state, as ComfyUI builds those whose files it knows. ``dtype``: of
-    weights that are not quantised; it computes in fp32.
+    """Build the MODEL of a state dict as ComfyUI builds models of known files. ``dtype`` is the
+    dtype of weights that are not quantised; the model computes in fp32.
     """
     import comfy.supported_models
     import comfy.utils

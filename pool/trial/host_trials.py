@@ -1,5 +1,5 @@
-"""Decides whether ranks may compute a class of this ComfyUI: at once where it is one that PipeMesh
-was tested with, else when it has been compared with stock on the CPU, once.
+"""Decides whether ranks may compute a model class of this ComfyUI: at once if PipeMesh was tested
+with that class, else after one comparison with stock on the CPU.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCode:
-    """The classes of ComfyUI's models that the pack divides: how many there are, those that are in
-    no ComfyUI of ``tested``, and those of them that were ``verified`` here, or ``refused``.
+    """Counts the ``classes`` of ComfyUI's models that the pack divides. ``unknown`` are in no
+    ComfyUI of ``tested``; of these, some were ``verified`` here, some ``refused``.
     """
 
     tested: tuple[str, ...]
@@ -93,7 +93,7 @@ class Verdicts:
         self._folder = folder
 
     def of(self, found: Fingerprint) -> Verdict | None:
-        """Returns the one on a class; None where there is none that can be read."""
+        """Returns the verdict on a class; None if there is no readable one."""
         try:
             return Verdict(**json.loads(self._file(found).read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -104,7 +104,7 @@ class Verdicts:
         return [one for one in self._folder.glob("*.json") if f'"{found.kind}"'.encode() in bytes_of(one)]
 
     def keep(self, found: Fingerprint, verdict: Verdict) -> None:
-        """Where it cannot be written, it is known until ComfyUI ends."""
+        """Writes a verdict. If it cannot be written, it holds until ComfyUI ends."""
         file = self._file(found)
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def host_code(comfyui: Path, kept: Verdicts) -> HostCode:
 
 
 def kitchen_version() -> str:
-    """Returns the version of comfy-kitchen, which has ComfyUI's kernels; empty where it is not
+    """Returns the version of comfy-kitchen, which has ComfyUI's kernels; empty if it is not
     installed.
     """
     try:
@@ -178,7 +178,7 @@ class HostTrials:
         self._begun: dict[str, Future[Verdict] | None] = {}  # None: not to be compared
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Returns those of classes that were asked for and that no tested ComfyUI has."""
+        """Returns the verdicts on classes that were asked for and that no tested ComfyUI has."""
         done = [one for one in list(self._begun.values()) if one is not None and one.done()]
         return tuple(one.result() for one in done if one.exception() is None)
 
@@ -253,9 +253,9 @@ class HostTrials:
         return judged
 
     def first(self, model: Any, layout: Layout) -> Judge | None:
-        """Returns who judges the first evaluation of a BaseModel that ranks share, once for its
-        class and the numbers that it is sampled in; None for a class that a tested ComfyUI has, and
-        where it was judged. A class that is found to differ is refused as after a trial.
+        """Returns the judge of the first evaluation of a BaseModel that ranks share, once for each
+        class and number format. None for a class of a tested ComfyUI, and if it was judged already.
+        If the evaluation differs, the class is refused as after a trial.
         """
         transformer = type(model.diffusion_model)
         if self.begin(transformer) is None:
@@ -351,7 +351,7 @@ class HostTrials:
                 future.set_exception(error)
 
     def _verdict(self, found: Fingerprint, is_same: bool, says: str, seconds: float = 0.0) -> Verdict:
-        """Keeps the verdict on what was found."""
+        """Keeps the verdict on a class."""
         verdict = Verdict(found.kind, found.digest, self.version, is_same, says, seconds)
         self._kept.keep(found, verdict)
         said = "verified" if is_same else "NOT the same"
@@ -361,7 +361,7 @@ class HostTrials:
 
 
 def bytes_of(file: Path) -> bytes:
-    """Returns what a file has; nothing if it cannot be read."""
+    """Returns the content of a file; nothing if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError:

@@ -44,8 +44,8 @@ def known_hosts() -> KnownHosts:
 
 
 def untested(version: str, *, is_tried: bool) -> str:
-    """Returns what to know of a ComfyUI that PipeMesh was not tested with; empty for one that it
-    was. ``is_tried``: what differs in it is compared with stock.
+    """Returns a warning if PipeMesh was not tested with this ComfyUI; empty if it was. With
+    ``is_tried``, classes that differ are compared with stock.
     """
     tested = known_hosts().versions
     if version in tested:

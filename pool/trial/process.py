@@ -23,8 +23,8 @@ def try_in_process(
     argv: Sequence[str] = (SCRIPT, "{fd}", "{parent}", "trial"),
     limit_s: float = LIMIT_S,
 ) -> tuple[bool, str]:
-    """Compares a class, ``module:Class``, with stock; returns whether ranks compute the same, and
-    by what that is known. Users' own arguments of ComfyUI have no part in it. Raises TrialLost.
+    """Compares a class, ``module:Class``, with stock. Returns whether ranks compute the same, and
+    the reason. Users' own arguments of ComfyUI have no part in it. Raises TrialLost.
     """
     until = time.monotonic() + limit_s
     try:

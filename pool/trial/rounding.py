@@ -1,5 +1,5 @@
-"""How far rounding moves the end of a run, or one evaluation: what parity, the tests and the first
-evaluation that ranks share hold a difference to.
+"""Measures how far rounding moves the end of a run, or one evaluation: parity, the tests and the
+comparison of a first shared evaluation take it as their bound.
 
 Kernels add up in another order on another CPU, and ranks in another order than stock. How far that
 moves the end of a run depends on the model, the sampler and the prompts, so it is measured: stock
@@ -28,8 +28,9 @@ SampleModel = Callable[[Any], torch.Tensor]
 
 
 class Deviation(NamedTuple):
-    """``size``: how far an evaluation is off from what one rank makes of it. ``allowed``: how much
-    may be rounding. Both are in units of the output's scale. ``computed_in``: the numbers of both.
+    """How far a shared evaluation is off from the same evaluation on one rank (``size``), and how
+    much of that may be rounding (``allowed``). Both are in units of the output's scale.
+    ``computed_in`` names the number format of both.
     """
 
     size: float
@@ -42,10 +43,10 @@ class Deviation(NamedTuple):
 
 
 def deviation_of(shared: SharedEvaluation, numbers: str) -> Deviation:
-    """Returns how far an evaluation that ranks shared is off from what one of them makes of it
-    alone. ``numbers``: the MODEL's, as ``numbers_of`` has them. If they are not fp32, and it is off
-    by no more than rounding, both are computed once more in fp32: in bf16 0.16 of the scale may be
-    rounding, and a wrong token plan may be off by 0.09.
+    """Returns how far an evaluation that ranks shared is off from the same evaluation on one rank.
+    ``numbers`` is the MODEL's number format, as ``numbers_of`` has it. If it is not fp32 and the
+    deviation may be rounding, both are computed once more in fp32: in bf16 0.16 of the scale may be
+    rounding, and a wrong token plan may be off by only 0.09.
     """
     found = _deviation_of(shared.made, shared.alone, numbers)
     if numbers == FP32 or not found.is_rounding:
@@ -60,8 +61,9 @@ def deviation_of(shared: SharedEvaluation, numbers: str) -> Deviation:
 def _deviation_of(
     ours: list[torch.Tensor], alone: Callable[..., list[torch.Tensor]], numbers: str
 ) -> Deviation:
-    """Where ``ours`` are off by more than is surely rounding in such numbers, that is measured: one
-    rank computes a latent that is off by a rounding. That grows as any other order does.
+    """Compares ``ours`` with the evaluation of one rank. If they differ by more than surely is
+    rounding, the size of rounding is measured: the rank computes a latent that is off by one
+    rounding, and its output moves as much as by any other order of sums.
     """
     truth = alone()
     error, allowed = EVALUATION.distance(ours, truth), EVALUATION.allowed(truth)
@@ -78,8 +80,8 @@ def off_by_a_rounding(latent: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the largest difference, in units of the truth's standard deviation; infinite for
-    another shape and for what is no number.
+    """Return the largest difference, in units of the truth's standard deviation; infinite if the
+    shapes differ or a number is not finite.
     """
     return EVALUATION.distance([ours], [truth])
 

@@ -1,5 +1,5 @@
-"""Sample a family's tiny request on a MODEL as ComfyUI's KSampler does: what the host trial and the
-parity command compare stock and the pool by.
+"""Sample a family's tiny request on a MODEL as ComfyUI's KSampler does: by these samples the host
+trial and the parity command compare the pool with stock.
 """
 
 from __future__ import annotations
