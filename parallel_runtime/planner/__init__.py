@@ -1,1 +1,1 @@
-"""Decisions about a layout from what was measured."""
+"""Decides on layouts by measurements and published figures."""

@@ -1,4 +1,4 @@
-"""Cut a model's blocks into stages by what they were measured to cost."""
+"""Cut a model's blocks into stages by the measured costs of the blocks."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class StageBalance:
 
 
 def best_sizes(costs: list[float], stages: int, speeds: Sequence[float] = ()) -> Sizes:
-    """Returns the sizes that make the slowest stage fastest; () where it is about as good to share
-    blocks out by the stages' ``speeds`` alone.
+    """Returns the sizes that make the slowest stage fastest. Returns () if sharing blocks out by
+    the stages' ``speeds`` alone is about as good.
     """
     even, best = (share_out(of, stages, speeds) for of in ([1.0] * len(costs), costs))
     worth_it = slowest(costs, best, speeds) < MAX_RECUT_RATIO * slowest(costs, even, speeds)

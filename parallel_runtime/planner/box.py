@@ -18,8 +18,8 @@ TILE = 128
 
 
 class Cache(NamedTuple):
-    """What a device's kernels move through instead of its memory, if all that one of them reads and
-    writes has room there.
+    """A device's cache. Kernels whose inputs and outputs all fit in ``nbytes`` move them at
+    ``bytes_per_s`` instead of at the speed of the device's memory.
     """
 
     nbytes: float
@@ -48,8 +48,9 @@ class DeviceSpeeds:
     cache: Cache | None = None
 
     def busy(self, tiles: float, idle: float = 0.5) -> float:
-        """Return the part of a kernel's time in which processors have a tile: they take tiles in
-        waves, and part of the last one is ``idle``, in the mean half of it.
+        """Return the part of a kernel's time in which processors have a tile. Processors take tiles
+        in waves, and a part of the last wave is ``idle``, on average half: with 100 processors and
+        150 tiles 150 / (150 + 50) = 0.75.
         """
         return tiles / (tiles + idle * self.processors) if tiles else 1.0
 

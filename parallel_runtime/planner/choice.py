@@ -18,8 +18,8 @@ START_S = 10.0  # to start ranks in another layout and load a model there again
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its prediction, None where it has no room. ``loss``: why it loses, None for the
-    best; ``why`` is its text, or empty.
+    """A layout with its prediction, None if it does not fit. ``loss`` says why it loses, None for
+    the best row; ``why`` is its text, empty for the best.
     """
 
     layout: Layout
@@ -46,7 +46,9 @@ class Plan:
         return next((row for row in self.rows if row.layout.world_size == 1), None)
 
     def speedup(self, row: Row) -> float | None:
-        """Return how many times as fast as one device; None where that has no room."""
+        """Return how many times as fast as one device the row is; None if one device has too little
+        memory.
+        """
         alone = self.alone()
         if row.prediction is None or alone is None or alone.prediction is None:
             return None
@@ -112,10 +114,10 @@ def with_running(
     allows_approximate: bool = False,
     is_wanted_again: bool = False,
 ) -> Plan:
-    """Return ``made`` with ``running``, the layout of ranks that are up, as its best, unless
-    another saves more in this run than starting it takes, and starting this one anew where it
-    ``is_wanted_again``. Groups that are up share a sequence where some of them would wait. One
-    rank, and a layout that this job may not have, are never kept.
+    """Return ``made`` with the layout ``running``, whose ranks are up, as its best. Another layout
+    stays the best if it saves more in this run than its start takes, and, if the running one
+    ``is_wanted_again``, than the second start takes too. Groups that are up share a sequence if
+    some of them would wait. One rank, and a layout that this job may not have, are never kept.
     """
     best = made.best
     if running is None or best is None or best.prediction is None:
@@ -153,7 +155,7 @@ def reason(
     chosen: Prediction | None,
     allows_approximate: bool,
 ) -> Text | None:
-    """Return why a layout is not the chosen one; None where it is."""
+    """Return why a layout is not the chosen one; None for the chosen one."""
     if one is None:
         return Text("lost_memory", tuple(map(as_gib, bytes_needed(job, layout, box))))
     if one is chosen:
@@ -168,5 +170,5 @@ def reason(
 
 
 def _order(row: Row) -> tuple[bool, bool, float]:
-    """Put the chosen row first, then those that may be chosen, and those without room last."""
+    """Sort the chosen row first, then rows that may be chosen, and rows that do not fit last."""
     return bool(row.why), row.prediction is None, row.prediction.seconds if row.prediction else 0.0

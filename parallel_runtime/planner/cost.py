@@ -1,14 +1,14 @@
-"""What the parts of a job cost each rank of a layout: seconds, bytes sent and memory, from counts
-and the speeds of a box. Pure arithmetic: nothing is measured, and no published time of a model is
-known here.
+"""Computes the cost of the parts of a job for each rank of a layout: seconds, sent bytes and
+memory, from counts and the speeds of a box. Pure arithmetic: nothing is measured, and no published
+time of a model is known here.
 
-A rank's time is its FLOPs over its device's speed, never less than reading its weights; where it
-has few rows, processors of the device have no tile of them. Kernels between products move memory,
-through the device's cache if it has room. The CPU starts one kernel after another meanwhile, as
-many for few rows as for many: whichever takes longer counts. Ulysses waits for both exchanges of
-every attention. A ring's messages travel while the attention over the block before is computed,
-where the box lets them; the time that is longer counts. Around the ring of a stage the keys and
-values of all tokens travel for every patch.
+A rank's time is its FLOPs over its device's speed, never less than reading its weights. With few
+rows, some processors of the device have no tile. Kernels between products move memory, through the
+device's cache if it fits. The CPU starts one kernel after another meanwhile, as many for few rows
+as for many: the longer of both counts. Ulysses waits for both exchanges of every attention. A
+ring's messages travel while the attention over the previous block is computed, if the box allows
+that; the longer of both counts. Around the ring of a stage the keys and values of all tokens travel
+for every patch.
 """
 
 from __future__ import annotations
@@ -199,9 +199,9 @@ class Costs:
     # -- memory
 
     def activation_bytes(self, blocks: BlockRange, forwards: Sequence[int]) -> int:
-        """Return what a rank holds beside weights: tensors of one of its group's ``forwards``, of
-        so many images each, whole in a pipeline's warm-up, and buffers for messages, keys and
-        values.
+        """Return the bytes that a rank holds beside weights: the tensors of its group's largest
+        forward, of so many images each in ``forwards``, uncut in a pipeline's warm-up, and buffers
+        for messages, keys and values.
         """
         layout, own = self.layout, self.attentions_of[blocks]
         elements = max((one.output_elements for one, _ in own), default=0)
@@ -250,7 +250,9 @@ def latent_s(costs: Costs) -> tuple[float, float]:
 
 
 def costs_of(job: Job, layout: Layout, box: Box, kept: Kept = "whole") -> Costs:
-    """Return the costs of a layout whose groups share a sequence where its runs have them do so."""
+    """Return the costs of a layout. Its groups share a sequence if runs in this layout have them do
+    so.
+    """
     own = box.first(layout.world_size)
     speeds = relative([device.matmul_flops_per_s for device in own.devices])
     apart = kept == "sharded" or own.spans(range(layout.world_size))

@@ -21,7 +21,7 @@ from .meta_model import rebuilt
 
 
 def answer_all(channel: Channel) -> None:
-    """Answer what ComfyUI's process asks until it closes the channel."""
+    """Answer the requests of ComfyUI's process until it closes the channel."""
     torch.set_num_threads(1)  # nothing is computed here
     try:
         like, _ = channel.receive()

@@ -1,7 +1,8 @@
-"""Know what one evaluation of a loaded MODEL costs: counted in another process, each kind once.
+"""Knows the cost of one evaluation of a loaded MODEL: each kind of evaluation is counted once, in
+another process.
 
-The UI's process counts nothing itself: a dry run replaces functions of torch and ComfyUI, which its
-other threads would call meanwhile.
+The UI's process counts nothing itself: a shape-only run replaces functions of torch and ComfyUI,
+which other threads of the UI would call meanwhile.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def as_stored(whole: Whole, stored: int) -> Whole:
 
 
 def longest(conds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the cond with most text: an evaluation of it takes longest."""
+    """Return the cond with the longest text, because its evaluation takes longest."""
     return max(
         conds, key=lambda cond: cond["cross_attn"].shape[1] if cond.get("cross_attn") is not None else 0
     )

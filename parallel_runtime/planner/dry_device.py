@@ -1,9 +1,8 @@
-"""Stand in for a CUDA device: operations return tensors without content, and what they would
-compute, hold and move is counted. ``lab/dry_run/device.py`` also counts what they send, and what
-they wait for.
+"""Stand in for a CUDA device: operations return tensors without content, and their FLOPs, memory
+and moved bytes are counted. ``lab/dry_run/device.py`` also counts sent bytes and waits.
 
-FakeTensorMode knows shapes, dtypes and devices alone, and raises where two devices meet in one
-operation. Nothing of the driver is called. A value that is read of the device is made up.
+FakeTensorMode knows only shapes, dtypes and devices, and raises if two devices meet in one
+operation. Nothing of the driver is called. A value that is read from the device is made up.
 """
 
 from __future__ import annotations
@@ -162,13 +161,13 @@ class DeviceCounts(TorchDispatchMode):
 
 
 def fake_tensors_of(made: Any) -> list[FakeTensor]:
-    """Return the tensors without content among what an operation returned."""
+    """Return the tensors without content among the results of an operation."""
     leaves = (made,) if isinstance(made, torch.Tensor) else tree_leaves(made)
     return [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
 
 
 def moved_bytes(func: Any, args: tuple, made: Any) -> int:
-    """Return the bytes that a kernel reads and writes; 0 where there is none, as for a view."""
+    """Return the bytes that a kernel reads and writes; 0 without a kernel, as for a view."""
     given = [leaf for leaf in tree_leaves(args) if is_on_device(leaf)]
     found = [leaf for leaf in tree_leaves(made) if is_on_device(leaf)]
     known = {leaf.untyped_storage()._cdata for leaf in given}

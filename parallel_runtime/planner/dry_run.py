@@ -1,5 +1,6 @@
-"""Count one evaluation of a model without content: it runs on a device that is not there, as
-ComfyUI runs it on one GPU, and hooks note where its blocks begin and what they attend to.
+"""Count one evaluation of a model by a shape-only run: the model runs on a device that does not
+exist, as ComfyUI runs it on one GPU. Hooks note the beginning of each block and the size of each
+attention.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Recorder:
         self._instead = attention
 
     def hooks(self, transformer: torch.nn.Module, plan: TokenPlan) -> list[Any]:
-        """Register hooks behind those that name a block's arguments; return their handles."""
+        """Register hooks, after the hooks that name a block's arguments; return their handles."""
         blocks = list(blocks_of(transformer, plan))
         (first, at, group), (last, end, _) = blocks[0], blocks[-1]
 
@@ -105,7 +106,7 @@ class Recorder:
         self.end = self.counts.so_far
 
     def whole(self, model: Any, plan: TokenPlan) -> Whole:
-        """Return what was counted. A model that ranks never cut is one block."""
+        """Return the counts. A model that ranks never cut counts as one block."""
         transformer, counts = model.diffusion_model, self.counts
         marks = [*(self.before or [(0, 0)]), self.end or counts.so_far]
         block_flops, launches = (

@@ -1,4 +1,4 @@
-"""What one evaluation of a model computes and holds on a single device, as a dry run counts it."""
+"""Holds the counts of one evaluation of a model on a single device, from a shape-only run."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Shareable(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Tensors beside the weights: what they take at once, and ``moved``, (bytes, kernels): how many
-    kernels beside products and attentions read and write so many bytes. ``out_bytes`` of the
-    output; 0 where not counted.
+    """The tensors beside the weights: their bytes at the peak, and ``moved``, (bytes, kernels): how
+    many kernels beside products and attentions read and write so many bytes. ``out_bytes`` are of
+    the output; 0 if not counted.
     """
 
     peak_bytes: int

@@ -1,7 +1,7 @@
-"""FakeTensorMode that remembers what operations return.
+"""FakeTensorMode that remembers the results of operations.
 
-A model has thousands of operations that are alike but for the tensors' content, which no tensor has
-here. torch's own cache of them takes most of a dry run's time.
+A model has thousands of operations that differ only in the content of tensors, and no tensor has
+content here. torch's own cache of them takes most of a shape-only run's time.
 
 Read: torch/_subclasses/fake_tensor.py @ torch 2.11 (FakeTensorMode.dispatch).
 """
@@ -24,7 +24,7 @@ class Unpredictable(Exception):
 
 
 class TensorForm(NamedTuple):
-    """What of a tensor without content can differ from another."""
+    """The properties by which one tensor without content can differ from another."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -84,7 +84,7 @@ class QuickFakeMode(FakeTensorMode):
         return args[0] if kind == "same" else self._made(known, args[0] if kind == "view" else None)
 
     def _made(self, known: Any, base: FakeTensor | None) -> Any:
-        """What was returned, anew: tensors of their own, or views of ``base``."""
+        """Makes a known result anew: tensors of their own, or views of ``base``."""
         if isinstance(known, (tuple, list)) and not isinstance(known, TensorForm):
             return type(known)(self._made(one, base) for one in known)
         if not isinstance(known, TensorForm):
@@ -128,7 +128,9 @@ def result_depends_on(value: Any) -> Any:
 
 
 def result_form(kind: ResultKind, made: Any, args: Sequence[Any]) -> Any:
-    """What to remember of an operation's result. Raises Unlike where it is not as its kind says."""
+    """Returns the form of an operation's result, to remember it. Raises Unpredictable if the result
+    does not fit its ``kind``.
+    """
     if isinstance(made, (list, tuple)):
         found = [result_form(kind, one, args) for one in made]
         return found if isinstance(made, list) else tuple(found)

@@ -40,8 +40,8 @@ def kernels_that_count() -> Iterator[Callable[..., Any]]:
 
 
 def forget_tensors() -> None:
-    """Empty the caches of functions of ComfyUI's models, which may have tensors without content
-    since a model ran dry: whatever computes next in this process would be given those.
+    """Empty the caches of functions of ComfyUI's models. After a shape-only run they may hold
+    tensors without content, which the next computation in this process would get.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("comfy.ldm."):
@@ -53,7 +53,7 @@ def forget_tensors() -> None:
 def transformer_conds(
     model: Any, prompt: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
 ) -> dict[str, Any]:
-    """Return what ComfyUI makes of a prompt for the transformer."""
+    """Return the transformer's arguments that ComfyUI makes from a prompt."""
     latent = packed(shapes, device)
     size = {"width": shapes[0][-1] * SPACIAL, "height": shapes[0][-2] * SPACIAL, "prompt_type": "positive"}
     together = {"latent_shapes": [torch.Size(shape) for shape in shapes]} if len(shapes) > 1 else {}

@@ -1,4 +1,6 @@
-"""What is to be sampled: a model at one size, how often, and how patches are made of it."""
+"""Describes a sampling to the planner: a model at one size, the number of evaluations, and how they
+are cut into patches.
+"""
 
 from __future__ import annotations
 

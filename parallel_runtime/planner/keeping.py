@@ -29,10 +29,11 @@ def least() -> int:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of a model's weights: of all that is around its blocks, and of those, which are
-    ``count``. ``shared_``: what of them lies in layers that ranks can share out, of which the
-    ``largest`` one and the largest ``two`` are so large, and the largest ``two_blocks`` of what is
-    gathered together; ``aside``: what stays in the machine's memory then.
+    """Bytes of a model's weights: ``around`` the blocks, and of the ``blocks``, whose number is
+    ``count``. ``shared_around`` and ``shared_blocks`` are the parts of these in layers that ranks
+    can share out. The ``largest`` such layer and the largest ``two`` in a row have so many bytes,
+    as do the largest ``two_blocks`` that are gathered together. ``aside`` bytes stay in main memory
+    when weights are sharded.
     """
 
     around: int = 0
@@ -70,13 +71,13 @@ class ModelBytes:
         )
 
     def whole(self, stages: float) -> int:
-        """Returns what each rank of a pipeline of so many stages holds. A stage with half of the
-        blocks is one of two, whatever the others have.
+        """Returns the bytes that each rank of a pipeline of so many stages holds. A stage with half
+        of the blocks counts as one of two stages, however the other half is cut.
         """
         return self.around + int(self.blocks // stages)
 
     def sharded(self, stages: float, ranks: int, by_layer: bool = False) -> int:
-        """Returns what each of a stage's ``ranks`` holds."""
+        """Returns the bytes that each of a stage's ``ranks`` holds."""
         shared = self.shared_around + int(self.shared_blocks // stages)
         two = self.two if by_layer else self.two_blocks
         whole = self.whole(stages) - shared - self.aside
@@ -133,12 +134,13 @@ class WeightsWish:
     def kept_in(
         self, names: Sequence[str], layout: Layout, memory: Sequence[Any], parts: Sequence[float] = ()
     ) -> Keeping:
-        """Takes what is asked for; for ``auto`` the first that fits beside other models, then in
-        their place. ``names``: each rank's device; ``memory`` of each, as it is now. ``parts`` of
-        the blocks that stages have; empty: as many each.
+        """Returns the wanted way to keep weights. For ``auto`` it is the first way that fits beside
+        other models, or else in their place. ``names`` has each rank's device, ``memory`` the
+        present memory of each. ``parts`` has the number of blocks of each stage; empty if all
+        stages have as many.
 
-        Ranks on one device share what is free there. Ranks of one of ``groups`` share weights out:
-        by layer where blocks do not fit, and on the CPU, whose memory is all of them's.
+        Ranks on one device share its free memory. Ranks of one sequence shard weights: by layer if
+        whole blocks do not fit, and on the CPU, whose memory all ranks share.
         """
         sharers, ranks = Counter(names), layout.sequence_size
         stages = [sum(parts) / part for part in parts] or [layout.stages] * layout.stages
@@ -176,9 +178,9 @@ class WeightsWish:
         sizes: tuple[int, ...],
         speeds: Sequence[float],
     ) -> tuple[Keeping, tuple[int, ...]]:
-        """Takes what ``kept_in`` takes for stages of these ``sizes``; where those are left open,
-        for stages that have blocks by their ``speeds``, or for even ones where these leave more of
-        the weights on the devices. Returns the sizes too; empty: by speed.
+        """Returns the way of ``kept_in`` for stages of these ``sizes``. If the sizes are left open,
+        stages have blocks in proportion to their ``speeds``, or evenly if more weights stay on the
+        devices then. Returns the sizes too; empty: by speed.
         """
         if sizes:
             return self.kept_in(names, layout, memory, sizes), sizes
@@ -198,8 +200,9 @@ class WeightsWish:
     def _fitting(
         self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float], left: int
     ) -> Keeping:
-        """``beside`` and ``alone``: room of each stage, without what is ``left`` free there; the
-        tightest is told of.
+        """Returns the first way that fits, and names the tightest stage. ``beside`` and ``alone``
+        have the bytes of each stage for weights, next to other models and in their place, without
+        the ``left`` bytes that stay free there for activations.
         """
         needed, room = 0.0, 0.0
         for rooms, where in ((beside, "are free"), (alone, "are free without other models")):

@@ -88,8 +88,8 @@ def over_machines(here: MachineBox, devices: int) -> MachineBox:
 
 
 def as_measured(devices: tuple[DeviceSpeeds, ...], flops_per_s: Sequence[float]) -> tuple[DeviceSpeeds, ...]:
-    """Return the devices with speeds in the proportion that was measured, the fastest as it was; as
-    they are where one was not measured.
+    """Return the devices with speeds in the measured proportion; the fastest keeps its speed. If
+    one speed was not measured, return them as they are.
     """
     fastest = max(flops_per_s)
     if min(flops_per_s) <= 0 or min(flops_per_s) == fastest:
@@ -103,7 +103,7 @@ def as_measured(devices: tuple[DeviceSpeeds, ...], flops_per_s: Sequence[float])
 
 
 def published_name(title: str) -> str:
-    """Return a GPU's name in the published figures; empty where it is not among them."""
+    """Return a GPU's name in the published figures; empty if they do not have it."""
     for kind in figures()["devices"]:
         words = r"\W*".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", kind))
         if re.search(rf"(?<![0-9A-Za-z]){words}(?![0-9A-Za-z])", title) and "Laptop" not in title:
@@ -112,7 +112,7 @@ def published_name(title: str) -> str:
 
 
 def speed_of(title: str) -> float:
-    """Return the FLOPs per second of a GPU by published figures; 0 where there are none."""
+    """Return the FLOPs per second of a GPU by published figures; 0 if there are none."""
     kind = published_name(title)
     return device(kind).matmul_flops_per_s if kind else 0.0
 

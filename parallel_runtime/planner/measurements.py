@@ -30,7 +30,7 @@ def keep_devices(file: Path, found: Mapping[str, float]) -> None:
 
 
 def stored(file: Path) -> dict[str, Any]:
-    """Return the object that a file holds; an empty one where it holds none."""
+    """Return the JSON object in a file; an empty one if there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

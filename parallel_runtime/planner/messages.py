@@ -1,5 +1,5 @@
-"""The messages of each collective, as (source, target, bytes) of all ranks of a layout: all groups
-of an axis send at the same time, so they meet on what they share.
+"""The messages of each collective, as (source, target, bytes) of all ranks of a layout. All groups
+of an axis send at the same time, so they share links.
 
 Legend: l tokens of a rank, g of its ulysses group, h heads of a rank, D head dim.
 """
@@ -20,8 +20,8 @@ from .evaluation_count import ITEM_BYTES, Attended
 
 
 class SequenceParts(NamedTuple):
-    """What the ranks of one sequence take of an attention: the ``tokens`` of each, those of each of
-    its ulysses ``groups``, and the ``heads`` of each rank of such a group.
+    """The shares of the ranks of one sequence in an attention: the ``tokens`` of each rank, the
+    tokens of each of its ulysses ``groups``, and the ``heads`` of each rank of such a group.
     """
 
     tokens: tuple[int, ...]
@@ -100,8 +100,8 @@ class SharedAttention:
         return sent
 
     def passed_bytes(self, rank: int) -> int:
-        """Return the bytes of keys and values that a rank passes on around its ring: those of its
-        own group, and of all but the last that pass by.
+        """Return the bytes of keys and values that a rank passes on around its ring: its own
+        group's, and all that pass by except the last.
         """
         layout, groups = self.layout, self.parts[rank // self.layout.sequence_size].groups
         # A rank's block has come round when it reaches the rank before it

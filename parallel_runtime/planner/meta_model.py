@@ -1,7 +1,7 @@
-"""A loaded MODEL and one cond of ComfyUI's as plain data, in the UI, and the MODEL's twin without
-weights, in the process that counts.
+"""Describes a loaded MODEL and one cond of ComfyUI's as plain data, in the UI, and rebuilds the
+MODEL without weights (a meta model) in the process that counts.
 
-What crosses are a configuration, shapes and dtypes: no weight, no content of a tensor, no code.
+A configuration, shapes and dtypes cross: no weight, no content of a tensor, no code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ OBJECTS = ("comfy.clip_vision.Output", "types.SimpleNamespace")
 
 
 class Twin(NamedTuple):
-    """What ``model_description`` describes. ``cond``: what it brings to the model."""
+    """The meta model that ``rebuilt`` makes of a description. ``cond`` holds the arguments that the
+    cond gives the model.
+    """
 
     model: Any
     cond: dict[str, Any]
@@ -34,8 +36,8 @@ class OtherClass(Exception):
 
 
 def model_description(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...]) -> bytes:
-    """In the UI: describe a BaseModel, what a cond brings to it, and a latent of ``shape``. Equal
-    for what costs the same. Raises NotPlain.
+    """In the UI: describe a BaseModel, the arguments that a cond gives it, and a latent of
+    ``shape``. Descriptions are equal if the evaluations cost the same. Raises NotPlain.
     """
     import comfy.supported_models
 

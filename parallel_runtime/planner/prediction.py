@@ -45,15 +45,17 @@ class Prediction:
 
 
 def predict(job: Job, layout: Layout, box: Box) -> list[Prediction]:
-    """Return a prediction for each way to keep weights that the job may have and the devices have
-    room for; none where no way fits.
+    """Return a prediction for each way to keep weights that the job allows and that fits the
+    devices; empty if none fits.
     """
     made = [_kept(costs_of(job, layout, box, kept), kept) for kept in job.keeps]
     return [replace(one, layout=layout) for one in made if one is not None]
 
 
 def _kept(costs: Costs, kept: Kept) -> Prediction | None:
-    """Predict with weights kept so; None where they do not fit, or nothing is gained by it."""
+    """Predict the layout with weights kept in this way; None if they do not fit, or if this way
+    gains nothing.
+    """
     whole, layout = costs.job.whole, costs.layout
     room, weights, activations = fullest(costs, kept)
     moved_s = 0.0
@@ -90,8 +92,8 @@ def _kept(costs: Costs, kept: Kept) -> Prediction | None:
 
 
 def _waits(costs: Costs, kept: Kept, moved_s: float, computing_s: float) -> float:
-    """Return what a forward waits for weights: gathered ones come while it computes, where the box
-    lets them.
+    """Return the seconds that a forward waits for weights. Sharded weights are gathered while it
+    computes, if the box allows that.
     """
     return max(0.0, moved_s - computing_s) if kept == "sharded" and costs.box.overlaps else moved_s
 
@@ -185,8 +187,8 @@ def sent_bytes(costs: Costs) -> dict[str, int]:
 
 
 def fullest(costs: Costs, kept: Kept) -> tuple[int, int, int]:
-    """Return the room that the rank has which has least to spare, its weights, kept so, and what
-    it holds beside them.
+    """Return, for the rank with the least to spare, the bytes that its device has for it, the bytes
+    of its weights when ``kept`` in this way, and the bytes that it holds beside them.
     """
     whole, layout, there = costs.job.whole, costs.layout, {}
     for rank, device in enumerate(costs.box.devices):
@@ -205,7 +207,7 @@ def fullest(costs: Costs, kept: Kept) -> tuple[int, int, int]:
 
 
 def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
-    """Return the bytes of the rank with the least room for whole weights, and those of its
+    """Return the bytes that the tightest rank needs for whole weights, and the bytes of its
     device.
     """
     there, weights, activations = fullest(costs_of(job, layout, box), "whole")
@@ -213,13 +215,15 @@ def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
 
 
 def weight_bytes(whole: Whole, blocks: BlockRange) -> int:
-    """Return the bytes of a rank's weights: those of its blocks, and of what is around them."""
+    """Return the bytes of a rank's weights: its blocks, and the layers around all blocks."""
     of_blocks = whole.block_weight_bytes
     return whole.weight_bytes - sum(of_blocks) + sum(of_blocks[slice(*blocks)])
 
 
 def sharded_bytes(whole: Whole, layout: Layout, blocks: BlockRange, by_layer: bool = False) -> int:
-    """Return the bytes of weights where each rank of a sequence has a part of every block."""
+    """Return the bytes of a rank's weights if each rank of a sequence has a shard of every
+    block.
+    """
     of = whole.shareable
     shared = of.around + sum(of.blocks[slice(*blocks)])
     largest, two, pieces = of.largest, of.two, of.layers if by_layer else of.together

@@ -42,7 +42,7 @@ def box_of(
 
 
 def slowest_link(kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the figures of links between these devices: those that all of them have."""
+    """Return the figures of the links between these devices: links that all of them have."""
     of_each = [figures()["devices"][kind] for kind in dict.fromkeys(kinds)]
     slowest = min(of_each, key=lambda one: pcie(one["pcie"]))
     shared = {**slowest, "peer": all(one["peer"] for one in of_each)}
