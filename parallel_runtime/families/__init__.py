@@ -84,7 +84,9 @@ def plan_for(model_class: type) -> TokenPlan | None:
 
 
 def kept_by(kind: str) -> BranchCache | None:
-    """What a node has the models of a class, ``module:Class``, keep."""
+    """Returns the kept tokens of a class, ``module:Class``, whose models a node has keep tokens;
+    None for other classes.
+    """
     plans = family_in(FILES[kind]).plans if kind in FILES else ()
     return next((plan.kept for plan in plans if kind in plan.models), None)
 

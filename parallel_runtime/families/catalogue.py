@@ -1,4 +1,4 @@
-"""All families, in the order of the registry, for what is tried or listed for each of them."""
+"""All families, in the order of the registry, for code that goes through every one of them."""
 
 from collections.abc import Mapping
 

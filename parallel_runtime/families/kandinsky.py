@@ -27,7 +27,9 @@ PLAN = TokenPlan(
 
 
 def config(size: Size) -> Config:
-    """The video form: beside the 16 latent channels are those of a given image and its mask."""
+    """The video form: its input has 16 channels of the latent, 16 of a given image, and one of the
+    image's mask.
+    """
     return {
         "image_model": "kandinsky5",
         "in_visual_dim": 16,

@@ -1,5 +1,5 @@
-"""The vocabulary of token plans: where tokens enter a model's blocks, which arguments run along
-them, where they leave.
+"""The vocabulary of token plans: where tokens enter a model's blocks, which arguments have a row
+for each token, and where tokens leave.
 
 A plan declares; it copies nothing of the model. Module hooks and ComfyUI's
 ``optimized_attention_override`` apply it. Shape legend: B batch, L tokens, H heads, D head dim, C
@@ -65,8 +65,8 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """An argument that counts tokens of the given streams, one after another: those before it and
-    those behind it are treated differently.
+    """An argument that counts the tokens of the given streams, one after another. The model treats
+    the tokens before this boundary differently from the tokens behind it.
     """
 
     arg: str
@@ -81,18 +81,18 @@ BEFORE_BLOCKS = ("post_input", "noise_refiner")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPatch:
-    """What a patch of a node, which ComfyUI calls in or behind blocks, needs of the tokens.
+    """A node's patch that ComfyUI calls in or behind blocks, and the tokens that it needs.
 
-    ``code``: ``module:name`` of the function, or of the class whose instances are called. As a rule
-    it computes each row of tokens by itself. ``attributes``: the instance's own tensors (B, L, C)
-    with rows along the image's tokens, from the first on; ``options``: likewise entries of
-    ``transformer_options``, which are dicts of such tensors. ``adds``: it adds to tokens what it
-    computes without looking at them. ``padded``: it is given the latent padded to whole tokens, and
+    ``code`` is ``module:name`` of the function, or of the class whose instances are called. As a
+    rule the patch computes each row of tokens by itself. ``attributes`` are the instance's own
+    tensors (B, L, C) with a row for each of the image's first tokens; ``options`` are entries of
+    ``transformer_options`` that are dicts of such tensors. With ``adds``, it adds values to tokens
+    without looking at them. With ``padded``, it is given the latent padded to whole tokens, and
     encodes an image for that size.
 
-    ``instead``: what is done in its place. "keep references": the keys and values of the tokens of
-    reference images, which are the image's last, are those of the run's first evaluation; the
-    tokens go on through the blocks. "nothing": another patch does its part.
+    ``instead`` says what ranks do in place of the patch. "keep references": the keys and values of
+    the reference images' tokens, which are the image's last, are those of the run's first
+    evaluation; the tokens still go through the blocks. "nothing": another patch does its part.
     """
 
     code: str
@@ -263,17 +263,17 @@ class Blocks:
 @dataclass(frozen=True, kw_only=True)
 class Leave:
     """The module whose output (B, L, C) is gathered over the tokens of ``stream``: choose the last
-    one before the tokens become pixels, where the fewest numbers travel.
+    one before the tokens become pixels, because the fewest numbers travel there.
 
-    ``instead``: the module that the model runs in its place for some inputs.
+    ``instead`` is the module that the model runs in its place for some inputs.
 
-    ``path`` may be that of the last ``Blocks`` instead, where what follows takes all tokens: their
-    output is gathered behind the last block. Where that holds other streams as well, those stay
-    local, as the model's own slices by their lengths expect.
+    ``path`` may be that of the last ``Blocks``, if the code that follows takes all tokens: the
+    output is gathered behind the last block then. If this output holds other streams as well, these
+    stay local, as the model slices them off by lengths.
 
-    ``streams``: what the output holds one after another, where that is more than ``stream`` and the
-    model slices it by lengths from before the blocks: it gets as many rows, those of the others
-    zero.
+    ``streams`` lists the streams of the output, one after another, if it has more than ``stream``
+    and the model slices it by lengths from before the blocks: it gets as many rows then, and rows
+    of the other streams are zero.
     """
 
     path: str
@@ -290,12 +290,13 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """What keeps the patches of an evaluation together under PipeFusion.
+    """The reasons that keep the patches of an evaluation together under PipeFusion.
 
-    ``always``: why this model's evaluations cannot be cut at all, in words for users. ``arguments``
-    of the forward with which they cannot: then other tokens stand before the image's in its stream.
-    ``refiners``: modules before the blocks that look at the whole image; patches may not run ahead
-    of each other then, which would show them there what no sampler has made yet.
+    ``always`` says, in words for users, why this model's evaluations cannot be cut at all.
+    ``arguments`` are arguments of the forward that put other tokens before the image's in its
+    stream, so that it cannot be cut. ``refiners`` are modules before the blocks that look at the
+    whole image: with them, patches may not run ahead of each other, because a refiner would see
+    tokens that no sampler has made yet.
     """
 
     always: str = ""
@@ -335,7 +336,9 @@ class TokenPlan:
 
     @property
     def why_no_stages(self) -> str:
-        """Returns why PipeFusion refuses the model, in words for users; empty where it does not."""
+        """Returns why PipeFusion refuses the model, in words for users; empty if it takes the
+        model.
+        """
         among = next((group.path for group in self.blocks if group.interleaved), "")
         if among:
             return f"its {among} run among its other blocks, so that no stage can hold a part of it"
@@ -356,7 +359,7 @@ class TokenPlan:
         return next((group.branch.kept for group in self.blocks if group.branch), None)
 
     def require_stages(self, model_class: type) -> None:
-        """Raises Refused where no stage can hold a part of such a model."""
+        """Raises Refused if no stage can hold a part of such a model."""
         if self.why_no_stages:
             raise Refused(
                 f"{model_class.__name__} cannot be divided into stages, because {self.why_no_stages}: set"
@@ -364,7 +367,7 @@ class TokenPlan:
             )
 
     def block_patch(self, code: str) -> BlockPatch | None:
-        """Returns what is known of a node's patch, by its code."""
+        """Returns the plan's entry for a node's patch, by the patch's code; None if it has none."""
         return next((patch for group in self.blocks for patch in group.patches if patch.code == code), None)
 
     def has_own_rows(self, code: str) -> bool:
@@ -378,7 +381,9 @@ class TokenPlan:
 
     @cached_property
     def leaves_behind_blocks(self) -> bool:
-        """Whether what follows ``leave`` takes all tokens."""
+        """Returns whether tokens leave behind the last block: the code that follows takes all
+        tokens.
+        """
         return bool(self.blocks) and self.leave.path == self.blocks[-1].path
 
     def __post_init__(self) -> None:

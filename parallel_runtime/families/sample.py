@@ -33,7 +33,7 @@ PIXELS = {"even": (1, 128, 8, 6), "odd": (1, 128, 7, 9)}
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Draw weights from N(0, 1 / fan_in), norm scales from N(1, 0.1) and biases from N(0, 0.02):
-    activations, modulation and what attention tells apart stay of order 1.
+    activations, modulation and the differences that attention sees stay of order 1.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     noise = torch.randn(shape, generator=generator)
@@ -71,7 +71,7 @@ def random_extras(**arguments: Any) -> Callable[[Any], Extras]:
 
 
 def host_version() -> str:
-    """The version of the ComfyUI at hand; where there is none, one that has everything."""
+    """Returns the version of the ComfyUI at hand; without one, a version that has everything."""
     try:
         import comfyui_version
     except ImportError:
@@ -164,15 +164,16 @@ WHOLE_SEQUENCES = TokenParts()
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """A released model of a sample's form, and a usual request, for the dry run: nothing of it is
+    """A released model of a sample's form, and a usual request, for shape-only runs: no weights are
     drawn or downloaded.
 
-    ``changes``: what its config has otherwise than the form's. ``text``: tokens of a prompt.
-    ``extent``: width and height in pixels, and frames. ``extras``: what nodes add to a prompt, in
-    place of what they add to the sample's, which may be of its widths. ``latents``: an extent ->
-    the shapes of latents that are sampled together. ``cut``: how its layers cut tokens.
-    ``reads_prompt``: ComfyUI looks at the prompt's numbers before it calls the transformer, so that
-    they need content. ``title``: in the documents' table, where it is in that.
+    ``changes`` are the entries of its config that differ from the form's. ``text`` counts the
+    tokens of a prompt. ``extent`` is width and height in pixels, and frames. ``extras`` are a
+    prompt's extras from nodes; they replace the sample's, which may have the sample's widths.
+    ``latents`` returns, for an extent, the shapes of latents that are sampled together. ``cut``
+    says how its layers cut tokens. With ``reads_prompt`` ComfyUI looks at the prompt's numbers
+    before it calls the transformer, so they need content. ``title`` is its name in the documents'
+    table; empty if it is not there.
     """
 
     name: str
@@ -298,7 +299,9 @@ class Sample:
         return self.tiny.heads
 
     def extras(self, latent: Any, side: int = 0) -> Extras:
-        """Returns what nodes add to the positive prompt, or to the negative one (``side`` 1)."""
+        """Returns the extras that nodes add to the positive prompt, or to the negative one
+        (``side`` 1).
+        """
         made = {} if self.prompt_extras is None else self.prompt_extras(latent)
         return made[side] if isinstance(made, tuple) else made
 
@@ -331,6 +334,8 @@ class Family:
     ahead: str = ""
 
     def here(self) -> Family | None:
-        """The family with the samples of the ComfyUI at hand; None where that has none of them."""
+        """Returns the family with the samples of the ComfyUI at hand; None if that has none of
+        them.
+        """
         samples = tuple(sample for sample in self.samples if sample.is_here)
         return replace(self, samples=samples) if samples else None

@@ -76,7 +76,7 @@ def takes_rows_for_frames(model: nn.Module) -> bool:
 
 
 def whole_plan(model_class: type) -> TokenPlan | None:
-    """The plan without blocks of a class of ComfyUI's own; None where such a model stays on one
+    """The plan without blocks of a class of ComfyUI's own; None if such a model stays on one
     GPU.
     """
     name = class_path(model_class)

@@ -56,7 +56,7 @@ ONE_TIMESTEP = replace(PLAN, blocks=(PLAIN,), leave=Leave(path="head", stream="i
 
 
 def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: str = "t2v") -> Config:
-    """``extra_channels`` stand beside those of the latent: a given image and its mask."""
+    """``extra_channels`` follow the latent's channels: a given image and its mask."""
     return {
         "image_model": "wan2.1",
         "model_type": model_type,

@@ -1,5 +1,5 @@
 """Wan Animate (comfy/ldm/wan/model_animate.py@0.30.0): behind every fifth block, tokens attend to
-what the face does in their own frame.
+the motion of the face in their own frame.
 """
 
 from dataclasses import replace

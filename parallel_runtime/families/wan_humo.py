@@ -1,5 +1,5 @@
 """HuMo (comfy/ldm/wan/model.py:HumoWanModel@0.30.0): Wan whose blocks let each token attend to the
-sound of its own frame, 16 tokens of it. A reference's tokens come last, and have silence.
+sound of its own frame, 16 sound tokens. A reference's tokens come last, and have silence.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ PLAN = replace(
 
 
 def sound(latent: torch.Tensor) -> dict[str, Any]:
-    """The extras of the HuMo node: what a sound encoder says of each frame, and a reference."""
+    """The extras of the HuMo node: a sound encoder's output for each frame, and a reference."""
     generator = torch.Generator().manual_seed(11)
     _, channels, frames, height, width = latent.shape
     return {

@@ -1,5 +1,5 @@
 """SCAIL and SCAIL-2 (comfy/ldm/wan/model.py:SCAILWanModel@0.30.0): Wan whose video tokens stand
-between those of references and those of a pose.
+between the tokens of references and the tokens of a pose.
 """
 
 from dataclasses import replace

@@ -30,7 +30,7 @@ VIDEOS = random_extras(
 
 
 def two_videos(latent: torch.Tensor) -> Extras:
-    """The extras of two VACE nodes: videos, what of them stays, and how much they count."""
+    """The extras of two VACE nodes: videos, masks of the parts that stay, and strengths."""
     made = VIDEOS(latent)
     return {**made, "vace_mask": [(mask > 0).float() for mask in made["vace_mask"]]}
 
