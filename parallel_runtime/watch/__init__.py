@@ -1,1 +1,3 @@
-"""Finds, in the UI, what other packs changed of a loaded model and of ComfyUI's own code."""
+"""Finds, in the UI, the changes that other packs made to a loaded model and to ComfyUI's own
+code.
+"""

@@ -55,8 +55,8 @@ class ModuleAttributes(NamedTuple):
 
 
 class Attributes:
-    """What the attributes of one model's modules are by its configuration. The model is built once,
-    without weights.
+    """The attributes that the modules of one model have by its configuration. To know them, the
+    model is built once, without weights.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class Attributes:
         return found
 
     def watched(self, transformer: torch.nn.Module) -> list[ModuleAttributes]:
-        """Returns those that are numbers, flags, text or rows of them, as they are now; none of
-        layers.
+        """Returns the attributes that are numbers, flags, texts or rows of these, with their
+        present values. Attributes of layers are left out.
         """
         found = []
         for path, module in transformer.named_modules():

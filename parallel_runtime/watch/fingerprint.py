@@ -1,9 +1,9 @@
-"""What a transformer's forward may run of ComfyUI's code, told by ComfyUI's files alone: nothing is
-imported, so that another ComfyUI's can be told as well.
+"""Finds all of ComfyUI's code that a transformer's forward may run, by ComfyUI's files alone:
+nothing is imported, so it works for another ComfyUI as well.
 
 A class name is no identity: ComfyUI releases weekly, and another version of a class may call its
-blocks otherwise than the class's token plan says. A function is told by the syntax tree of its
-source without docstrings, which is the same under every Python that can read it.
+blocks otherwise than the class's token plan says. A function is identified by the syntax tree of
+its source without docstrings, which is the same under every Python that can read it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class BoundName:
-    """What a module binds to a name: its ``digests``, the ``places`` that its code names, the
-    ``names`` by which it looks for them in the module, and the ``words`` in it by which it may ask
-    for an entry of a dictionary: texts and names of parameters.
+    """The code that a module binds to a name: its ``digests``, the ``places`` that its code names,
+    the ``names`` by which it looks for them in the module, and the ``words`` in it (texts and names
+    of parameters) by which it may ask for an entry of a dictionary.
     """
 
     digests: Mapping[str, str]
@@ -79,9 +79,9 @@ class HostFiles:
         self._told: dict[Place, BoundName] = {}
 
     def fingerprint(self, kind: str) -> Fingerprint:
-        """Returns the fingerprint of a class, ``module:Class``: of its code, and of all of ComfyUI
-        that this code names, at any depth; one without functions where the files do not have that
-        class. Raises Refused where a file cannot be read.
+        """Returns the fingerprint of a class, ``module:Class``: of its code, and of all of
+        ComfyUI's code that this code names, at any depth. It has no functions if the files do not
+        have that class. Raises Refused if a file cannot be read.
         """
         functions: dict[str, str] = {}
         for told in self.reached(kind).values():
@@ -89,9 +89,7 @@ class HostFiles:
         return Fingerprint(kind, functions)
 
     def words(self, kind: str) -> frozenset[str]:
-        """Returns the words of all that code, likewise; none where the files do not have the
-        class.
-        """
+        """Returns the words of the same code; empty if the files do not have the class."""
         return frozenset[str]().union(*(told.words for told in self.reached(kind).values()))
 
     def reached(self, *kinds: str) -> dict[Place, BoundName]:
@@ -139,8 +137,8 @@ class HostFiles:
         return BoundName(digests, places, frozenset({bound, *(name[0] for name in names)}), frozenset(words))
 
     def _place_of(self, module: str, file: PythonFile, dotted: tuple[str, ...]) -> Place | None:
-        """Returns what a name with dots in a module's code stands for; None for no name of a
-        module's.
+        """Returns the place that a dotted name in a module's code refers to; None if it is no name
+        of a module.
         """
         if dotted[0] in file.bound:
             return module, dotted[0]
@@ -188,9 +186,7 @@ def split(kind: str) -> Place:
 
 
 def _libraries(file: PythonFile, names: Iterable[tuple[str, ...]]) -> list[str]:
-    """Returns which of these names are those of other libraries than ComfyUI, and what they stand
-    for.
-    """
+    """Returns which of these names come from other libraries than ComfyUI, with their places."""
     heads = {dotted[0] for dotted in names} & file.imported.keys()
     places = {head: file.imported[head][0] for head in heads}
     return sorted(
@@ -199,7 +195,7 @@ def _libraries(file: PythonFile, names: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def _parts(node: ast.stmt, name: str) -> Iterator[tuple[str, ast.AST]]:
-    """Yields the methods of a class, and what is left of the class; anything else as it is."""
+    """Yields the methods of a class, and the rest of the class; anything else as it is."""
     if not isinstance(node, ast.ClassDef):
         yield name, node
         return

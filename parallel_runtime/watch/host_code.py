@@ -37,8 +37,8 @@ from .python_file import (
 def replaced_code(
     transformer: torch.nn.Module, trusted: frozenset[str] = LIBRARIES
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (where, what stands there) of each function that was replaced, of those that a
-    transformer may run. ``trusted``: packages whose functions belong there.
+    """Yields (place, replacement) of each replaced function among those that a transformer may run.
+    ``trusted`` are packages whose functions belong there.
     """
     found = list(_functions(transformer))
     # First what was written, then what imports it
@@ -64,7 +64,9 @@ class HostFunctions:
         ]
 
     def changed(self) -> tuple[str, Any] | None:
-        """Returns where one was replaced since, or hidden by a new one, and by what."""
+        """Returns the place and the replacement of a function that was replaced since, or hidden by
+        a new one.
+        """
         for owner, namespace, known, names, values in self._seen:
             now = list(map(namespace.get, names))
             if now != values:
@@ -82,8 +84,8 @@ class HostFunctions:
 
 
 def edited_code(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields (file, function) of each file of what a transformer may run that was edited since
-    ComfyUI imported it: ranks import it as it is now.
+    """Yields (file, function) of each file with code that a transformer may run, if it was edited
+    since ComfyUI imported it: ranks import the present file.
     """
     modules = {where: sys.modules[where] for where, _ in _reached(transformer) if where in sys.modules}
     for module in modules.values():
@@ -98,15 +100,15 @@ def edited_code(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _reached(transformer: torch.nn.Module) -> dict[Place, BoundName]:
-    """Returns what a transformer may run of ComfyUI's, by its files."""
+    """Returns the code of ComfyUI's that a transformer may run, by ComfyUI's files."""
     tops = {f"{kind.__module__}:{kind.__qualname__.partition('.')[0]}" for kind in _host_classes(transformer)}
     reached = host_files(host_folder()).reached(*tops)
     return {place: told for place, told in reached.items() if place[0].startswith(FOLLOWED)}
 
 
 def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """Yields (module or class, name, value) of what may be called there, by ComfyUI's files: what
-    code that the transformer reaches looks for in its module, and what is in classes.
+    """Yields (module or class, name, value) of everything that the transformer may call, by
+    ComfyUI's files: the names that reached code looks up in its module, and the methods of classes.
     """
     classes = dict.fromkeys(_host_classes(transformer))
     for (where, bound), told in _reached(transformer).items():
@@ -142,8 +144,8 @@ def _compiled_elsewhere(owner: Any, _name: str, value: Any, trusted: frozenset[s
 
 
 def _otherwise_imported(owner: Any, name: str, value: Any, trusted: frozenset[str]) -> Any:
-    """Returns what a module has under a name that its file imports, where that is another thing. No
-    other is one that was imported before its source was replaced.
+    """Returns a module's value under a name that its file imports, if the value is not the imported
+    one. Functions that were imported before their source was replaced do not count.
     """
     file = python_file(owner) if isinstance(owner, types.ModuleType) else NOTHING
     places = () if name in file.bound else file.imported.get(name, ())

@@ -1,8 +1,8 @@
-"""Finds what other packs changed of a transformer in place: the methods, hooks, classes and
-submodules of its modules, and ComfyUI's own functions that they use.
+"""Finds the changes that other packs made to a transformer in place: to the methods, hooks, classes
+and submodules of its modules, and to ComfyUI's own functions that they use.
 
-ComfyUI does not know of such changes, and ranks build the model without them, so a change that is
-not found here has no effect, or takes the forward away from the pool, without a word.
+ComfyUI does not know of such changes, and ranks build the model without them: a change that is not
+found here would silently have no effect, or keep the forward from the pool.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Watch:
         check_state: Callable[[], None] | None = None,
         before: Watch | None = None,
     ):
-        """``check_state`` raises Refused for what was set since in the modules of packs whose code
-        ranks run. ``before``: an earlier one of the same transformer, whose records are taken over
-        where they hold.
+        """``check_state`` raises Refused for values that were set since in the modules of packs
+        whose code ranks run. ``before`` is an earlier Watch of the same transformer; its records
+        are taken over if they still hold.
         """
         self._model = diffusion_model
         self._attributes = attributes
@@ -85,8 +85,8 @@ class Watch:
         self._code = HostFunctions(self._model)
 
     def holds(self, ours: Sequence[Any] = ()) -> bool:
-        """Returns whether all modules and functions are those that were recorded, without hooks:
-        what was found of them then is so still. ``ours`` are PipeMesh's own since.
+        """Returns whether all modules and functions are the recorded ones, without hooks: then all
+        that was found before still holds. ``ours`` are PipeMesh's own functions since.
         """
         ours = (*self._ours, *ours)
         return self._code.changed() is None and all(
@@ -100,8 +100,8 @@ class Watch:
         )
 
     def check(self) -> None:
-        """Raises Refused for what was changed since, naming it. Other attributes than those watched
-        are let be: ComfyUI itself sets some.
+        """Raises Refused for a change since, naming it. Only the watched attributes are compared:
+        ComfyUI itself sets others.
         """
         for watched in self._attributes:
             if watched.get(watched.own) != watched.before:
@@ -153,13 +153,15 @@ def _changes_of(
 
 
 def methods_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns what stands in the module itself for methods of its class."""
+    """Returns the attributes of the module itself that hide methods of its class."""
     kind = type(module)
     return {name: value for name, value in vars(module).items() if callable(value) and hasattr(kind, name)}
 
 
 def _is_replaced(module: torch.nn.Module, name: str, value: Any, ours: Sequence[Any]) -> bool:
-    """False for the module's own method, which ComfyUI puts back in place of what it replaced."""
+    """Returns whether a method was replaced. False for the module's own method, which ComfyUI puts
+    back after it took a replacement away.
+    """
     own = getattr(type(module), name)
     is_own = getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is own
     return not is_own and not any(value is one for one in ours)
@@ -178,7 +180,7 @@ def refused_change(path: str, what: str, culprit: Any) -> Refused:
 
 
 def refusal_of_code(where: str, culprit: Any) -> Refused:
-    """Makes the error of ComfyUI's own function at ``where``, with ``culprit`` in its place."""
+    """Makes the error for ComfyUI's function at ``where``, which ``culprit`` has replaced."""
     return Refused(
         f"ComfyUI's {where} was replaced for all models ({patch_name(culprit)}), and the workers do not have"
         f" that change: remove the node or the pack that does it and restart ComfyUI, or {ON_ONE_GPU}."

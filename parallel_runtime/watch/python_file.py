@@ -1,7 +1,7 @@
-"""What a function or a class is, by the Python file that has it: where it was compiled, what its
-module imports, which attributes its methods assign, and whether the file has its code.
+"""Reads the Python file of a function or a class: where it was compiled, which names its module
+imports, which attributes its methods assign, and whether the file has its code.
 
-A value alone does not say who put it where it stands.
+A value alone does not say who put it in its place.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ def host_folder() -> Path:
 
 
 def module_of(thing: Any) -> types.ModuleType | None:
-    """Returns a module itself, or the one that has a function or a class; None where it has no
-    file.
-    """
+    """Returns a module itself, or the module of a function or class; None if it has no file."""
     name = getattr(thing, "__module__", None) or ""
     module = thing if isinstance(thing, types.ModuleType) else sys.modules.get(name)
     return module if getattr(module, "__file__", None) is not None else None
@@ -83,7 +81,7 @@ def root_of(thing: Any) -> str:
 
 
 def attribute_of(module: types.ModuleType, name: str) -> Any:
-    """Returns what a module has under a name with dots; None for nothing."""
+    """Returns a module's attribute by a dotted name; None if there is none."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -147,7 +145,9 @@ def full_name(thing: types.ModuleType | type) -> str:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Returns the names that a code object, and those in it, look up."""
+    """Returns the names that a code object looks up, and that the code objects inside it look
+    up.
+    """
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -250,7 +250,7 @@ def read_module(path: Path, package: str) -> PythonFile:
 
 
 def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, Place]]:
-    """Yields each name that an import binds, and what it stands for."""
+    """Yields each name that an import binds, and the place that it refers to."""
     if isinstance(node, ast.Import):
         for one in node.names:
             first = one.name.partition(".")[0]
@@ -263,8 +263,8 @@ def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, Place]]:
 
 
 def tree_text(node: ast.AST) -> str:
-    """Returns a syntax tree as text, without docstrings, and without what is empty there: later
-    Pythons have more fields.
+    """Returns a syntax tree as text, without docstrings, and without empty fields, because later
+    Pythons have more of them.
     """
     words: list[str] = []
 
@@ -335,8 +335,8 @@ def assigned_first(kind: type) -> frozenset[str]:
 
 
 def _methods_of(kind: type) -> tuple[list[MethodCode], list[MethodCode]]:
-    """Returns the methods of a class of ComfyUI's: ``__init__`` with those that it calls, and the
-    others.
+    """Returns the methods of a class of ComfyUI's: ``__init__`` with the methods that it calls, and
+    the others.
     """
     own = [one for one in kind.__mro__ if one.__module__.startswith("comfy.")]
     nodes = [node for one in own for node in _class_of(one.__qualname__, python_file(module_of(one)))]

@@ -1,5 +1,5 @@
-"""Where a model's weights lie: on the file's pages in the UI; whole, sharded or offloaded on ranks.
+"""Holds a model's weights: on the file's pages in the UI; whole, sharded or offloaded on ranks.
 
 The UI's process and the ranks import these files. A rank imports them before ComfyUI's arguments
-are set (``worker/preparation.py``), so what a rank uses imports ``comfy`` inside its functions.
+are set (``worker/preparation.py``), so the functions that a rank calls import ``comfy`` inside.
 """

@@ -1,4 +1,6 @@
-"""The full content of the UI's weights, compared while ranks compute with what they have."""
+"""Compares the full content of the UI's weights with the ranks' weights, while the ranks
+compute.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from .comparison import Weights
 
 
 class BackgroundCheck:
-    """Compares all weights in memory without marks of writes with what they were when ranks got
-    them, once, in a thread of its own: 0.25 s a GiB of one core.
+    """Compares all weights in memory, once, with their content when ranks got them, in a thread of
+    its own: 0.25 s a GiB of one core. Weights whose pages show every write are left out.
 
-    ``title``: the model's, for users. ``error_before``: the error that was under way as the run
-    began.
+    ``title`` names the model to users. ``error_before`` is the error that was being handled when
+    the run began.
     """
 
     def __init__(self, weights: Weights, title: str):

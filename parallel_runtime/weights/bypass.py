@@ -46,8 +46,8 @@ def pack_bypass(injections: dict[str, Iterable[Any]]) -> dict[str, list]:
 
 
 def put_bypass(model: Any, packed: list) -> Callable[[], Any]:
-    """In a rank: injects adapters beside those layers that it has. Returns the call that takes them
-    away again.
+    """In a rank: injects adapters beside the layers that this rank has. Returns a function that
+    removes them.
     """
     import comfy.utils
     import comfy.weight_adapter

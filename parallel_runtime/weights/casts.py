@@ -1,5 +1,5 @@
-"""Give layers their turn also where the host casts their weights from outside their forward, as its
-helpers do that compute a layer together with what comes before or behind it.
+"""Gather a layer's weights in time even if the host casts them outside of the layer's forward. Some
+helpers of the host do that, to compute a layer together with the operation before or after it.
 
 Read: comfy/ops.py (cast_bias_weight, uncast_bias_weight, linear_input_act) @ ComfyUI 0.30.0 and
 0.33.0.
@@ -44,15 +44,15 @@ def casts_in_turn() -> Iterator[None]:
 
 
 def in_own_memory(found: Any, room: torch.Tensor) -> Any:
-    """What a cast returns, where none of the weights in it lie in ``room``, which others arrive in:
-    the caller may still have them when further layers have had their turn.
+    """Returns a cast's weights outside of ``room``, the buffer that later layers' weights arrive
+    in: the caller may use them after further layers were gathered.
     """
     weight, bias, *more = found
     return (*(None if one is None else out_of(one, room) for one in (weight, bias)), *more)
 
 
 def out_of(weight: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """The weight, or a copy where it lies in ``room``."""
+    """Returns the weight, or a copy if it lies in ``room``."""
     storage = room.untyped_storage()._cdata
     if all(tensor.untyped_storage()._cdata != storage for tensor in stored_tensors(weight)):
         return weight

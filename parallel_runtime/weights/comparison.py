@@ -1,10 +1,10 @@
-"""The UI's weights of a model, compared with what the ranks have.
+"""Compares the UI's weights of a model with the ranks' weights.
 
 The ranks read the checkpoint themselves, or are sent a state dict once. A node that changes a
 weight in place tells nobody, so the UI compares contents in full, once per load. That reads the
 checkpoint from the page cache, as the ranks do next. From then on ``WeightMark`` tells which
-weights may have been written to, and those alone are compared in full again. What it may miss,
-``BackgroundCheck`` finds while ranks compute.
+weights may have been written to, and only these are compared in full again. Changes that a mark may
+miss are found by ``BackgroundCheck`` while ranks compute.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 
 
 class Weights:
-    """Tells which of the UI's weights of a model differ from what its ranks have: the content of
-    ``file``, or what they were sent.
+    """Tells which of the UI's weights of a model differ from the ranks' weights, which are the
+    content of ``file``, or the state dict that was sent.
 
-    ``changed`` names those that differ. ``changed_id`` is another one whenever the content of one
-    of them is, and "" where none differs.
+    ``changed`` names the weights that differ. ``changed_id`` changes whenever the content of one of
+    them changes, and is "" if none differs.
     """
 
     def __init__(self, file: File | None = None):
@@ -93,17 +93,17 @@ class Weights:
             self._seen[slot.name] = mark
 
     def changed_since(self, is_ended: Callable[[], bool]) -> Iterator[str]:
-        """Yields the names of weights whose full content is another than when they were last
-        compared, but of those that lie on pages of files. Stops if ``is_ended`` says so. For any
-        thread.
+        """Yields the names of weights whose full content has changed since they were last compared.
+        Weights on pages of files are left out. Stops if ``is_ended`` says so. May be called from
+        any thread.
         """
         for name, mark in list(self._seen.items()):
             if mark.has_changed(is_ended):
                 yield name
 
     def forget(self, names: list[str]) -> None:
-        """Has these weights compared in full next time, and no others: of a file that is gone by
-        then, those alone count as changed.
+        """Has these weights, and no others, compared in full next time. If their file is gone by
+        then, only these count as changed.
         """
         for name in names:
             self._seen.pop(name, None)
@@ -119,8 +119,8 @@ class Weights:
         }
 
     def _open(self, model: Any) -> CheckpointContent | NoContent | None:
-        """What to compare with. None where there is nothing yet, and where the file was overwritten
-        since: then the run is refused when it begins.
+        """Returns the content to compare with. None if there is none yet, or if the file was
+        overwritten since: then the run is refused when it begins.
         """
         if self._file is None:
             return NoContent(None) if self._own else None
@@ -174,9 +174,10 @@ class WeightMark:
         return is_same and (unwritten or is_unwritten(tensor.data_ptr(), tensor.nbytes))
 
     def has_changed(self, is_ended: Callable[[], bool]) -> bool:
-        """True if the content in memory of its own is another, by all of it. False for a weight
-        that has moved, as ``is_still`` tells, and if ``is_ended`` says so before all is read. Pages
-        of a file are not read here: one that is cut short meanwhile would end ComfyUI.
+        """True if all of the weight, read from memory of its own, differs from before. False for a
+        weight that has moved, which ``is_still`` notices, and if ``is_ended`` says so before all is
+        read. Pages of a file are not read here: if the file were cut short meanwhile, ComfyUI would
+        die.
         """
         memory = self._memory()
         if memory is None or self._content is None:
@@ -206,8 +207,8 @@ def _is_told(tensor: torch.Tensor, mapping: Mapping) -> bool:
 
 def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
     """Returns torch's count of writes, None for an inference tensor, and a hash of one element of
-    every row and of every column: of 2 rows and 3 columns those at (0, 0), (1, 1) and (0, 2). A
-    tensor of more dimensions has a row for each index of the first; a vector is looked at whole.
+    every row and of every column: of 2 rows and 3 columns the elements at (0, 0), (1, 1) and (0,
+    2). A tensor of more dimensions has a row for each index of the first; a vector is hashed whole.
     """
     try:
         version = tensor._version
@@ -240,7 +241,7 @@ def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:
     that put them on; the other arguments are those of its ``unpatch_model``.
 
     Each class keeps its own books on the model (ModelPatcherDynamic: pages on the GPU, pinned
-    buffers, which of them are stale). Another class would leave them wrong.
+    buffers, and which of these are stale). Another class would leave them wrong.
     """
     stock = kind(patcher.model, patcher.load_device, patcher.offload_device, 1)
     stock.backup, stock.backup_buffers, stock.object_patches_backup, stock.pinned = (

@@ -25,11 +25,11 @@ CPU = torch.device("cpu")
 
 class DeviceWeights(WeightPlacement):
     """The transformer's parameters on a rank's device, in the dtype that ComfyUI archived for each:
-    those assigned from a file still have the file's.
+    parameters assigned from a file still have the file's dtype.
 
-    What a parameter was loaded from is kept where it is a file's mapped pages, which cost no
-    memory. So nothing need stay on the device beside a patched weight, and taking the patch away
-    reads the file's pages again.
+    A parameter's loaded tensor is kept if it lies on mapped pages of a file, which cost no memory.
+    So no copy stays on the device beside a patched weight, and taking the patch away reads the
+    file's pages again.
     """
 
     def __init__(
@@ -123,7 +123,9 @@ class DeviceWeights(WeightPlacement):
     def _placed(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
     ) -> torch.nn.Parameter:
-        """The parameter on the device; with ``readers`` only a place for what is large."""
+        """Returns the parameter on the device. With ``readers``, a large one only gets its memory
+        here.
+        """
         if self._readers is None or not is_number(parameter):
             return settled_as(module, name, parameter, self._device)
         tree, dtype = taken_apart(parameter), settled_dtype(module, name, parameter)

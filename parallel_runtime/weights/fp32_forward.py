@@ -1,8 +1,8 @@
-"""Compute one evaluation in fp32, whatever numbers a model's weights are in: two orders of adding
-up differ by 1e-7 there, so that a wrong token plan shows. In bf16 rounding may hide it.
+"""Compute one evaluation in fp32, whatever dtype a model's weights have: two orders of adding up
+differ by 1e-7 there, so that a wrong token plan shows. In bf16 rounding may hide it.
 
-No copy of the weights is made. The host casts those of a layer to the dtype of its input wherever
-a function is to be applied to them, as it does for a LoRA; quantised ones it dequantises.
+No copy of the weights is made. The host casts a layer's weights to the dtype of its input if a
+function is to be applied to them, as it does for a LoRA; it dequantises quantised weights.
 
 Read: comfy/ops.py (CastWeightBiasOp and its layers, mixed_precision_ops) @ ComfyUI 0.30.0, 0.33.0.
 """
@@ -21,8 +21,8 @@ OPTIONS = "transformer_options"
 
 
 def arguments_in_fp32(arguments: dict[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    """Return an evaluation's arguments in fp32, without those of its options that are ``left_out``:
-    they name what computes in numbers of its own.
+    """Return an evaluation's arguments in fp32. The options in ``left_out`` are dropped, because
+    they name functions that compute in a dtype of their own.
     """
     made = {name: tree_map_only(torch.Tensor, widened, value) for name, value in arguments.items()}
     if OPTIONS in arguments:

@@ -37,8 +37,8 @@ def is_dequantised_late(tensor: Any) -> bool:
 
 
 def described_operations(custom_operations: Any) -> dict[str, Any] | None:
-    """In the UI: where a rank finds a MODEL's operations, and their settings. None for a MODEL with
-    ComfyUI's own. Raises Refused for others than those of ComfyUI-GGUF.
+    """In the UI: describe where a rank finds a MODEL's operations, and their settings. None for a
+    MODEL with ComfyUI's own operations. Raises Refused unless they are ComfyUI-GGUF's.
     """
     if custom_operations is None:
         return None

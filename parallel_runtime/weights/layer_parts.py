@@ -22,7 +22,7 @@ ALIGNED = 256
 
 
 class PackedPlace(NamedTuple):
-    """Where one stored tensor lies in the bytes of its block."""
+    """The place of one stored tensor in the bytes of its block."""
 
     at: int
     shape: torch.Size
@@ -54,8 +54,8 @@ class ShardedParameter:
         return settled_as(self.module, self.attribute, self.loaded)
 
     def form(self) -> torch.Tensor:
-        """A tensor of the shape and dtype of the settled one; where that is a cast, without
-        content.
+        """A tensor with the shape and dtype that the parameter will have. If the dtype differs from
+        the loaded one, the tensor has no content.
         """
         dtype = settled_dtype(self.module, self.attribute, self.loaded)
         return self.loaded if dtype == self.loaded.dtype else self.loaded.to("meta", dtype)
@@ -65,7 +65,7 @@ class ShardedParameter:
         slots[self.attribute] = parameter
 
     def put_away(self) -> None:
-        """Leaves a placeholder, or what replaced the parameter."""
+        """Puts a placeholder, or the parameter's replacement, back in place."""
         self.put(self.placeholder if self.instead is None else self.instead)
 
 
@@ -163,7 +163,9 @@ class ShardedBlock:
             self.part[own.start : own.stop].copy_(content.view(torch.uint8))
 
     def _own(self, place: PackedPlace) -> range:
-        """Returns which bytes of this rank's part are of the tensor, none if it has none of it."""
+        """Returns the range of bytes of this rank's shard that belong to the tensor; empty if there
+        are none.
+        """
         first, nbytes = self._rank * self.part.numel(), self.part.numel()
         begin = min(max(place.at - first, 0), nbytes)
         return range(begin, max(begin, min(place.at + place.nbytes - first, nbytes)))

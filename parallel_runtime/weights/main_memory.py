@@ -62,7 +62,7 @@ class Table(NamedTuple):
         self.slot[self.attribute] = tensor
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Puts a tensor in place that stays where it is."""
+        """Puts a tensor in place that stays in its present memory."""
         self.put(InMainMemory(tensor.detach(), self.device))
 
     def put_away(self) -> None:

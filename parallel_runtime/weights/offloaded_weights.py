@@ -49,14 +49,18 @@ class OffloadedWeights(WeightPlacement):
             setattr(*self._slot(name), parameter)
 
     def _load(self) -> None:
-        """Never more than the budget: what it has no room for when a layer computes counts too."""
+        """Loads no more than the budget. Weights that are brought to the device while a layer
+        computes count too.
+        """
         self._patcher.patches_uuid = uuid.uuid4()
         self._patcher.load(self._device, lowvram_model_memory=max(1, self._budget))
         self._on_progress(self.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is loaded, and of what is brought while a layer computes."""
+        """Bytes of the loaded weights, and of the buffer for weights that are brought while a layer
+        computes.
+        """
         model = self._patcher.model
         return int(model.model_loaded_weight_memory + model.model_offload_buffer_memory)
 

@@ -17,12 +17,12 @@ from ..refusals import ON_ONE_GPU
 
 
 class Placeholder(torch.Tensor):
-    """A weight without content, so that what only asks for a shape, a dtype or a device has an
-    answer. It takes no memory; whatever would compute with it raises Refused, which names it.
+    """A weight without content, for code that only asks for a shape, a dtype or a device. It takes
+    no memory; any computation with it raises Refused, which names it.
 
-    It is plain, also where the weight is quantised: the host's helpers that compute with a
-    quantised weight past its layer's forward then leave it to the forward. That has several layers'
-    weights one after another where a helper would want all at once.
+    It is a plain tensor, even if the weight is quantised: helpers of the host that compute with a
+    quantised weight outside of its layer's forward then leave it to the forward. The forward has
+    the weights of several layers one after another, while such a helper would want all at once.
     """
 
     of: str

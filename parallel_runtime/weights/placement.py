@@ -1,4 +1,4 @@
-"""Where a model's weights lie on a rank: what the three ways to keep them have in common."""
+"""The interface of the three ways to keep a model's weights on a rank."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ class WeightPlacement:
         return 0
 
     def read(self, on_progress: Callable[[int], None]) -> None:
-        """Raises Stopped where another rank has failed."""
+        """Raises Stopped if another rank has failed."""
 
     def has(self, name: str) -> bool:
-        """Whether this rank has the parameter: a stage has those of its own blocks alone."""
+        """Returns whether this rank has the parameter: a stage only has the parameters of its own
+        blocks.
+        """
         try:
             module, attribute = self._slot(name)
         except AttributeError:
@@ -59,8 +61,8 @@ class WeightPlacement:
         yield
 
     def applies(self, patches: dict[str, list]) -> bool:
-        """Takes all weight patches, and applies each where its weight is loaded or computes. False:
-        does not, so each weight is to be patched and given to ``replace``.
+        """Takes all weight patches, and applies each when its weight is loaded or computes. Returns
+        False if this way does not: then each weight must be patched and given to ``replace``.
         """
         return False
 
@@ -69,21 +71,22 @@ class WeightPlacement:
         raise NotImplementedError
 
     def restore(self, but: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> None:
-        """Puts every parameter back as it was loaded, and takes weight patches away; ``but`` those
-        that ``put_back`` follows for. ``kept``: some as they were loaded, as ``aside`` gave them.
+        """Puts every parameter back as it was loaded, and takes weight patches away. Skips the
+        parameters in ``but``, for which ``put_back`` follows. ``kept`` holds some loaded
+        parameters, as ``aside`` returned them.
         """
         raise NotImplementedError
 
     def aside_bytes(self, name: str) -> int:
-        """Returns the bytes of what ``aside`` gives."""
+        """Returns how many bytes ``aside`` would return."""
         raise NotImplementedError
 
     def aside(self, name: str, device: torch.device) -> Any:
-        """Returns what this rank has of a parameter now, on ``device``, for ``put_back``."""
+        """Returns this rank's present content of a parameter, on ``device``, for ``put_back``."""
         raise NotImplementedError
 
     def put_back(self, name: str, aside: Any) -> None:
-        """Puts into a parameter's place what ``aside`` gave."""
+        """Puts the content that ``aside`` returned back into a parameter."""
         raise NotImplementedError
 
     def _slot(self, name: str) -> tuple[torch.nn.Module, str]:

@@ -1,9 +1,9 @@
-"""Give each layer its weights while it computes. They come block by block: those of the next block
-are on their way while one computes.
+"""Gather each layer's weights before it computes (all-gather prefetch). They come block by block:
+the next block's weights travel while one block computes.
 
 All ranks compute the same blocks in the same order. The first evaluation that succeeds shows which
-block follows which. A rank learns it behind the last message, and if another has not come so far,
-the pool ends: no two ranks of a pool know another order.
+block follows which. A rank learns this order behind the last message. If another rank has not come
+so far, the pool ends: no two ranks of a pool know another order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NONE = -1
 
 
 class Room:
-    """The memory that weights arrive in, and that is computed with: a block lies at one end of it,
-    the one that follows at the other, if it has room there. ``via_cpu``: they arrive in the
-    machine's memory.
+    """The unshard buffer: the memory in which weights arrive and are computed with. A block lies at
+    one end, the next block at the other, if both fit. With ``via_cpu`` weights arrive in main
+    memory first.
     """
 
     def __init__(self, nbytes: int, device: torch.device, via_cpu: bool):
@@ -35,11 +35,11 @@ class Room:
         self._arriving = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if via_cpu else self._here
 
     def place(self, end: int, nbytes: int) -> torch.Tensor:
-        """Returns where weights of so many bytes arrive."""
+        """Returns the memory in which weights of so many bytes arrive."""
         return self._arriving[self._span(end, nbytes)]
 
     def arrived(self, end: int, nbytes: int) -> None:
-        """Brings weights that have arrived to where they are computed with."""
+        """Copies arrived weights to the device, if they arrived in main memory."""
         if self._arriving is not self._here:
             self.content(end, nbytes).copy_(self.place(end, nbytes))
 
@@ -60,7 +60,9 @@ class Order:
         self._seen: list[int] = [NONE]  # the blocks of this evaluation, as far as it has come
 
     def following(self, index: int, width: int) -> int:
-        """Notes that a block's turn has come, and returns the next; NONE where it is not known."""
+        """Notes that a block computes now, and returns the block that will follow; NONE if that is
+        not known.
+        """
         self._seen.append(index)
         return self._follows.get(width, {}).get((self._seen[-2], index), NONE)
 
@@ -181,8 +183,8 @@ class Turns:
         self._order.learn(self._gather.width)
 
     def end_evaluation(self, *, waits: bool = True) -> None:
-        """Puts away what an evaluation that ended early left in place. Raises what the gather does
-        that is on its way, if this rank ``waits`` for it.
+        """Puts away the weights that an evaluation left in place when it ended early. Raises the
+        error of a gather in flight, if this rank ``waits`` for it.
         """
         if waits:
             self._gather.wait()

@@ -1,5 +1,5 @@
 """Quantised weights: ComfyUI's QuantizedTensor stands for a weight and holds the tensors that it is
-stored as. Here it is taken apart into those and plain data, and put together again.
+stored as. Here it is flattened into these tensors and plain data, and unflattened again.
 
 Read: comfy/quant_ops.py, comfy/ops.py (mixed_precision_ops) @ ComfyUI 0.30.0. The class follows
 torch's protocol for tensors that hold others (``__tensor_flatten__``), so nothing here imports it.
@@ -72,8 +72,8 @@ def stored_bytes(weights: Iterable[torch.Tensor]) -> int:
 
 
 def dtypes_of(model: Any) -> str:
-    """What a BaseModel computes in, and the dtypes of smaller numbers that its weights are stored
-    in: ``bfloat16 of float8_e4m3fn``.
+    """Returns the dtype in which a BaseModel computes, and the smaller dtypes of its stored
+    weights: ``bfloat16 of float8_e4m3fn``.
     """
     stored = {one.dtype for weight in model.diffusion_model.parameters() for one in stored_tensors(weight)}
     smaller = sorted(str(dtype).removeprefix("torch.") for dtype in stored if dtype.itemsize == 1)
@@ -82,5 +82,7 @@ def dtypes_of(model: Any) -> str:
 
 
 def named_tensors(name: str, weight: Any) -> dict[str, torch.Tensor]:
-    """What the quantised weight ``name`` is stored as, by the names in a state dict."""
+    """Returns the stored tensors of the quantised weight ``name``, by their names in a state
+    dict.
+    """
     return {key: tensor for key, tensor in weight.state_dict(name).items() if tensor is not None}

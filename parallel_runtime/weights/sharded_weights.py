@@ -68,8 +68,8 @@ class ShardedWeights(WeightPlacement):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the rank holds while a model computes: its parts, what is whole, and room for
-        the blocks whose turn it is.
+        """Bytes that the rank holds while a model computes: its shards, its whole weights, and the
+        unshard buffer for the blocks that compute now and next.
         """
         instead = stored_bytes(one.instead for _, one in self._sharded.values() if one.instead is not None)
         return self._whole.nbytes + self._parts_bytes + self.turns.room_bytes + instead
@@ -82,7 +82,9 @@ class ShardedWeights(WeightPlacement):
         return self._whole.get(name) if one is None else one.settled()
 
     def _apart(self, name: str) -> Table | ShardedParameter | None:
-        """Returns what the rank does not keep whole on its device."""
+        """Returns the table or sharded parameter of that name; None if the rank keeps it whole on
+        its device.
+        """
         return self._sharded[name][1] if name in self._sharded else self._tables.get(name)
 
     @contextmanager

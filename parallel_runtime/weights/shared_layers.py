@@ -1,6 +1,6 @@
-"""Choose the layers of a model whose weights ranks share out: its linear layers and convolutions,
-which hold nearly all bytes of a transformer, and whose weights are read in their own forward or
-where the host casts them (``casts``).
+"""Choose the layers of a model whose weights ranks share out: linear layers and convolutions, which
+hold nearly all bytes of a transformer. Their weights are read in their own forward, or by a cast of
+the host (``casts``).
 
 Read: comfy/ops.py (Linear, Conv1d to Conv3d, mixed_precision_ops) @ ComfyUI 0.30.0.
 """
@@ -45,8 +45,8 @@ def shared_layers(model: torch.nn.Module) -> list[Layer]:
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
-    """Not those whose weights another module has as well, nor weights that are numbers to nobody
-    but their own operations.
+    """Yields the layers to share out. Leaves out layers whose weights another module has as well,
+    and weights that only their own operations can read as numbers.
     """
     users = users_of(model)
     for path, module in model.named_modules():
@@ -62,8 +62,8 @@ def is_number(parameter: torch.nn.Parameter) -> bool:
 
 
 def gathered_together(layers: Sequence[Layer], by_layer: bool = False) -> list[list[Layer]]:
-    """Returns the layers whose weights come in one message: those of a block, of which a container
-    has many; others alone. ``by_layer``: every layer alone.
+    """Returns the layers whose weights come in one message: all layers of a block of a container;
+    any other layer alone. With ``by_layer``, every layer comes alone.
     """
     if by_layer:
         return [[layer] for layer in layers]
@@ -101,9 +101,9 @@ class Sharing(NamedTuple):
         return cls(whole, sum(sizes), max(sizes, default=0), sum(sorted(sizes)[-2:]), by_layer)
 
     def room(self, ranks: int) -> int:
-        """Returns the bytes in which layers have their weights while they compute: of the block
-        that does and of the next; of one layer at least, and of the next where the ranks then hold
-        no more than ``TOGETHER``.
+        """Returns the bytes of the unshard buffer: the weights of the block that computes and of
+        the next. By layer it has at least one layer, and the next one too if the ranks then hold no
+        more than ``TOGETHER``.
         """
         if not self.by_layer:
             return self.two

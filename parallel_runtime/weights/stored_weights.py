@@ -108,7 +108,7 @@ class CheckpointContent:
     """The transformer's weights as the checkpoint has them, under the model's names."""
 
     def __init__(self, model: Any, file: File):
-        """Raises Refused where it is not the file that ``file`` describes any more."""
+        """Raises Refused if ``file`` no longer describes the file on disk."""
         self._stored: StoredTensors | None = None
         if not is_safetensors(file[0]):
             import comfy.utils

@@ -26,10 +26,10 @@ TYPES = ("diff", "set", "model_as_lora")
 
 
 def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
-    """ComfyUI's weight patches as trees of tensors and plain data, those below the transformer.
+    """Packs ComfyUI's weight patches of the transformer as trees of tensors and plain data.
 
-    Raises Refused for one that carries a function, or is of a type that ComfyUI itself does not
-    have: packs replace ``comfy.lora.calculate_weight`` for theirs, and ranks have ComfyUI's.
+    Raises Refused for a patch that carries a function, or whose type ComfyUI itself lacks: packs
+    replace ``comfy.lora.calculate_weight`` for their own types, and ranks have ComfyUI's.
     """
     import comfy.weight_adapter
 
@@ -111,10 +111,10 @@ def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
 
 
 def cast_switches(patcher: Any) -> dict[str, Any]:
-    """As object patches: what makes every layer cast its weights to the dtype of its input, where
+    """Returns object patches that make every layer cast its weights to the dtype of its input, if
     the MODEL computes in another dtype than its weights have (the node ModelComputeDtype).
 
-    ComfyUI turns these switches when it loads weights, which it does not in the UI.
+    ComfyUI sets these switches when it loads weights, which it does not do in the UI.
     """
     if not patcher.force_cast_weights:
         return {}
@@ -176,7 +176,7 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 class Digests:
-    """The digests of tensors that stay as they are, as those of a LoRA: each is hashed once."""
+    """The digests of tensors that do not change, such as a LoRA's: each is hashed once."""
 
     def __init__(self):
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -206,14 +206,14 @@ def content_id(objects: Mapping[str, Any], digest: Callable[[torch.Tensor], byte
 
 
 def with_hooks(patcher: Any, of_hooks: Mapping[str, list]) -> dict[str, list]:
-    """Returns the transformer's weight patches, and those ``of_hooks`` behind them."""
+    """Returns the transformer's weight patches, followed by the patches ``of_hooks``."""
     keys = sorted(key for key in {*patcher.patches, *of_hooks} if key.startswith(PREFIX))
     return {key: [*patcher.patches.get(key, []), *of_hooks.get(key, [])] for key in keys}
 
 
 def hooked_id(patcher: Any, of_hooks: Mapping[str, list], digests: Digests) -> str:
-    """Names the transformer's weight patches under these hooks by their content, "" where the hooks
-    change none: the same set comes back at every step, and in the next run.
+    """Names the transformer's weight patches under these hooks by their content; "" if the hooks
+    change none. The same set comes back at every step, and in the next run.
     """
     if not any(key.startswith(PREFIX) for key in of_hooks):
         return ""
