@@ -1,4 +1,6 @@
-"""What a MODEL attends by, as its nodes, ComfyUI's command line and its layers choose it."""
+"""Finds the attention function that a MODEL uses, as its nodes, ComfyUI's command line and its
+layers choose it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ OF_A_LAYER = "ComfyAttention"  # the class of what says which function a layer p
 
 
 def require_parts(patcher: Any, layout: Layout) -> None:
-    """Raises Refused where ranks attend to parts of the keys, and cannot merge them for a MODEL."""
+    """Raises Refused if this layout has ranks attend to parts of the keys, and the MODEL's
+    attention cannot be merged from parts.
+    """
     if layout.merges_parts and (name := why_no_parts(patcher)):
         raise Refused(f"This MODEL attends by {name}, which ranks cannot compute in parts: {NO_PARTS}.")
 

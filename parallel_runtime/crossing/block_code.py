@@ -89,8 +89,8 @@ def patches_of(options: Options) -> Iterator[tuple[str, Any]]:
 
 
 def node_override(options: Options) -> list[Any]:
-    """Returns the attention override of a node, where it does more than choose a function that
-    ranks know by its name.
+    """Returns the attention override of a node if it does more than choose a function that ranks
+    know by name.
     """
     override = options.get(OVERRIDE)
     return [override] if override is not None and attention_backend(override) is None else []
@@ -112,8 +112,8 @@ def why_all_rows(plan: TokenPlan, options: Options) -> list[str]:
 
 
 class PatchesHere(NamedTuple):
-    """In a rank: (name, patch) of each; methods, as object patches; what their code reads in packs'
-    modules, for ``put_state``.
+    """The patches in a rank: (name, patch) of each; methods, as object patches; and the values that
+    their code reads in packs' modules, for ``put_state``.
     """
 
     patches: Sequence[tuple[str, Callable]] = ()
@@ -122,7 +122,7 @@ class PatchesHere(NamedTuple):
 
 
 def put_patches(model: Any, packed: dict[str, Any], device: torch.device) -> PatchesHere:
-    """In a rank: makes what ``InBlockPatches.objects`` brought."""
+    """In a rank: makes the patches from ``InBlockPatches.objects``."""
     together = Assembly(model.diffusion_model, packed["models"], device)
     made = [(name, together.put(taken)) for name, taken in packed["patches"]]
     methods = {key: together.put(taken) for key, taken in packed["methods"].items()}

@@ -30,7 +30,7 @@ Reference = list  # [root, path below it, hash of the file, name in the module o
 
 
 class NotReferable(Exception):
-    """Code that ranks may not import; says why, and what to do."""
+    """Code that ranks may not import; its text says why, and what to do."""
 
 
 def name_of(thing: Any) -> str:
@@ -127,7 +127,9 @@ def packs() -> tuple[Path, ...]:
 
 
 def resolved(reference: Reference) -> Any:
-    """Returns what ``reference_to`` or ``compiled`` (a code object) refers to. Raises Refused."""
+    """Returns the object that a reference of ``reference_to`` or ``compiled`` (a code object)
+    names. Raises Refused.
+    """
     *place, name = reference
     module = imported(place)
     if isinstance(name, int):

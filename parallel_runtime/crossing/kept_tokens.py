@@ -1,6 +1,6 @@
-"""The cache that a node puts into a MODEL's options for the tokens of a branch: what the model made
-of them, for the later evaluations of a run. Its settings cross, and each rank keeps the rows that
-it computes.
+"""The cache that a node puts into a MODEL's options for the tokens of a branch: the model's results
+for them, for later evaluations of the run. Its settings cross, and each rank keeps the rows that it
+computes.
 
 Read: the classes that plans name as ``BranchCache``, and their nodes, @ ComfyUI 0.33.0.
 """
@@ -24,8 +24,8 @@ ELEMENT_BYTES = {"int8": 1.0, "int4": 0.5}
 
 
 def kept_settings(kept: BranchCache, options: Mapping[str, Any]) -> dict[str, Any]:
-    """In the UI: what ranks get in place of the cache; empty where there is none. Two caches of one
-    run are told apart by ``id``.
+    """In the UI: returns the settings that ranks get in place of the cache; empty if there is no
+    cache. ``id`` tells two caches of one run apart.
     """
     cache: Any = options.get(kept.option)
     if f"{type(cache).__module__}:{type(cache).__qualname__}" != kept.cache:
@@ -35,8 +35,9 @@ def kept_settings(kept: BranchCache, options: Mapping[str, Any]) -> dict[str, An
 
 
 class KeptBranch(dict):
-    """What is kept of one branch's latents. No other one is equal: ComfyUI's own dicts of tensors
-    cannot be compared. ``shapes`` of the tokens of each block.
+    """The tokens that are kept for one branch's latents. It equals nothing but itself, because
+    ComfyUI's own dicts of tensors cannot be compared. ``shapes`` has the tokens' shape in each
+    block.
     """
 
     __eq__ = object.__eq__
@@ -71,7 +72,7 @@ class KeptTokens:
         self._run: Hashable = None
 
     def begin(self, run: Hashable) -> None:
-        """Frees what is of another run, or attempt at it."""
+        """Frees the tokens of another run, or of another attempt at this run."""
         if run != self._run:
             self.free()
         self._run = run
@@ -102,15 +103,17 @@ class KeptTokens:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns what is free there; of main memory what a container may take, as ComfyUI does not."""
+    """Returns the free bytes of a device. For main memory it respects a container's limit, which
+    ComfyUI does not.
+    """
     from comfy.model_management import get_free_memory
 
     return system_memory()[0] if device.type == "cpu" else int(get_free_memory(device))
 
 
 def cache_class(kept: BranchCache) -> Any:
-    """Returns ComfyUI's class of it, whose ranks make room together: where one alone forgot tokens,
-    the others would wait for its messages.
+    """Returns a subclass of ComfyUI's cache class with which ranks free memory together: if one
+    rank alone dropped tokens, the others would wait for its messages.
     """
     module, name = kept.cache.split(":")
     base: Any = getattr(import_module(module), name)

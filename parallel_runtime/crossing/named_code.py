@@ -106,7 +106,7 @@ def attention_backend(override: Any) -> str | None:
 
 def _calls_same(registered: Any, chosen: Any) -> bool:
     """True if ``chosen`` is KJNodes' function over SageAttention's own choice of a kernel (its mode
-    "auto"), which is what ComfyUI's does.
+    "auto"): ComfyUI's function calls the same.
     """
     if not registered.__name__ == chosen.__name__ == "attention_sage":
         return False
@@ -126,7 +126,9 @@ def _tell_of_sage() -> None:
 
 
 def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
-    """What a function closes over, and what those functions do."""
+    """Yields the values that a function closes over, and the values that functions among them close
+    over.
+    """
     function = getattr(function, "__wrapped__", function)
     for cell in getattr(function, "__closure__", None) or ():
         yield cell.cell_contents
@@ -172,7 +174,7 @@ def refused_patch(place: str, patch: Any) -> Refused:
 
 
 def torch_settings() -> dict[str, Any]:
-    """Returns those of ``TORCH_SETTINGS`` that this torch has."""
+    """Returns the settings of ``TORCH_SETTINGS`` that this torch has, with their values."""
     found = {}
     for name in TORCH_SETTINGS:
         with suppress(AttributeError):
@@ -181,9 +183,9 @@ def torch_settings() -> dict[str, Any]:
 
 
 def options_made(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> dict[str, Any]:
-    """In a rank: the inverse of ``options_by_name``; torch's settings are made, and ``patches``
-    stand where their numbers stood. Raises Refused for an attention function that ComfyUI does not
-    have here.
+    """In a rank: the inverse of ``options_by_name``. Sets torch's settings, and puts ``patches`` in
+    the place of their numbers. Raises Refused for an attention function that ComfyUI does not have
+    here.
     """
     made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND, NODES)}
     here = torch_settings()

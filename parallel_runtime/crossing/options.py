@@ -1,4 +1,6 @@
-"""Choose which of a MODEL's options go to the ranks; refuse by name what the pool cannot honour."""
+"""Choose which of a MODEL's options go to the ranks; refuse by name each option that the pool
+cannot honour.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ def crossing_options(
     in_block: InBlockPatches | None = None,
     set_later: Callable[[str], str] = lambda name: "",
 ) -> dict[str, Any]:
-    """Returns the ``transformer_options`` of one MODEL as the ranks get them: those that are plain
-    data, what of the others is known by name, and the numbers of those that ranks hold. Others
-    that no code in the ranks has the name of stay behind. Raises Refused for one that code may
-    read there. ``set_later`` names what has set one since the sampler was called; empty: a node.
+    """Returns the ``transformer_options`` of one MODEL as the ranks get them: plain data, names of
+    known functions, and numbers of the patches that ranks hold. Other options stay behind if no
+    code in the ranks has their name. Raises Refused for an option that such code may read.
+    ``set_later`` names the code that has set an option since the sampler was called; empty: a node.
     """
     crossing = options_by_name(transformer_options, in_block.numbers if in_block is not None else {})
     crossing[SETTINGS] = torch_settings()
@@ -77,9 +79,9 @@ def refuse_foreign_levers(patcher: Any) -> None:
 
 
 def hand_over_compilation(model_options: dict[str, Any], model: Any) -> bool:
-    """Takes torch.compile (the node TorchCompileModel, and KJNodes') out of a run's options, and
-    puts what it was asked for among those that cross: the ranks compile their blocks. True if it
-    was there. ``model``: the BaseModel that runs.
+    """Moves torch.compile (of the node TorchCompileModel, or of KJNodes) from a run's options to
+    the options that cross: the ranks compile their blocks. Returns whether it was there. ``model``
+    is the BaseModel that runs.
 
     In the UI it would compile the remote call, which has nothing to compile.
     """
@@ -109,8 +111,8 @@ def hand_over_compilation(model_options: dict[str, Any], model: Any) -> bool:
 
 
 def compiled_paths(wrapper: Any, model: Any) -> list[str]:
-    """The modules that a wrapper compiles, by their paths in the BaseModel: ComfyUI's holds them
-    itself, that of KJNodes in a mapping of its module, which has those of each model.
+    """Returns the modules that a wrapper compiles, by their paths in the BaseModel. ComfyUI's
+    wrapper holds the modules itself; KJNodes' module has a mapping from each model to its modules.
     """
     held = [cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ()]
     in_module = getattr(wrapper, "__globals__", {})
@@ -123,8 +125,9 @@ def compiled_paths(wrapper: Any, model: Any) -> list[str]:
 
 
 def compilation(kwargs: dict[str, Any], paths: list[str], wrapper: str) -> dict[str, Any]:
-    """The option that has ranks compile these modules; empty, and a line in the log, where they
-    cannot. A filter of guards is replaced by the ranks' own. ``wrapper``: the name of what asks.
+    """Returns the option that has ranks compile these modules. If they cannot, it is empty and a
+    line goes to the log. A filter of guards is replaced by the ranks' own. ``wrapper`` names the
+    node's function for the log.
     """
     inside = [
         path.removeprefix(WHOLE).removeprefix(".") for path in paths if f"{path}.".startswith(f"{WHOLE}.")

@@ -46,7 +46,7 @@ class PackValue(NamedTuple):
 
 
 def read_by(things: list[Any]) -> Iterator[PackValue]:
-    """Yields what functions and classes of packs read in their packs' modules."""
+    """Yields the values that functions and classes of packs read in their packs' modules."""
     waiting, seen, told = list(things), set(), set()
     while waiting:
         thing = waiting.pop()
@@ -115,11 +115,13 @@ def is_sent(name: str, value: Any) -> bool:
 
 
 class PackState:
-    """In the UI: what the code of some patches (``things``) reads, to be sent with them."""
+    """In the UI: the values that the code of some patches (``things``) reads, to be sent with the
+    patches.
+    """
 
     def __init__(self, things: list[Any], take: Callable[[Any, str], Any]):
-        """``taken``: the values taken apart by ``take``, each with what refers to its place. One
-        that holds what cannot be sent, such as a cache or a lock, is each process's own.
+        """``taken`` has the values, flattened by ``take``, each with a reference to its place. A
+        value that cannot be sent, such as a cache or a lock, stays each process's own.
         """
         self.taken: list[list] = []
         self._read: list[tuple[PackValue, Any]] = []
@@ -145,7 +147,9 @@ class PackState:
 
 
 def version_of(value: Any, depth: int = 4) -> Any:
-    """Returns what tells whether a value is still the same; of tensors by place and version."""
+    """Returns a key that changes when the value changes: for tensors identity and version, for
+    containers the keys of their items.
+    """
     if isinstance(value, torch.Tensor):
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, dict) and depth:
@@ -156,7 +160,7 @@ def version_of(value: Any, depth: int = 4) -> Any:
 
 
 def made_state(taken: list[list], put: Callable[[Any], Any]) -> list[PackValue]:
-    """In a rank: makes what ``PackState.taken`` brought. Raises Refused."""
+    """In a rank: makes the values of ``PackState.taken``. Raises Refused."""
     return [PackValue(resolved(reference), name, put(value)) for reference, name, value in taken]
 
 

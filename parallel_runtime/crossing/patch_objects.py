@@ -1,9 +1,9 @@
-"""Take the objects of a patch apart into plain data, tensors and references to code, and put them
-together in a rank.
+"""Flatten the objects of a patch into plain data, tensors and references to code, and unflatten
+them in a rank.
 
-A rank calls code only that it imported itself, and runs no constructor: an instance is made empty
-and given its attributes. What is neither plain data nor code that ranks may import is refused by
-name.
+A rank calls only code that it imported itself, and runs no constructor: an instance is made empty
+and given its attributes. A value that is neither plain data nor code that ranks may import is
+refused by name.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ class Assembly:
         return self._made[number]
 
     def _kinds(self) -> dict[str, Callable[..., Any]]:
-        """What makes an object of each kind. What may hold itself is noted before it is whole."""
+        """Returns a function for each kind of object that makes it. An object that may hold itself
+        is noted before it is complete.
+        """
         return {
             "tensor": self._tensor,
             "parameter": lambda _, content: torch.nn.Parameter(content, requires_grad=False),
@@ -250,8 +252,8 @@ BUILT_IN = (Enum, list, tuple, dict, set, frozenset, str, bytes, int, float, tor
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Returns the axes in the order in which they lie in memory, outermost first: kernels add up in
-    another order where they lie otherwise, and a patch may make much of that.
+    """Returns the axes in the order in which they lie in memory, outermost first. In another order
+    kernels would add up differently, and a patch may magnify the difference.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))

@@ -30,7 +30,7 @@ def text_patch(patcher: Any) -> dict[str, Any]:
 
 
 class PreparedText:
-    """Stands where the transformer's ``preprocess_text_embeds`` was."""
+    """Replaces the transformer's ``preprocess_text_embeds``."""
 
     def __init__(self, patcher: Any):
         self._patcher = weakref.ref(patcher)
@@ -49,8 +49,8 @@ class PreparedText:
 
 
 def name_dtype(transformer: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Tells quantised weights which dtype they are dequantised to, where their loader left that
-    open: ComfyUI does it when it loads the model, and the UI's weights are never loaded.
+    """Tells quantised weights their dtype for dequantising if their loader left it open. ComfyUI
+    does that when it loads the model, and the UI's weights are never loaded.
     """
     for weight in transformer.parameters():
         if is_quantised(weight) and weight._params.orig_dtype is None:  # pyright: ignore[reportAttributeAccessIssue]

@@ -42,8 +42,8 @@ def may_ask_for(kind: str, option: str) -> bool:
 
 @cache
 def words_of_class(kind: str) -> frozenset[str]:
-    """Returns the words in what a class of ComfyUI's, ``module:Class``, may run; none where its
-    files do not have the class.
+    """Returns the words in the code that a class of ComfyUI's, ``module:Class``, may run; empty if
+    its files do not have the class.
     """
     return host_files(host_folder()).words(kind)
 

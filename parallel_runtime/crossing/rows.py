@@ -33,9 +33,9 @@ ALL_ROWS = Batch(1, 1, 1.0)
 
 
 def batch_of(arguments: dict[str, Any], constants: Collection[str] = ()) -> Batch:
-    """Counts the rows that can be computed apart; one where a tensor's rows are not known to be
-    those of the batch. Those of a branch stay together where they are frames of one video.
-    ``constants``: arguments that ComfyUI does not batch.
+    """Counts the rows that can be computed apart; one if some tensor's rows may not be the rows of
+    the batch. Rows of a branch stay together if they are frames of one video. ``constants`` are
+    arguments that ComfyUI does not batch.
     """
     rows = latents_of(arguments)[0].shape[0]
     weight = cost_of_row(arguments)
@@ -55,8 +55,8 @@ def is_along(tensor: torch.Tensor, rows: int) -> bool:
 
 
 def cost_of_row(arguments: dict[str, Any]) -> float:
-    """Returns about what one row costs beside others: elements of the latent for each channel, and
-    tokens of the text for as many latent pixels as a token has as a rule.
+    """Returns the approximate cost of one row, compared with others: the latent's elements in each
+    channel, divided by 4 because a token covers about 4 pixels, plus the tokens of the text.
     """
     pixels = sum(prod(latent.shape[2:]) for latent in latents_of(arguments))
     text = arguments.get("context")
@@ -151,7 +151,7 @@ def batched(several: Sequence[dict[str, Any]], constants: Collection[str] = ()) 
 
 
 def joined_outputs(outputs: Sequence[Any]) -> Any:
-    """Makes the output of all rows of those of some, in their order."""
+    """Joins the outputs of parts of the rows, in their order, to the output of all rows."""
     if len(outputs) == 1:
         return outputs[0]
     if isinstance(outputs[0], torch.Tensor):

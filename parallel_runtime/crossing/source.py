@@ -1,4 +1,4 @@
-"""Where a MODEL comes from, described in the UI and built again in a rank.
+"""Describes in the UI how a MODEL is made, and makes it again in a rank.
 
 A source is either a stock factory with plain arguments, or a model configuration and a state dict
 that go through shared memory.
@@ -61,8 +61,8 @@ class Source:
         return Path(self.file[0]).name if self.file else self.model
 
     def tree(self) -> dict[str, Any]:
-        """What ``call_factory`` in a rank needs to know. Raises Refused where the file is gone, or
-        has changed.
+        """Returns the arguments for ``call_factory`` in a rank. Raises Refused if the file is gone
+        or has changed.
         """
         check_file(self.file)
         return {
@@ -76,7 +76,9 @@ class Source:
 
 
 def checkpoint_of(patcher: Any) -> str:
-    """In the UI: the path of the file that a MODEL was read from; empty where none is known."""
+    """In the UI: returns the path of the file that a MODEL was read from; empty if none is
+    known.
+    """
     init = getattr(patcher, "cached_patcher_init", None)
     files = (
         arg
@@ -119,7 +121,9 @@ def refuse_state(patcher: Any) -> None:
 
 
 def resolved_dtypes(config: Any) -> Dtypes:
-    """In the UI: what ComfyUI made of the file's dtype, the device and the memory that was free."""
+    """In the UI: returns the dtypes that ComfyUI chose by the file's dtype, the device and the free
+    memory.
+    """
     return config.unet_config.get("dtype"), config.manual_cast_dtype
 
 
@@ -151,8 +155,9 @@ def call_factory(name: str, args: tuple, index: int | None, dtypes: Dtypes = (No
 
 
 def find_here(path: str) -> str:
-    """In a rank on another machine: the path of a model file of the UI's ComfyUI, or the one where
-    it belongs. It is the same path, or the same place in this ComfyUI's own models folder.
+    """In a rank on another machine: returns the path of a model file of the UI's ComfyUI. It is the
+    same path, or the same place in this ComfyUI's own models folder. If neither exists, the text
+    lists both.
     """
     import comfy
 

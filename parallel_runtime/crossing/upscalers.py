@@ -23,7 +23,7 @@ def upscaler_name(upscaler: Any) -> str:
 
 
 class Upscaler(torch.nn.Module):
-    """What a descriptor computes. It makes a picture as large as its model takes."""
+    """Computes as a descriptor does. Its picture is as large as its model's output."""
 
     def __init__(self, descriptor: Any):
         super().__init__()
