@@ -56,13 +56,15 @@ def inputs_of(graph: Graph, node: str) -> Mapping[str, Any]:
 
 
 def linked_to(graph: Graph, node: str, name: str) -> str:
-    """Returns the node that an input is linked to; empty where it is not."""
+    """Returns the node that an input is linked to; empty if it has no link."""
     value: Any = inputs_of(graph, node).get(name)
     return value[0] if is_link(value) else ""
 
 
 def seed_place(graph: Graph, node: str) -> InputPlace | None:
-    """Returns where the seed of a sampler's noise is a number; None where that is not known."""
+    """Returns the input that holds the seed of a sampler's noise as a number; None if there is no
+    such input.
+    """
     kind = graph[node].get("class_type") if node in graph else None
     place = None
     if kind in SEEDS:
@@ -100,8 +102,8 @@ def readers(graph: Graph, node: str, source: str) -> set[str]:
 
 
 def differences(mine: Graph, other: Graph, node: str) -> frozenset[InputPlace] | None:
-    """Returns where the literals differ that a node, or one that it needs, has in two graphs. None
-    where they differ in more than that.
+    """Returns the inputs whose literals differ between two graphs, of a node and of all nodes that
+    it needs. None if the graphs differ in more than that.
     """
     found: set[InputPlace] = set()
     for at in before(mine, node):

@@ -1,8 +1,8 @@
-"""What tells the evaluations of a run apart: each belongs to a branch, such as the positive cond or
-one tile of it.
+"""Tells the evaluations of a run apart: each belongs to a branch, such as the positive cond or one
+tile of it.
 
-ComfyUI makes new tensors of a cond for every evaluation. Its own stay the same objects for as long
-as nobody puts others in their place: by them, its ``Origin``, conditioning is known again.
+ComfyUI makes new tensors of a cond for every evaluation, but the cond's own tensors stay the same
+objects unless somebody replaces them: by these, its ``Origin``, conditioning is recognised.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Origins = tuple["Origin", ...]  # of all conds in an evaluation; empty: not know
 
 
 class Origin:
-    """What one cond is made of: keeps no tensor alive. A tensor that was written to is another one,
-    as far as torch counts that: not under inference_mode.
+    """Identifies the tensors and values of one cond, without keeping a tensor alive. A tensor that
+    was written to counts as another one, as far as torch counts writes: it does not under
+    inference_mode.
     """
 
     def __init__(self, leaves: Sequence[Any]):
@@ -40,16 +41,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class Branch:
-    """Evaluations of one branch are alike but for the step: what ranks keep of one (keys, values,
-    conditioning) is for the next one of the same branch, and never for another branch.
+    """Evaluations of one branch differ only in the step: keys, values and conditioning that ranks
+    keep of one are for the next one of the same branch, and never for another branch.
 
-    ``conds``: ComfyUI's id and side of each cond in the batch, such as ``("4f0c 0",)``. ComfyUI
-    gives the negative cond that it makes for a region the region's id. ``window``: the frames of a
-    context window. ``left_out``: blocks that a node leaves out. ``shapes``: of the latents, where
-    the evaluation is cut into patches. ``call``: 1 for a node's second call of the transformer in
-    one step. ``rows``: [start, end) of the batch, where others have the rest. ``weights``: the id
-    of the weight patches, which hooks may change from step to step within one branch. ``origins``:
-    what this evaluation's conditioning is made of, where that tells all of it.
+    ``conds`` has ComfyUI's id and side of each cond in the batch, such as ``("4f0c 0",)``; ComfyUI
+    gives the negative cond that it makes for a region the region's id. ``window`` has the frames of
+    a context window. ``left_out`` has the blocks that a node leaves out. ``shapes`` has the
+    latents' shapes if the evaluation is cut into patches. ``call`` is 1 for a node's second call of
+    the transformer in one step. ``rows`` is [start, end) of the batch if other branches have the
+    rest. ``weights`` is the id of the weight patches, which hooks may change from step to step
+    within one branch. ``origins`` identify this evaluation's conditioning; empty if they cannot
+    tell all of it.
     """
 
     conds: tuple[str, ...] = ()

@@ -42,8 +42,8 @@ class Calls:
         self._held_bytes = 0
 
     def watch(self, moved: Callable[[], None] | None) -> None:
-        """Has ``own_branch`` tell calls apart, and call ``moved`` where a latent is not the one
-        that its branch saw before. None: code that is known calls the transformer once.
+        """Has ``own_branch`` tell calls apart, and call ``moved`` if a latent is not the one that
+        its branch saw before. None: the code is known to call the transformer once.
         """
         self._moved = moved
         self._latents.clear()

@@ -55,8 +55,8 @@ class Conds:
 
     @contextmanager
     def sampling(self, sampler: Any, guider: Any, model_options: dict[str, Any]) -> Iterator[None]:
-        """Inside, conditioning follows from the conds' own tensors where all code between them and
-        the transformer is ComfyUI's.
+        """Inside, conditioning is identified by the conds' own tensors, if all code between the
+        conds and the transformer is ComfyUI's.
         """
         outer, names = self.given, model_options.get("transformer_options", {}).keys()
         self._is_known = not has_foreign_code(sampler, guider, model_options) and is_hosts_own(
@@ -69,8 +69,8 @@ class Conds:
             self._is_known, self._origins, self.given = False, {}, outer
 
     def with_windows(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns a run's model options, by which context windows are computed together where there
-        are several groups.
+        """Returns a run's model options. If there are several groups, context windows are computed
+        together by them.
         """
         handler, groups = options.get("context_handler"), self._constants.groups
         if groups == 1 or not can_be_together(handler):
@@ -78,8 +78,8 @@ class Conds:
         return {**options, "context_handler": WindowsTogether(handler, self._must_wait, self._beside, groups)}
 
     def calc_cond_batch(self, executor, model, conds, x, timestep, model_options, *args, **kwargs):
-        """A CALC_COND_BATCH wrapper: does what ComfyUI's batch of conds does, each side by
-        itself, and computes the next calls of all sides together.
+        """A CALC_COND_BATCH wrapper: computes ComfyUI's batch of conds, each side by itself, but
+        the next calls of all sides together.
         """
         patcher = model.current_patcher
         self._constants.look(patcher, conds)

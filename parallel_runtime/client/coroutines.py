@@ -1,7 +1,8 @@
-"""Suspend code where it asks for evaluations, so that those of several are computed side by side.
+"""Suspend code when it asks for evaluations, so that the evaluations of several are computed side
+by side.
 
-What is suspended is a greenlet: the sampler of a patch or of a seed, a context window, or one cond
-of an evaluation. Who computes what was asked, and who goes on first, is a policy:
+Each is a greenlet: the sampler of a patch or of a seed, a context window, or one cond of an
+evaluation. A policy says who computes the requested evaluations, and which coroutine goes on first:
 
 - ``in_flight_together``, here: all go on when all that they asked for is computed;
 - ``timelines.FreeRun``: patches of a pipeline go on one by one, always in their order;
@@ -47,11 +48,12 @@ class RandomState:
 
 
 class Coroutine(greenlet):
-    """Runs ``run`` up to where it asks for evaluations, and waits there for their outputs.
+    """Runs ``run`` until it asks for evaluations, and waits there for their outputs.
 
-    ``asked``: the calls that it waits for. ``result``: what ``run`` returned, once it has ended.
-    ``random``: where its own random numbers begin, on the CPU and on ``device``; None if it shares
-    those of the code around it. Context variables are a copy, since ComfyUI's progress reads one.
+    ``asked`` are the calls that it waits for. ``result`` is the value that ``run`` returned, once
+    it has ended. ``random`` is the state in which its own random numbers begin, on the CPU and on
+    ``device``; None if it shares the random numbers of the code around it. Context variables are a
+    copy, since ComfyUI's progress reads one.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Coroutine(greenlet):
 
 
 def unwind(coroutines: Iterable[Coroutine]) -> None:
-    """Ends those that wait, where they stand: their own ``finally`` runs."""
+    """Ends the suspended coroutines: their own ``finally`` runs."""
     for one in coroutines:
         if one:  # suspended
             one.throw()

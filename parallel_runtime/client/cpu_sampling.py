@@ -1,7 +1,8 @@
-"""Take a run off the UI's GPU, where a rank computes on it as well: each of the sampler's few sums
-on a latent would wait for its turn there, and the pipeline for it.
+"""Move a run's sampler from the UI's GPU to the CPU if a rank computes on that GPU: each of the
+sampler's few sums on a latent would wait for its turn there, and the pipeline for the sampler.
 
-Noise is drawn where ComfyUI draws it, so a sampler that draws it on the GPU stays there.
+Noise is drawn on the device on which ComfyUI draws it, so a sampler that draws noise on the GPU
+stays there.
 """
 
 from __future__ import annotations
@@ -64,5 +65,7 @@ def arguments_on_cpu(extra_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_device(callback: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Returns a callback that gets its latents there, where previews' decoders may be."""
+    """Returns a callback that gets its latents on ``device``, because decoders of previews may be
+    there.
+    """
     return lambda step, x0, x, total: callback(step, x0.to(device), x.to(device), total)

@@ -1,5 +1,5 @@
-"""Describe a sampler's arguments, so that they can be kept as they were, and compared with those of
-another run by their content.
+"""Describe a sampler's arguments, so that their present content can be kept and compared with the
+arguments of another run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Itself:
-    """What stands for itself, as long as others keep it: a description keeps no MODEL in memory."""
+    """Describes an object by its identity, as long as others keep it alive: a description keeps no
+    MODEL in memory.
+    """
 
     get: weakref.ref
 
@@ -57,8 +59,8 @@ def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def described(value: Any, keep: Callable[[torch.Tensor], torch.Tensor] = as_it_is) -> Any:
-    """Returns dicts and tuples of what ``value`` consists of; ``keep`` is called with each tensor.
-    What is none of the things known here stands for itself.
+    """Returns dicts and tuples of the parts of ``value``; ``keep`` is called with each tensor. A
+    value of no known class is described by its identity.
     """
     inside = partial(described, keep=keep)
     if isinstance(value, torch.Tensor):

@@ -61,10 +61,10 @@ class Evaluations:
     def dispatch(
         self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
     ) -> list[Any]:
-        """Submits whole evaluations, each to its ranks, and collects them; again where ranks ran
-        out of memory (without other models, if that ``makes_room``), or conditioning was not what
-        it was taken for. Nothing cancelled may be outstanding, which ranks may still read. Returns
-        own tensors.
+        """Submits whole evaluations, each to its ranks, and returns their outputs. It computes them
+        again if ranks ran out of memory (without other models, if ``makes_room``), or if
+        conditioning was not the one it was taken for. No cancelled request may be outstanding,
+        because ranks may still read its memory.
         """
         began = time.perf_counter()
         answered: list[tuple[Any, Answers]] = []
@@ -100,12 +100,12 @@ class Evaluations:
         assume: bool = False,
         began: float | None = None,
     ) -> Ticket:
-        """Starts one patch of an evaluation, or all of it. ``collect`` follows in the order of
-        submission, or ``abandon``. Call it where torch computes on ``one_thread``.
+        """Starts one patch of an evaluation, or all of it. ``collect`` must follow in the order of
+        submission, or ``abandon``. Call it while torch computes on ``one_thread``.
 
-        Patches of the same arguments that are in flight together share what was written of them.
-        ``assume``: names the conditioning that this branch sent last; ``written.is_right`` is to be
-        asked then. ``began``: of the first attempt. Raises PoolFailed.
+        Patches of the same arguments that are in flight together share the written arguments. With
+        ``assume``, conditioning is taken to be the one that this branch sent last; then ask
+        ``written.is_right``. ``began`` is the time of the first attempt. Raises PoolFailed.
         """
         arguments = work.arguments
         session = self._sessions.latest
@@ -186,9 +186,10 @@ class Evaluations:
         return output, replies
 
     def _own_tensors(self, session: Session, ticket: Ticket, reply: Done) -> Any:
-        """Copies an output out of the arena, to the latent's device; what came in memory of its own
-        stays there. The first of each branch of a run is looked at where it lies: whatever is wrong
-        with all of them is wrong with it. Raises ModelError, SharedMemoryFull.
+        """Copies an output out of the arena, to the latent's device. An output that came in memory
+        of its own stays there. The first output of each branch of a run is checked in place for
+        numbers that are not finite: a fault in all of them is in the first. Raises ModelError,
+        SharedMemoryFull.
         """
         run, arena = ticket.run, session.pool.arena.segment
         segment = arena if reply.apart is None else segment_over(reply.apart.fd)
@@ -211,7 +212,7 @@ class Evaluations:
             self._done_with(session, ticket)
 
     def abandon(self) -> None:
-        """Ends what was submitted and not collected."""
+        """Ends all requests that were submitted and not collected."""
         session = self._sessions.latest
         if session is not None and session.tickets:
             session.pool.abandon()
@@ -246,8 +247,9 @@ def own_tensors(segment: Segment, output: bytes, device: torch.device, *, is_own
 def write_arguments(
     session: Session, arguments: dict[str, Any], branch: Branch, assume: bool
 ) -> WrittenArguments:
-    """Writes into a frame what may differ in every evaluation; names conditioning, which is written
-    when its content is new, and looked at unless what is in flight has the very same tensor.
+    """Writes into a frame the arguments that may differ in every evaluation. Conditioning is named,
+    and written only if its content is new; its content is compared unless a request in flight has
+    the very same tensor.
     """
     frame = Frame(session.pool.arena)
     session.conditioning.collected.clear()  # what of it comes again is in flight from now on
@@ -297,9 +299,9 @@ def write_arguments(
 
 
 def require_finite(output: Any, arguments: Mapping[str, Any], made_by: str) -> None:
-    """Raises ModelError where the output has NaN or infinite numbers, and what it was computed of
-    has none: as the host then computes such numbers too. ``made_by``: the layout, and how it keeps
-    weights. An output on the CPU is looked at without waiting for a device.
+    """Raises ModelError if the output has NaN or infinite numbers and the arguments have none: with
+    such arguments the host computes such numbers too. ``made_by`` names the layout, and how it
+    keeps weights. An output on the CPU is checked without waiting for a device.
     """
     outputs = tensors_in(output)
     lost, numbers = sum(not_finite(one) for one in outputs), sum(one.numel() for one in outputs)

@@ -1,7 +1,7 @@
-"""Unload models that ComfyUI left on the UI's GPU, where the first rank often is too.
+"""Unload models that ComfyUI left on the UI's GPU, which the first rank often uses too.
 
-ComfyUI keeps free what an evaluation computes (PREPARE_SAMPLING), and knows nothing of what stages
-keep: with a text encoder beside them they may find no room. Read: comfy/model_management.py,
+ComfyUI keeps memory free for an evaluation (PREPARE_SAMPLING), and does not know the memory that
+stages keep: beside a text encoder they may not fit. Read: comfy/model_management.py,
 comfy/samplers.py, comfy/sampler_helpers.py @ ComfyUI 0.30.0.
 """
 
@@ -65,8 +65,8 @@ def used_by(guider: Any) -> Iterator[Any]:
 
 
 def is_one_of(patcher: Any, used: list[Any]) -> bool:
-    """True for a clone of one of ``used``, and for models of pools: a pool has released what it can
-    before ComfyUI is asked.
+    """True for a clone of one of ``used``, and for models of pools: a pool has released all that it
+    can before ComfyUI is asked.
     """
     return patcher is not None and (
         hasattr(patcher, "remote") or any(patcher.is_clone(other) for other in used)

@@ -73,7 +73,7 @@ class InGroups:
             patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, self.sampler_sample)
 
     def free(self) -> None:
-        """Frees what waits for prompts to come."""
+        """Frees the images that were sampled ahead for prompts to come."""
         if self._ahead is not None:
             self._ahead.free()
 
@@ -217,8 +217,8 @@ class InGroups:
         change: Change = as_it_is,
         in_fp32: bool = False,
     ) -> list[torch.Tensor]:
-        """Computes what the ``works`` have made once more, from changed latents. No other model
-        makes room for a comparison.
+        """Computes the outputs of ``works`` once more, from changed latents. No other model is
+        released for a comparison.
         """
 
         def changed(work: Work) -> Work:

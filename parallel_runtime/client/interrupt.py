@@ -1,4 +1,4 @@
-"""ComfyUI's cancel: asked for while the pool works, and raised where a request was cancelled."""
+"""ComfyUI's cancel: asked for while the pool works, and raised if a request was cancelled."""
 
 from __future__ import annotations
 

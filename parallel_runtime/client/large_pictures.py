@@ -1,5 +1,5 @@
-"""Remember which pictures ranks had no memory for, so that they need not run out of it at each of
-them.
+"""Remember which pictures did not fit the ranks' memory, so that the ranks need not run out of it
+again at each of them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class TooLarge:
 
     @contextmanager
     def trying(self, model: PooledModel, work: str, ranks: int, shape: Sequence[int]) -> Iterator[None]:
-        """Raises OutOfMemory for a picture that is no smaller than one that ranks ran out of memory
-        with, unless they have more free by now; notes if they run out of it inside. Call it while
-        they hold the model.
+        """Raises OutOfMemory for a picture that is no smaller than one that did not fit before,
+        unless ranks have more free memory by now. Notes the picture if ranks run out of memory
+        inside. Call it while they hold the model.
         """
         session, picture = self._sessions.latest, Picture(model, work, ranks, tuple(shape))
         assert session is not None

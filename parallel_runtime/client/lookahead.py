@@ -30,8 +30,8 @@ class Lookahead(Generic[Asked, Answer]):
         self._asked.append(asked)
 
     def answer(self) -> Answer:
-        """Returns the answer to what was asked first of all that has none yet. Raises Refused if
-        all have one.
+        """Returns the answer to the earliest request that has none yet. Raises Refused if all have
+        one.
         """
         if not self._answers and not self._asked:
             raise Refused(self._otherwise)

@@ -63,8 +63,8 @@ class PipelineBackend:
         return tickets
 
     def _rows(self, arguments: dict[str, Any], start: int, end: int, batch: Batch) -> dict[str, Any]:
-        """Returns the arguments of some rows: the same object for all patches of an evaluation, by
-        which what was written of them is known.
+        """Returns the arguments of some rows. All patches of an evaluation get the same object, by
+        which their written arguments are found again.
         """
         if end - start == batch.rows:
             return arguments
@@ -85,7 +85,9 @@ class PipelineBackend:
         return self._pool.beside.may_start_again(self._pool.runs.of(self._model))
 
     def abandon(self) -> None:
-        """What stages kept of an evaluation that failed is void: the next one is whole."""
+        """Ends what is in flight. The keys and values that stages kept of a failed evaluation are
+        void: the next one is whole.
+        """
         self._pool.evaluations.abandon()
         if self._load is not None:
             self._load = NO_LOAD

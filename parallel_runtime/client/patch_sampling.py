@@ -108,8 +108,9 @@ class Patchwise:
         """Has nothing that outlives a run."""
 
     def begin_run(self, watch: ChooseJudge = nobody) -> None:
-        """Makes void what the backend keeps. Call between runs, never inside one. Of ``watch`` only
-        the log hears: no rank has all blocks, and none can compute a whole evaluation alone.
+        """Makes void all that the backend keeps. Call it between runs, never inside one. ``watch``
+        can only write to the log here: no rank has all blocks, so none can compute a whole
+        evaluation alone.
         """
         watch(())
         self._calls.begin_run()
@@ -170,9 +171,9 @@ class Patchwise:
     def _making_room(
         self, run: Callable[[], torch.Tensor], guider: Any, device: torch.device
     ) -> torch.Tensor:
-        """Calls ``run``, and again from its beginning where there was no room for its first
-        evaluation and other memory could be freed: other models of the pool, then, once, the models
-        that ComfyUI holds on its own GPU.
+        """Calls ``run``. If its first evaluation did not fit and other memory could be freed, calls
+        it again from its beginning: other models of the pool go first, then, once, the models that
+        ComfyUI holds on its own GPU.
         """
         random, host_asked = RandomState(device), False
         while True:
@@ -218,7 +219,7 @@ class Patchwise:
         self._begun = True
 
     def _patches_of(self, call: SampleCall) -> Sequence[Patch | None]:
-        """The patches of the next evaluation of a branch; None is all of it."""
+        """Returns the patches of the next evaluation of a branch; [None] is all of it."""
         arguments, number = call.arguments, self._calls.count(call.branch)
         together = self._plan.together
         uncut = (

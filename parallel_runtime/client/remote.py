@@ -135,8 +135,8 @@ class Remote:
             raise
 
     def require_same_file(self) -> None:
-        """Raises Refused where the checkpoint was overwritten while the ranks had it mapped: then
-        they hold some of each, and release the model.
+        """Raises Refused if the checkpoint was overwritten while the ranks had it mapped: then they
+        hold parts of both files, and release the model.
         """
         try:
             check_mapped(self.source.file)
@@ -147,8 +147,8 @@ class Remote:
     def sampler_sample(
         self, executor: Any, guider: Any, sigmas: Any, extra_args: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """A SAMPLER_SAMPLE wrapper: evaluations of groups and of patches are not collected where
-        the forward asked for them, but by whoever waits for several.
+        """A SAMPLER_SAMPLE wrapper: the forward only submits evaluations of groups and of patches.
+        The code that waits for several evaluations collects them.
         """
         conds, options = self.sampling.conds, extra_args["model_options"]
         with self.computing(), conds.sampling(executor.class_obj, guider, options):

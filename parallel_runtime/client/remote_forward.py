@@ -1,6 +1,6 @@
-"""The forward that stands in a transformer for its own, and wrappers that see to it that every
-evaluation comes there, and that ComfyUI's model compiler leaves it alone: newer ComfyUIs record
-what a forward allocates in the thread that samples, and replay it. This one allocates otherwise in
+"""The forward that takes the place of a transformer's own, and wrappers that bring every evaluation
+to it. They also keep ComfyUI's model compiler away from it: newer ComfyUIs record the allocations
+of a forward in the thread that samples, and replay them, but this forward allocates differently in
 every step, and several may be in flight. Read: comfy/model_prefetch.py of ComfyUI 0.38.
 """
 
@@ -32,9 +32,9 @@ NO_COMPILER = "disable_comfy_compiler"  # an option of newer ComfyUIs
 
 
 class RemoteForward:
-    """Stands where the transformer's own forward was, for as long as its patcher is the one
-    loaded. ``calls``: how many evaluations came here. ``watch`` is the patcher's: held here, it
-    would keep the model alive that holds the forward.
+    """Takes the place of the transformer's own forward for as long as its patcher is the loaded
+    one. ``calls`` counts the evaluations that came here. ``watch`` belongs to the patcher: held
+    here, it would keep the model alive that holds the forward.
     """
 
     def __init__(self, patcher: Any, name: str):
@@ -57,14 +57,18 @@ class RemoteForward:
             return patcher.sample_call(self._bind(args, kwargs))
 
     def require_unchanged(self) -> None:
-        """Raises Refused for what was changed of the transformer in place since it was loaded."""
+        """Raises Refused for a change that was made to the transformer in place since it was
+        loaded.
+        """
         patcher = self._patcher()
         if patcher is not None and patcher.watch is not None:
             patcher.watch.check()
 
 
 def in_place_of_forward(model: Any) -> Any:
-    """Returns what was put in the place of the transformer's own forward; None: nothing."""
+    """Returns the function that was put in the place of the transformer's own forward; None if
+    there is none.
+    """
     return vars(model.diffusion_model).get(forward_name(model.diffusion_model))
 
 

@@ -252,10 +252,10 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
 
 @interrupting
 def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequence[int] = ()) -> Any:
-    """Returns what ``compute`` returns: outputs of evaluations. Brings the pool up first where it
-    failed, was closed or serves another clone, and again with more memory left free where an
-    evaluation needs that: once a run in a fresh pool, if ranks ran out of it where others waited
-    for them. ``latent``: the shape of its first latent, to ask for room; empty if that was done.
+    """Returns the outputs of evaluations that ``compute`` returns. Brings the pool up first if it
+    failed, was closed or serves another clone. Repeats it with more free memory if an evaluation
+    needs that; once a run in a fresh pool, if ranks ran out of memory while others waited for them.
+    ``latent`` is the shape of the first latent, to ask for room; empty if room was asked for.
     """
     remote, model, unloads = patcher.remote, patcher.remote.model, True
     with remote.computing():
@@ -281,9 +281,9 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
 
 
 def bring_up(patcher: RemotePatcher) -> None:
-    """Has every rank hold the model under exactly this clone's weight patches and object
-    patches; begins again where the pool is lost on the way. Raises PoolFailed if ranks have lost
-    the state of a run that cannot go on without it.
+    """Has every rank hold the model under exactly this clone's weight patches and object patches;
+    begins again if the pool is lost on the way. Raises PoolFailed if ranks have lost the state of a
+    run that cannot go on without it.
     """
     hook_id, hook_patches = patcher.hook_set
     objects_id, objects = patcher.objects

@@ -58,7 +58,7 @@ class RemoteUpscaler(RemoteVAE):
 
 
 def why_not_upscaled(upscaler: Any) -> str:
-    """Returns why ComfyUI itself upscales with a model; empty where ranks may be able to."""
+    """Returns why ComfyUI itself upscales with a model; empty if ranks may be able to."""
     if type(upscaler).__module__.partition(".")[0] != "spandrel" or not hasattr(upscaler, "patcher"):
         return "it is none that ComfyUI loads"
     if upscaler.patcher.patches or upscaler.patcher.object_patches:
@@ -80,8 +80,8 @@ def largest_share(image: torch.Tensor, ranks: int) -> float:
 
 
 class TileTooLarge(BaseException):
-    """A tile had no room in a rank. ComfyUI's node would go on with smaller tiles, for which nobody
-    has asked then; so it is to be called anew.
+    """A tile did not fit a rank. ComfyUI's node would go on with smaller tiles, but the pool has
+    computed the larger ones ahead, so the node must be called again.
     """
 
 
@@ -106,8 +106,9 @@ class ForNode:
     cpu = cuda = eval = to
 
     def __getattr__(self, name: str) -> Any:
-        """Is asked for what the node takes of the model beside that. Raises Refused for what is no
-        plain value: it would compute in ComfyUI, or change what ranks have already.
+        """Returns the other attributes of the model that the node reads. Raises Refused unless it
+        is a plain value: a method would compute in ComfyUI, or change the copy that ranks have
+        already.
         """
         value = getattr(self._model, name)
         if not isinstance(value, PLAIN):
@@ -128,7 +129,7 @@ class ForNode:
 
 
 class UpscalerInPool:
-    """What stands for an upscale model, as ``RemoteVAE`` has it."""
+    """The substitute of an upscale model, as ``RemoteVAE`` has it."""
 
     def __init__(self, host_of: Callable[[], Any], pool_of: Callable[[], RemotePool], holds_ui_device: bool):
         self.remote = RemoteUpscaler(host_of, pool_of, holds_ui_device)
@@ -136,8 +137,8 @@ class UpscalerInPool:
         self._patcher = VAEPatcher(FirstStage(self.remote), own.load_device, own.offload_device)
 
     def through(self, node: Callable[[Any], T]) -> T:
-        """Returns what ComfyUI's ``node``, called with a model, makes of its picture. For a scale
-        of 0 it makes nothing, which takes neither memory nor time.
+        """Returns the picture that ComfyUI's ``node``, called with a model, makes. With a scale of
+        0 the node makes an empty picture, which takes neither memory nor time.
         """
         halved, why = 0, ""
         while True:

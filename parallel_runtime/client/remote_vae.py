@@ -92,7 +92,7 @@ class RemoteVAE:
         return self._pool_of().layout.world_size
 
     def free_bytes(self) -> int | None:
-        """Returns the free bytes of the rank that has least; None where no pool is live."""
+        """Returns the least free bytes of all ranks; None if no pool is live."""
         session = self._at[0].sessions.live if self._at is not None else None
         return session.free_bytes if session is not None else None
 
@@ -145,8 +145,8 @@ class RemoteVAE:
 
     @interrupting
     def compute(self, work: str, samples: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """Returns what the stock ``work``, decode or encode, returns. Raises what ComfyUI takes for
-        memory that ran out, where it does.
+        """Returns the result of the stock ``work``, decode or encode. If memory ran out, raises the
+        error that ComfyUI takes for that.
         """
         unit, samples = 1, with_noise(self.vae, work, samples)
         if work == "encode":
@@ -168,8 +168,8 @@ class RemoteVAE:
 
     @interrupting
     def compute_whole(self, work: str, tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what the stock ``work`` makes of each tile, to the bit, each on its own rank.
-        There are at most as many as ranks. Raises as ``compute``.
+        """Returns the result of the stock ``work`` for each tile, to the bit, each computed on its
+        own rank. There are at most as many tiles as ranks. Raises as ``compute`` does.
         """
         tiles = [with_noise(self.vae, work, tile) for tile in tiles]
         with self._computing(work, 1, {}) as (_, dispatch):
@@ -179,7 +179,7 @@ class RemoteVAE:
     def _computing(
         self, work: str, unit: int, options: dict[str, Any]
     ) -> Iterator[tuple[RemotePool, Callable[[Sequence[VAEShare]], list[torch.Tensor]]]]:
-        """Yields the pool, and what has it compute shares side by side."""
+        """Yields the pool, and a function that has it compute shares side by side."""
         pool, model, _ = self.bring_up()
         with held(pool.turn):
             run = pool.runs.beside(model)
@@ -277,8 +277,8 @@ def hold_part(firsts: FirstOf, key: tuple, name: str, look: Look) -> None:
 
 
 def with_noise(vae: Any, work: str, samples: torch.Tensor) -> torch.Tensor:
-    """Returns what the stock VAE decodes: with noise that it draws on its device, which ranks would
-    draw each for itself.
+    """Returns the samples that the stock VAE decodes: with the noise that it draws on its device.
+    Else each rank would draw noise of its own.
     """
     model: Any = getattr(vae, "first_stage_model", None)  # an upscale model has none
     if work != "decode" or not getattr(model, "timestep_conditioning", False):
@@ -297,8 +297,8 @@ class FirstStage:
         return getattr(self.remote.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Changes the module itself, as a node means to, which ``bring_up`` finds; but for what
-        ComfyUI's memory manager notes.
+        """Sets the attribute on the module itself, as a node means to; ``bring_up`` finds the
+        change. Excepted are the notes of ComfyUI's memory manager.
         """
         is_own = name == "remote" or name in vars(FirstStage) or name in NOTES
         if is_own or not hasattr(self.remote.module, name):
@@ -320,7 +320,7 @@ class FirstStage:
 
 
 class VAEPatcher(ModelPatcher):
-    """What ComfyUI's memory manager knows of a VAE in a pool: nothing of it is in the UI."""
+    """Shows ComfyUI's memory manager a VAE in a pool, which takes no memory in the UI."""
 
     model: FirstStage
 
@@ -402,7 +402,7 @@ class VAEInPool(VAE):
 
 
 def why_by_stock(vae: Any) -> str:
-    """Returns why a VAE is decoded by ComfyUI itself; empty where a pool can do it."""
+    """Returns why ComfyUI itself decodes with a VAE; empty if a pool can do it."""
     if type(vae) is not VAE or "decode" in vars(vae) or "encode" in vars(vae) or not hasattr(vae, "patcher"):
         return "it is no VAE of ComfyUI's own"
     if vae.patcher.patches or vae.patcher.object_patches:

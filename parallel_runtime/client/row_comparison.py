@@ -21,7 +21,9 @@ ModelClasses = tuple[str, frozenset[str]]  # a model's class, and those of its m
 
 
 def model_classes(model: torch.nn.Module) -> ModelClasses:
-    """Returns a model's class and those of its modules: two of one class may have other layers."""
+    """Returns the class of a model and the classes of its modules: two models of one class may have
+    other layers.
+    """
     return class_path(type(model)), frozenset(class_path(type(one)) for one in model.modules())
 
 
@@ -78,8 +80,9 @@ class RowsApart:
         self._known.refuse(self._form, self._refusal(does))
 
     def _judge(self, own: Hashable, shared: SharedEvaluation) -> None:
-        """What looks like more than rounding is computed once more in fp32 without TF32, which
-        decides. If one rank cannot compute all rows, or has no memory for them, the next run tries
+        """Compares rows that were computed apart with all rows on one rank. If the difference looks
+        like more than rounding, both are computed once more in fp32 without TF32, which decides. If
+        one rank cannot compute all rows, or has too little memory for them, the next run tries
         again.
         """
         in_fp32 = partial(shared.again, in_fp32=True), partial(shared.alone, in_fp32=True)
@@ -105,8 +108,8 @@ class RowsApart:
 
 
 def furthest_apart(apart: list[torch.Tensor], together: list[torch.Tensor]) -> float:
-    """Returns how far rows that were computed apart are from what a model makes of all of them, if
-    that is more than rounding, or they are nearer to another row; else 0.
+    """Returns how far rows that were computed apart are from the same rows computed together, if
+    that is more than rounding, or if a row is nearer to another row; else 0.
     """
     for rows, whole in zip(apart, together, strict=True):
         shifted = (ROWS_OF_BATCH.each(whole, whole.roll(shift, 0)) for shift in range(1, len(whole)))

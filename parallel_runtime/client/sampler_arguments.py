@@ -1,4 +1,6 @@
-"""What a sampler is asked for, the same for another seed, and whether that can be known."""
+"""Holds the arguments of a sampler, makes those of the same sampler with another seed, and tells
+whether that is possible.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ class Asked:
 
     @classmethod
     def to_come(cls, guider: Any, given: Mapping[str, Any]) -> Asked:
-        """Returns what the sampler will be asked for, of what ``CFGGuider.sample`` is given, as far
-        as that is known before ComfyUI has loaded the model.
+        """Returns the arguments that the sampler will get, from the arguments of
+        ``CFGGuider.sample``, as far as they are known before ComfyUI has loaded the model.
         """
         noise = given["noise"].to(torch.float32)
         latent = given[LATENT].to(noise)
@@ -86,15 +88,15 @@ class Asked:
         return described(shared, keep) | self.of_one(keep)
 
     def of_one(self, keep: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """Describes what differs from seed to seed."""
+        """Describes the arguments that differ from seed to seed."""
         own = {"seed": self.seed, "noise": self.noise, LATENT: self.latent, "random": self.random.tensors}
         return described(own, keep)
 
     def of_seed(
         self, seed: int, noise: torch.Tensor, latent: torch.Tensor | None, random: RandomState
     ) -> Asked:
-        """Returns what another seed's sampler is asked for. Nothing that one of the two may write
-        to is the other's.
+        """Returns the arguments of another seed's sampler. The two share nothing that one of them
+        may write to.
         """
         options = comfy.model_patcher.create_model_options_clone(self.extra_args["model_options"])
         sigmas, device = self.sigmas.clone(), self.noise.device
@@ -115,11 +117,11 @@ class Asked:
         )
 
     def output_of(self, samples: torch.Tensor) -> torch.Tensor:
-        """Returns what a sampler node makes of the samples."""
+        """Returns the latent that a sampler node outputs for these samples."""
         return cpu_copy(self.guider.model_patcher.model.process_latent_out(samples.to(torch.float32)))
 
     def latent_of(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns the latent that this sampler starts from where a node gives it that output."""
+        """Returns the latent that this sampler starts from if a node gives it that output."""
         return self.guider.model_patcher.model.process_latent_in(output.to(self.noise.device))
 
     def keeps_bytes(self) -> int:
@@ -134,7 +136,7 @@ class Asked:
         return int(comfy.model_management.get_free_memory(device) // (WORKING * self.noise.nbytes))
 
     def why_alone(self) -> str:
-        """Says why another seed must not be sampled beside this one; empty where it may."""
+        """Says why another seed must not be sampled together with this one; empty if it may."""
         options = self.extra_args["model_options"]
         model = self.guider.model_patcher.model
         if reason := why_single_timeline(self.sampler, self.guider, options, self.noise):
@@ -148,17 +150,17 @@ class Asked:
         return "conditioning that takes the seed" if takes_seed(type(model)) else ""
 
     def _of_a_step(self) -> Iterator[Any]:
-        """Yields what runs at every step, where one seed's could keep something that another's
-        finds.
+        """Yields the objects that run at every step: state that one seed left in them could reach
+        another seed.
         """
         yield from vars(self.guider).values()
         yield from vars(self.sampler).values()
         yield from (attribute_of(comfy.samplers, name) for name in OF_A_STEP)
 
     def noises(self, seeds: list[int]) -> Iterator[tuple[torch.Tensor, RandomState]]:
-        """Yields the noise of each seed as stock makes it, with the random state that this leaves;
-        nothing where the noise at hand is none that stock makes of its own seed. The random state
-        stays, which a seed changes on every GPU.
+        """Yields the noise of each seed as stock makes it, with the random state that this leaves.
+        Yields nothing if the present noise is not the one that stock makes of its own seed. The
+        random state is restored; setting a seed changes it on every GPU.
         """
         before = RandomState()
         try:

@@ -232,7 +232,7 @@ def is_hosts_own(model: Any) -> bool:
 
 
 def conds_of(guider: Any) -> Mapping[str, Any]:
-    """Returns a guider's conds; before it samples those that it was given."""
+    """Returns a guider's conds; before it samples, the conds that it was given."""
     return guider.conds if hasattr(guider, "conds") else guider.original_conds
 
 

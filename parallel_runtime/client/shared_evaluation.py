@@ -1,5 +1,5 @@
-"""Hold an evaluation that several ranks computed to what one rank makes of it by itself. An output
-is a list of the tensors in it.
+"""Compare an evaluation that several ranks computed with the same evaluation on one rank. An output
+is given as the list of its tensors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Recompute(Protocol):
 
 @dataclass(frozen=True)
 class SharedEvaluation:
-    """An evaluation that several ranks computed: what they ``made``. ``again`` has them compute it
-    once more, ``alone`` one rank by itself.
+    """An evaluation that several ranks computed, with its outputs ``made``. ``again`` has the same
+    ranks compute it once more, ``alone`` one rank by itself.
     """
 
     made: list[torch.Tensor]

@@ -1,5 +1,5 @@
-"""One MODEL object that is sampled in the place of another, which nodes hold and go on to use:
-stock ComfyUI has one object, on which a node may keep what its sampler reads or leaves there.
+"""A MODEL object that is sampled in the place of another, which nodes hold and go on to use: stock
+ComfyUI has one object, on which a node may keep values that its sampler reads or leaves there.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ HONOURED = ("add_", "apply_hooks", "get_", "is_", "memory_", "model_", "prepare_
 
 
 class Instead:
-    """What a node sets, changes or deletes on this object or on the one that it is ``instead_of``
-    is so on both, but for ComfyUI's own fields, of which what nodes attach is, and for its methods,
-    which are as they were when this object was made.
+    """Shares attributes with the object that it is ``instead_of``: an attribute that a node sets,
+    changes or deletes on one of the two changes on both. Excepted are ComfyUI's own fields, but not
+    a node's attachments among them, and methods, which stay as they were when this object was made.
     """
 
     instead_of: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        """Is asked for what neither the object nor its class has. What another class has of its
-        own, such as ModelPatcherDynamic's methods, is not this one's.
+        """Is called for an attribute that neither the object nor its class has. Attributes that the
+        other object's class has of its own, such as ModelPatcherDynamic's methods, are not found.
         """
         first = first_of(self)
         if first is self or name not in vars(first):
@@ -77,7 +77,9 @@ def rebound(value: Any, to: Instead) -> Any:
 
 
 def first_of(one: Any) -> Any:
-    """Returns the object in whose place this one, and those between, stand."""
+    """Returns the first object of a chain of substitutes: the one in whose place all others
+    stand.
+    """
     while isinstance(one, Instead) and one.instead_of is not None:
         one = one.instead_of
     return one

@@ -34,10 +34,10 @@ def side_by_side(
     at_once: int,
     prepare: OnTile = lambda tile: tile,
 ) -> T:
-    """Returns what ``loop``, ComfyUI's own, makes of the tiles that ``compute`` has computed,
-    ``at_once`` of them. ``ask_all`` is the same loop where results take no memory; it is given
-    nothing worth having. It asks for tiles as they are in the picture, ``loop`` for what
-    ``prepare`` makes of each. Raises Refused where that is another tile than was computed.
+    """Returns the picture that ``loop``, ComfyUI's own, makes from the tiles that ``compute``
+    computes, ``at_once`` of them together. ``ask_all`` is the same loop if results take no memory;
+    its results are not used. It asks for tiles of the picture; ``loop`` asks for the tiles that
+    ``prepare`` makes from them. Raises Refused if ``loop`` asks for a tile that was not computed.
     """
 
     def together(tiles: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -35,16 +35,18 @@ class PatchBackend(Protocol):
     beside_ui: bool
 
     def begin_run(self) -> None:
-        """Makes void what it keeps of the run before, or of this one so far."""
+        """Makes void all that it keeps of the run before, or of this run so far."""
         ...
 
     def restart_if_reloaded(self) -> bool:
-        """Begins the run anew, and says so, if what it kept of this run is gone."""
+        """Begins the run anew if its kept keys and values of this run are gone. Returns whether it
+        did.
+        """
         ...
 
     def submit(self, call: SampleCall, patch: Patch | None) -> Any:
-        """Starts one patch of an evaluation, or all of it (exact, and what later patches see of
-        their neighbours). Returns a ticket.
+        """Starts one patch of an evaluation, or all of it: a whole evaluation is exact, and gives
+        later patches the keys and values of their neighbours. Returns a ticket.
         """
         ...
 
@@ -63,7 +65,7 @@ class PatchBackend(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Ends what was submitted and not collected."""
+        """Ends all patches that were submitted and not collected."""
         ...
 
 
@@ -217,8 +219,9 @@ class FreeRun:
             each.result = result
 
     def _shared(self, call: Call, here: int) -> dict[str, Any]:
-        """The arguments of an evaluation, those of the timeline that came first: they differ in the
-        latent alone, and what is the same object was compared and written once.
+        """Returns the arguments of an evaluation, from the timeline that came first: timelines
+        differ only in the latent, and an argument that is the same object is compared and written
+        once.
         """
         given = self._arguments.setdefault((call.branch, call.number), [])
         given += [call.arguments] * here

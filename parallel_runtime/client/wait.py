@@ -37,8 +37,8 @@ class NoWait:
 
 
 def waited_for(prepare: Callable) -> Callable:
-    """Decorates what prepares a MODEL's sampling: the wait for its first step begins, and ends
-    where it raises. Otherwise the run's end does that.
+    """Decorates a function that prepares a MODEL's sampling: the wait for its first step begins,
+    and ends if the function raises. Otherwise the run's end ends it.
     """
 
     @functools.wraps(prepare)

@@ -81,7 +81,7 @@ def can_be_together(handler: Any) -> bool:
 
 def windows_of(model_options: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     """Return how many windows an evaluation of a latent of ``shape`` has at first, and the shape of
-    one; 1 and the latent's own where it has none, or is packed with others.
+    one window; 1 and the latent's own shape if it has no windows, or is packed with other latents.
     """
     handler: Any = model_options.get("context_handler")
     own = tuple(shape)
