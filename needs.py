@@ -1,7 +1,7 @@
-"""What PipeMesh needs of the system, of ComfyUI and of its Python, decided here alone and before
-anything else of the pack is imported.
+"""Checks what PipeMesh needs of the system, of ComfyUI and of its Python, before anything else of
+the pack is imported.
 
-Standard library only, but for torch, which ComfyUI has imported by then.
+Imports the standard library alone, and torch, which ComfyUI has imported by then.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PACKAGES = ("greenlet", "msgspec")
 
 
 def lack() -> str:
-    """Return what is missing for PipeMesh to run here, in a sentence with the next move; empty
-    where nothing is.
+    """Return a sentence that names what PipeMesh lacks here, with the next move; empty if it lacks
+    nothing.
     """
     if sys.platform != "linux":
         system = SYSTEMS.get(sys.platform, sys.platform)

@@ -1,4 +1,4 @@
-"""Where the checkout, or the published pack, lies."""
+"""Finds the root of the checkout, or of the published pack."""
 
 from pathlib import Path
 

@@ -32,7 +32,7 @@ def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) ->
 
 
 def require_part_of_a_checkout(command: str, part: Path) -> None:
-    """Raises LaunchError where the published pack leaves out what a command needs."""
+    """Raises LaunchError if the published pack leaves out a part that the command needs."""
     if not (ROOT / part).exists():
         raise LaunchError(
             f"`{command}` needs {part.parts[0]}/, which the published pack leaves out: clone PipeMesh's"
@@ -70,8 +70,8 @@ def import_of_pack(module: str) -> ModuleType:
 
 
 def exit_with(main: Callable[[Sequence[str]], int]) -> None:
-    """Exits with what `main` returns for this process's arguments; prints an error for users as
-    one sentence, without a traceback.
+    """Calls `main` with this process's arguments and exits with its result; prints an error for
+    users as one sentence, without a traceback.
     """
     if sys.version_info < (3, 10):  # noqa: UP036
         sys.exit(

@@ -15,8 +15,10 @@ SEQUENCE_COST = 1.1  # what a forward costs where groups share its sequence, ove
 
 
 class Batch(NamedTuple):
-    """The rows of one evaluation: those of each of ``branches`` one after another, ``items`` of
-    them, at a cost of ``weight`` each. ``together``: those of a branch are not cut.
+    """The rows of one evaluation: first all rows of one branch, then of the next. Each of
+    ``branches`` has ``items`` rows, at a cost of ``weight`` each. With ``together``, the rows of a
+    branch are not cut. Example: 2 branches of 3 images are 6 rows; rows 0 to 2 are the first
+    branch's.
     """
 
     branches: int
@@ -29,8 +31,8 @@ class Batch(NamedTuple):
         return self.branches * self.items
 
     def pieces(self, parts: int, weights: Sequence[float] = ()) -> list[tuple[int, int]]:
-        """Cut every branch into ``parts``, of these weights where they are given, fewer where it
-        has fewer rows: (start, end) of each.
+        """Cut every branch into ``parts``, in proportion to ``weights`` if they are given, fewer if
+        it has fewer rows. Returns (start, end) of each piece.
         """
         if self.together:
             parts, weights = 1, ()
@@ -78,7 +80,7 @@ def plan_branches(
 
 
 def joined(speeds: Sequence[float], width: int) -> list[float]:
-    """Return the speeds of groups where each ``width`` of them are one."""
+    """Return the speeds of wider groups, each made of ``width`` neighbouring groups."""
     return [sum(speeds[first : first + width]) for first in range(0, len(speeds), width)]
 
 
@@ -90,9 +92,9 @@ def planned(
     speeds: Sequence[float] = (),
     weights: Sequence[float] = (),
 ) -> BranchPlan:
-    """Cut every branch into ``parts``, of these ``weights`` where they are given, and give the
-    longest piece to the group that has done it first, then the next. ``speeds`` of the groups that
-    each ``width`` of them make; empty where they are alike.
+    """Cut every branch into ``parts``, in proportion to ``weights`` if they are given. Give the
+    longest piece to the group that would compute it first, then the next. ``speeds`` has the speed
+    of each wider group of ``width`` groups; empty if all are alike.
     """
     pieces = [
         (number, start, end)
@@ -112,8 +114,8 @@ def planned(
 
 
 def first_done(loads: Sequence[float], cost: float, speeds: Sequence[float] = ()) -> int:
-    """Return the group that would have done ``cost`` more first: the one with least so far, where
-    they are alike.
+    """Return the group that would be done with ``cost`` more first. If all groups are alike, it is
+    the group with the least load.
     """
     ends = (
         [(load + cost) / speed for load, speed in zip(loads, speeds, strict=True)] if speeds else list(loads)
@@ -122,7 +124,9 @@ def first_done(loads: Sequence[float], cost: float, speeds: Sequence[float] = ()
 
 
 def cost_of(plan: BranchPlan, batches: Sequence[Batch], speeds: Sequence[float] = ()) -> float:
-    """Return the time of the group that ends last, where one of the mean speed takes its cost."""
+    """Return the time of the group that ends last. A group of mean speed takes a time equal to its
+    cost.
+    """
     loads: dict[int, float] = {}
     for number, start, end, group in plan.shares:
         loads[group] = loads.get(group, 0.0) + batches[number].weight * (end - start)

@@ -23,7 +23,9 @@ def stat_file(path: str) -> File:
 
 
 def found_at(path: str, missing: type[PipeMeshError]) -> os.stat_result:
-    """Returns what the system says of a checkpoint. Raises ``missing`` where there is none."""
+    """Returns the system's record of a checkpoint file (``os.stat``). Raises ``missing`` if there
+    is none.
+    """
     try:
         return os.stat(path)
     except FileNotFoundError:

@@ -35,13 +35,13 @@ class OutOfMemory(ModelError):
 
 
 class PoolSpent(OutOfMemory):
-    """Some ranks ran out of memory where others waited for them: the pool is gone. What it computed
-    may be computed again, in a fresh pool that leaves more memory free.
+    """Some ranks ran out of memory while others waited for them: the pool is gone. The same
+    evaluation may be computed again, in a fresh pool that leaves more memory free.
     """
 
 
 class PoolFailed(PipeMeshError):
-    """A rank died or hung, or failed where others waited for it; the pool is gone and the next run
+    """A rank died, hung, or failed while others waited for it; the pool is gone and the next run
     starts a fresh one.
     """
 

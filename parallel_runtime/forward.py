@@ -15,7 +15,7 @@ PREFIX = "diffusion_model."  # of every name below the transformer
 
 
 def forward_name(diffusion_model: torch.nn.Module) -> str:
-    """Returns the name of the method that the remote forward replaces: ``_forward`` where the class
+    """Returns the name of the method that the remote forward replaces: ``_forward`` if the class
     has one, else ``forward``.
 
     ``_forward`` runs inside ComfyUI's own DIFFUSION_MODEL wrappers, so they stay in the UI.

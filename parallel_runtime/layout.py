@@ -143,18 +143,19 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Degrees):
-    """The ranks of these degrees, numbered: those of one sequence in a row, and so those of one
-    group.
+    """The ranks of these degrees, numbered so that the ranks of one sequence stand in a row, and
+    the ranks of one group too: with ulysses 2 and cfg 2, ranks 0 and 1 are the first sequence.
     """
 
     def members(self, group: int, width: int = 1) -> tuple[int, ...]:
-        """The ranks of a group, where each ``width`` neighbouring groups are one."""
+        """The ranks of a group if each ``width`` neighbouring groups act as one."""
         size = self.group_size * width
         return tuple(range(group * size, (group + 1) * size))
 
     def joined(self, width: int) -> Layout:
-        """The same ranks where each ``width`` neighbouring groups share one sequence: along the
-        outermost of its axes that is in use. So ranks that are numbered in a row stay neighbours.
+        """The same ranks if each ``width`` neighbouring groups share one sequence. The sequence
+        grows along the outermost of its axes in use, so that ranks numbered in a row stay
+        neighbours.
         """
         if width == 1:
             return self
@@ -213,8 +214,8 @@ class Layout(Degrees):
         return [self.group(axis, rank) for rank in range(self.world_size) if not self.coordinates(rank)[axis]]
 
     def nearest(self, ranks: int, most: int = 2) -> tuple[Layout, ...]:
-        """The layouts of so many ranks that are nearest to this one; of equally near ones,
-        those of inner axes.
+        """The layouts of so many ranks that are nearest to this one. If several are equally near,
+        layouts of inner axes come first.
         """
         asked = self.degrees().values()
 

@@ -1,4 +1,6 @@
-"""Main memory: how much a process may take, how freed blocks go back, what its pages tell."""
+"""Main memory: how much a process may take, how freed blocks go back to the system, and which pages
+were written to.
+"""
 
 from __future__ import annotations
 

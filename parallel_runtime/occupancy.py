@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Span:
-    """The time in which a rank was at work on an evaluation, by its machine's monotonic clock;
-    ``waited_s`` of it for other ranks. ``by_axis``: what of that was for messages.
+    """The time in which a rank worked on an evaluation, by its machine's monotonic clock. It waited
+    ``waited_s`` of it for other ranks; ``by_axis`` splits the part that it waited for messages.
     """
 
     began_s: float

@@ -82,11 +82,11 @@ class TokenGrid:
         return prod(self.counts[:-1])
 
     def cut(self, patches: int, ahead: int = 0) -> tuple[Patch, ...]:
-        """Cut into ``patches`` of whole lines, as even as they go; fewer where there are fewer
-        lines.
+        """Cut the grid into ``patches`` of whole lines, as even as possible; fewer if there are
+        fewer lines.
 
-        ``ahead``: other tokens that are computed with the first patch, which is made so many
-        shorter: every stage waits for the longest patch.
+        ``ahead`` counts other tokens that are computed with the first patch, such as a prompt's.
+        The first patch is made shorter by as many, because every stage waits for the longest patch.
         """
         count, width = min(self.lines, patches), self.counts[-1]
         extra = round(ahead / width)
@@ -110,7 +110,8 @@ class TokenGrid:
 
 
 def assembled(outputs: Sequence[torch.Tensor], last_seen: bool) -> torch.Tensor:
-    """Make one output of those of all patches of an evaluation, in their order. ``last_seen``:
-    outside its patch an output is not zero but as it was last seen, so the last has all of them.
+    """Make one output from the outputs of all patches of an evaluation, in their order. With
+    ``last_seen`` an output has last seen rows outside its patch, so the last output has all rows;
+    else it has zeros there.
     """
     return outputs[-1] if last_seen else sum(outputs[1:], outputs[0])

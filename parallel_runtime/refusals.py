@@ -1,4 +1,4 @@
-"""What every refusal needs: the name of what is refused, and whether a model has a token plan."""
+"""Helps every refusal: names the refused object, and says whether a model has a token plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
 
 
 def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> None:
-    """Raises Refused where the ranks of a group share a forward that cannot be cut."""
+    """Raises Refused if the ranks of a group would share a forward that cannot be cut."""
     if not require_plan(diffusion_model).blocks and layout.group_size > 1:
         raise Refused(
             f"{no_plan(diffusion_model)}: set {listed(OF_A_GROUP)} to 1 and share prompts and images"

@@ -56,7 +56,7 @@ def slowest(costs: Sequence[float], stages: Sequence[Stage], speeds: Sequence[fl
 
 
 def require_blocks(stages: int, blocks: int) -> None:
-    """Raise LayoutError where there are more stages than blocks."""
+    """Raise LayoutError if there are more stages than blocks."""
     if stages > blocks:
         raise LayoutError(
             f"pipefusion {stages}, and the model has {blocks} block{'s' * (blocks > 1)}: lower the degree."

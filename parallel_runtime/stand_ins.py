@@ -1,5 +1,6 @@
-"""Change a value of the whole process while some threads need it changed: what stands in its place
-knows the value and who is inside, so that no thread puts back what another one has put there.
+"""Change a value of the whole process while some threads need the change. A stand-in takes the
+value's place; it knows the value and which threads are inside, so that no thread undoes the change
+of another.
 """
 
 from __future__ import annotations

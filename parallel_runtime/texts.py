@@ -31,5 +31,5 @@ class Text:
 
 @cache
 def english(file: str) -> dict[str, Any]:
-    """Return what one of the English files says."""
+    """Return the content of one of the English text files."""
     return json.loads((ENGLISH / f"{file}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""How far a result may be from what is surely right: one measure, and the table of what counts as
+"""Measures how far a result is from a sure result, and has the table of distances that count as
 rounding.
 """
 
@@ -14,10 +14,11 @@ from .comm.bands import ROWS
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The distance of two results is the largest of their numbers' distances, or, of those that
-    share a place on ``axis``, of the root mean squares. It is told in units of the sure result's
-    scale, its standard deviation, or ``least_scale`` if that is more. Up to ``of_scale`` is
-    rounding, or so many ``eps`` of the numbers that the sure result is in, if that is more.
+    """The distance of two results is the largest distance of their numbers; with ``axis``, the
+    largest root mean square over the numbers of one place on that axis. Its unit is the sure
+    result's scale (standard deviation), or ``least_scale`` if that is more. Rounding is a distance
+    up to ``of_scale``, or up to ``eps`` times the machine epsilon of the sure result's dtype if
+    that is more.
     """
 
     of_scale: float
@@ -26,8 +27,8 @@ class Tolerance:
     least_scale: float = 1e-12
 
     def each(self, ours: torch.Tensor, sure: torch.Tensor) -> torch.Tensor:
-        """Returns the distances by place; infinite ones for another shape and for what is no
-        number.
+        """Returns the distances by place; infinite if the shapes differ or a number is not
+        finite.
         """
         if ours.shape != sure.shape or not torch.isfinite(ours).all():
             return torch.tensor([float("inf")])

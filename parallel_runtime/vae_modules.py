@@ -1,9 +1,10 @@
-"""Which VAEs can be computed by bands of rows: those all of whose modules are listed here.
+"""Lists the modules of VAEs that can be computed in bands of rows (spatial shards). A VAE can be
+computed so if all its modules are listed.
 
-Each does the same to every row, or is hooked by ``methods/vae_bands.py``. Read: comfy/ldm/models/
-autoencoder.py, comfy/ldm/modules/diffusionmodules/model.py, comfy/ldm/wan/vae.py and vae2_2.py,
-comfy/ldm/hunyuan_video/vae.py and vae_refiner.py, comfy/ldm/cogvideo/vae.py, comfy/ldm/lightricks/
-vae/*.py, comfy/ldm/mage_flow/vae.py, comfy/ops.py @ ComfyUI 0.30.0.
+Each module does the same to every row, or is hooked by ``methods/vae_bands.py``. Read:
+comfy/ldm/models/autoencoder.py, comfy/ldm/modules/diffusionmodules/model.py, comfy/ldm/wan/vae.py
+and vae2_2.py, comfy/ldm/hunyuan_video/vae.py and vae_refiner.py, comfy/ldm/cogvideo/vae.py,
+comfy/ldm/lightricks/vae/*.py, comfy/ldm/mage_flow/vae.py, comfy/ops.py @ ComfyUI 0.30.0.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ PUT_IN_PLACE = ("forward", IN_CHUNKS, "_conv_forward", "encode", "decode")  # of
 
 
 def why_not_in_bands(model: nn.Module) -> str:
-    """Return why ``model`` cannot be computed by bands of rows; empty where it can."""
+    """Return why ``model`` cannot be computed in bands of rows; empty if it can."""
     name = type(model).__name__
     if name in BY_STOCK or "Audio" in name:
         return BY_STOCK.get(name, "sound has no rows")

@@ -24,7 +24,9 @@ FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:]
 
 
 def missing_modules(python: str, modules: Sequence[str]) -> tuple[str, ...] | None:
-    """Those of `modules` that this python does not find; None where it does not run at all."""
+    """Returns the modules among `modules` that this python does not find; None if it does not run
+    at all.
+    """
     try:
         command = [python, "-c", FIND_MODULES, *modules]
         found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=os.sep)
@@ -76,8 +78,8 @@ def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
 
 
 def own_comfyui(comfyui: Path, root: Path, env: Mapping[str, str]) -> ComfyInstall:
-    """The user's ComfyUI with the first of its pythons that has torch and what the pack requires.
-    Raises LaunchError with the next move.
+    """Returns the user's ComfyUI with the first of its pythons that has torch and the pack's
+    requirements. Raises LaunchError with the next move.
     """
     version = comfyui_version(comfyui)
     if is_too_old(version):
@@ -122,7 +124,7 @@ def own_requirements(root: Path) -> list[str]:
 
 
 def comfyui_version(comfyui: Path) -> str:
-    """The version that comfyui_version.py of that tree says; empty where it says none."""
+    """Returns the version in comfyui_version.py of that tree; empty if there is none."""
     file = comfyui / "comfyui_version.py"
     match = re.search(r'__version__ = "([^"]+)"', file.read_text(encoding="utf-8")) if file.exists() else None
     return match[1] if match else ""

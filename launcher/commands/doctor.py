@@ -1,6 +1,7 @@
 """Prints one page about this machine: what works, what does not, and the remedy. Only `gather` asks
-the machine; the judgement is pure. Where there is no ComfyUI yet, it says so before any is
-installed, in whatever Python runs it: standard library only, but for what is asked of torch.
+the machine; the judgement is pure. If there is no ComfyUI yet, it says so before any is installed,
+in whatever Python runs it. Imports the standard library alone; only the questions about torch
+import torch.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class RingKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The facts on one page. ``python``: the version of the one that runs, ``executable``."""
+    """The facts about this machine that the page judges. ``python`` is the version of the Python
+    that runs, ``executable``.
+    """
 
     python: str
     executable: str
