@@ -55,9 +55,9 @@ STEP_BYTES = 1 << 28  # in which free memory counts
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is about to be sampled: a latent (B, C, ...), or as many context ``windows`` of that
-    shape, its conds of every evaluation, and how many evaluations there are, one a step.
-    ``images``: prompts of the queue at once, in so many ``rounds``.
+    """Describes the next sampling: the ``shape`` of its latent (B, C, ...), or of each of as many
+    context ``windows``; the ``conds`` of every evaluation; and the number of ``evaluations``, one a
+    step. ``images`` prompts of the queue are sampled together, in ``rounds`` such groups.
     """
 
     shape: tuple[int, ...]
@@ -156,8 +156,9 @@ class PlannedLayout:
 
 
 class Planning:
-    """Chooses layouts, and remembers what it chose. ``counts``: of evaluations. ``ahead`` knows
-    what waits in the queue. ``devices``: the file with the speeds of GPUs that ranks measured.
+    """Chooses layouts and remembers its choices. ``counts`` counts evaluations. ``ahead`` knows the
+    prompts that wait in the queue. ``devices`` is the file with the speeds of GPUs that ranks
+    measured.
     """
 
     def __init__(

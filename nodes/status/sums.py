@@ -17,7 +17,9 @@ from .figures import InPatches, Loser, PlanFigures, RunFigures
 
 
 def asked_of(planned: PlannedLayout) -> str:
-    """Say what was to be sampled; with stages also how many evaluations are warm-up."""
+    """Say which sampling was planned. If the layout has stages, say also how many evaluations are
+    warm-up.
+    """
     if planned.layout.stages == 1:
         return planned.asked
     return f"{planned.asked}; the first {planned.warm_up} are whole (warm-up)"

@@ -33,7 +33,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | Non
 
 
 class Ask(NamedTuple):
-    """What an attention asks of a kernel. ``capability``: the CUDA device's."""
+    """Describes an attention to a kernel. ``capability`` is the CUDA device's."""
 
     device: str
     dtype: torch.dtype
@@ -61,7 +61,7 @@ def suits_efficient(ask: Ask) -> bool:
 
 
 class Usable(NamedTuple):
-    """A kernel under the name that users read, and what it may be asked for."""
+    """A kernel under the name that users read, and the attentions that it suits."""
 
     name: str
     kernel: Kernel
@@ -91,12 +91,12 @@ def partial_attention(
     kernels: Kernels | None = None,
     host: str = "",
 ) -> Partial:
-    """Attend over some of the keys by the first of ``kernels`` for this, or of torch's own: return
-    out (B, H, Q, D) in q's dtype, lse (B, H, Q) in fp32, and how many keys those are of.
+    """Attend over some of the keys, by the first of ``kernels`` (default: torch's) that suits.
+    Return out (B, H, Q, D) in q's dtype, lse (B, H, Q) in fp32, and the number of keys.
 
-    ``q`` (B, H, Q, D), ``k`` and ``v`` (B, H, K, D), ``mask`` additive or boolean: (Q, K), (B, Q,
-    K) or (B, 1 or H, 1 or Q, K). ``host``: the name of the function that it stands for, as
-    ``hosts.inexact`` has it. Raises ModelError unless that is exact attention.
+    ``q`` is (B, H, Q, D), ``k`` and ``v`` are (B, H, K, D). ``mask`` is additive or boolean: (Q,
+    K), (B, Q, K) or (B, 1 or H, 1 or Q, K). ``host`` names the function that the attention stands
+    for, as ``hosts.inexact`` returns it. Raises ModelError unless that is exact attention.
     """
     if host:
         raise ModelError(

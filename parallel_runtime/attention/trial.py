@@ -87,8 +87,8 @@ def asks(device: torch.device) -> list[Ask]:
 
 
 def tried_kernels(device: torch.device, torchs: Sequence[Usable] = TO_TRY) -> Kernels:
-    """Try every kernel that suits the device; return those that are right, and a sentence for each
-    that is not.
+    """Try every kernel that suits the device. Return the kernels that are right, and a sentence for
+    each that is not.
     """
     usable: list[Usable] = []
     refused: list[str] = []

@@ -1,9 +1,9 @@
-"""Sample what waits in ComfyUI's queue together with what runs, where only the seed of the noise
-differs: look ahead, verify, then use.
+"""Sample prompts that wait in ComfyUI's queue together with the one that runs, if they differ only
+in the seed of the noise: look ahead, verify, then use.
 
-A sampler's arguments are described when it starts. What was sampled ahead of a prompt is handed
-over where all arguments of its own sampler, the noise and the random state included, are equal to
-those. Else it is thrown away, and the prompt is sampled as ever.
+A sampler's arguments are described when it starts. An image that was sampled ahead is handed over
+if all arguments of its prompt's own sampler, the noise and the random state included, are equal to
+those that it was sampled with. Else it is thrown away, and the prompt is sampled as ever.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ Step = tuple[int, torch.Tensor, torch.Tensor, int]
 
 
 class Computing(NamedTuple):
-    """How evaluations are computed: ``together``, of at most so many ``images``, or ``alone``, of
-    one, which can be computed anew where memory has to be freed for it.
+    """The functions that compute evaluations: ``together`` for at most so many ``images``,
+    ``alone`` for one. An evaluation of one image can be computed anew if memory has to be freed for
+    it.
     """
 
     images: int
@@ -55,7 +56,9 @@ class Computing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NodeOutput:
-    """What a sampler came to: its output as a node returns it, and the random state it left."""
+    """The result of a sampler: its output as a node returns it, and the random state that it
+    left.
+    """
 
     output: torch.Tensor
     random: RandomState
@@ -67,8 +70,8 @@ Alike = tuple[SamplerKey, Graph, NodeOutput | None]
 
 @dataclass(frozen=True, eq=False)
 class SampledAhead:
-    """What was sampled ahead for a sampler that is ``asked`` for this, described. ``steps``: what
-    its callback is told. ``at_once``: images that were sampled together.
+    """An image that was sampled ahead for a sampler with the described arguments ``asked``.
+    ``steps`` has the calls of its callback. ``at_once`` images were sampled together.
     """
 
     asked: dict[str, Any]
@@ -127,9 +130,10 @@ class Images:
 
 
 class LookAhead:
-    """Keeps what was sampled ahead, of all pools. ``moment`` tells what ComfyUI executes now, and
-    what waits; None where no prompt runs, or nothing can be handed over. ``by_default`` tells
-    whether prompts may be sampled at once where no pool says so.
+    """Keeps the images that were sampled ahead, of all pools. ``moment`` returns the prompt that
+    ComfyUI executes now and the prompts that wait; None if no prompt runs, or if nothing can be
+    handed over. ``by_default`` returns whether prompts may be sampled together if the pool does not
+    say.
     """
 
     def __init__(
@@ -150,7 +154,9 @@ class LookAhead:
 
     @property
     def held_bytes(self) -> int:
-        """Returns the bytes of what was sampled ahead and waits. May be asked from any thread."""
+        """Returns the bytes of the images that were sampled ahead and wait. May be called from any
+        thread.
+        """
         held = {id(one): one.nbytes for kept in list(self._kept.values()) for one in kept.tensors}
         return sum(held.values())
 
@@ -166,7 +172,7 @@ class LookAhead:
             self._done.clear()
 
     def forget(self) -> None:
-        """Throws away what no prompt that waits, or runs, can use."""
+        """Throws away images that no prompt in the queue can use."""
         if (moment := self._moment()) is not None:
             self._forget(moment)
 
@@ -192,8 +198,8 @@ class LookAhead:
         computing: Computing,
         tell: Callable[[Queued], None],
     ) -> torch.Tensor:
-        """Samples what is asked for, beside as many of the prompts that wait as have a group, by
-        ``sample_together``. ``tell``: with how many, before it begins.
+        """Samples with the arguments ``asked``, together with as many waiting prompts as have a
+        group, by ``sample_together``. ``tell`` gets their number before it begins.
         """
         run, device = partial(asked.run, executor, callback, quiet), asked.noise.device
         moment = self._moment()
@@ -231,7 +237,7 @@ class LookAhead:
         return own.samples
 
     def _forget(self, moment: Moment) -> None:
-        """Throws away what is of no use any more."""
+        """Throws away images and notes of prompts that are over."""
         queue = {moment.prompt, *(other.prompt for other in moment.others)}
         for key in [key for key in list(self._kept) if key[0] not in queue]:
             self._drop(key)
@@ -265,8 +271,8 @@ class LookAhead:
         most: int,
         describe: Callable[[Asked], dict[str, Any]],
     ) -> tuple[list[QueuedSampler], dict[str, Any]]:
-        """Returns samplers of the next prompts, at most so many, and what the arguments of all have
-        in common, described.
+        """Returns samplers of the next prompts, at most so many, and a description of the arguments
+        that all have in common.
         """
         place = seed_place(moment.graph, moment.node)
         if place is None or moment.node in self._useless:
@@ -291,7 +297,9 @@ class LookAhead:
         return found[: max(0, room)], shared
 
     def _done_before(self, moment: Moment) -> NodeOutput | None:
-        """Returns what the sampler that the latent comes from has done, beside other prompts."""
+        """Returns the result of the sampler that the latent comes from, if it ran together with
+        other prompts.
+        """
         return self._done.get((moment.prompt, linked_to(moment.graph, moment.node, LATENT), moment.index))
 
     def _alike(self, moment: Moment, most: int) -> list[Alike]:
@@ -335,8 +343,9 @@ class LookAhead:
     def _started(
         self, asked: Asked, place: InputPlace, done: NodeOutput | None, found: Sequence[Alike]
     ) -> Iterator[QueuedSampler]:
-        """Yields the samplers, each with its noise, latent and random state, as far as those of the
-        one that runs are what stock makes of its seed, and of what was ``done`` before.
+        """Yields the samplers, each with its noise, latent and random state. Yields none if the
+        running sampler's noise is not the one that stock makes of its seed, or its latent not the
+        one that was ``done`` before.
         """
         follows = done is not None and is_same(
             described(asked.latent), described(asked.latent_of(done.output))

@@ -1,5 +1,5 @@
-"""What an evaluation needs beside the weights on each rank's device: by its count, before the
-weights are loaded, and more where it was too little.
+"""Knows the memory that an evaluation needs beside the weights on each rank's device: its count,
+before the weights are loaded, and more after a count that was too low.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ MOST_RELOADS = 3  # of a model for one evaluation: each may take a minute
 
 @dataclass(eq=False)
 class Sampled:
-    """What is about to be sampled: a latent of ``shape`` (B, C, ...) by ComfyUI's ``conds``.
+    """Describes the present sampling: a latent of ``shape`` (B, C, ...) by ComfyUI's ``conds``.
 
-    ``elements``: in each channel of the largest latent that room was asked for; 0 before the first
-    evaluation. ``needed``: bytes by the count of the evaluation at hand, 0 once that was computed.
+    ``elements`` is the size, in each channel, of the largest latent that room was asked for; 0
+    before the first evaluation. ``needed`` is the count of the present evaluation in bytes, 0 once
+    it was computed.
     """
 
     model: weakref.ref[Any]
@@ -42,7 +43,7 @@ class Sampled:
 
     def begin(self, latent: Sequence[int]) -> tuple[bool, Sampled]:
         """Notes that room is asked for an evaluation of a ``latent`` of that shape, larger than
-        those before. Returns whether it is the first, and what it samples.
+        those before. Returns whether it is the first evaluation, and a description with that shape.
         """
         is_first, self.elements = not self.elements, math.prod(latent[2:])
         shape = self.shape if is_first else (*self.shape[:2], *latent[2:])
@@ -74,7 +75,7 @@ class Beside:
 
     def why_not_alone(self, model: PooledModel, sampled: Sampled, rows: int) -> str:
         """Says why the first rank cannot compute an evaluation of so many rows by itself, in fp32;
-        empty where it can. Raises RunCancelled.
+        empty if it can. Raises RunCancelled.
         """
         session = self._sessions.live
         held = session.models.get(model) if session is not None else None
@@ -126,8 +127,8 @@ class Beside:
         return short
 
     def load_anew(self, model: PooledModel) -> bool:
-        """Releases a model whose weights may leave more free, for them to be loaded anew beside
-        what is counted. Returns False if they could not leave more.
+        """Releases a model whose weights may leave more free, so that they are loaded anew with the
+        counted headroom. Returns False if they could not leave more.
         """
         if self._reloadable(model) is None:
             return False
@@ -146,8 +147,9 @@ class Beside:
         model.headroom.enough = model.headroom.enough.lacked(self._free_part(sampled))
 
     def _free_part(self, sampled: Sampled | None) -> float:
-        """Returns the part of what an evaluation is counted to need that is free, if room was just
-        asked for it; 0 for later ones, and if it was not counted.
+        """Returns the free memory as a part of the counted need, if room was just asked for the
+        evaluation: 0.5 if half of the need is free. Returns 0 for later evaluations, and if it was
+        not counted.
         """
         if sampled is None or not sampled.needed or (session := self._sessions.latest) is None:
             return 0.0
@@ -196,8 +198,8 @@ class Beside:
         return True
 
     def _reloadable(self, model: PooledModel) -> Resident | None:
-        """Returns what is known of a model if ranks hold it, and would leave more free of it if it
-        was loaded anew.
+        """Returns a model that ranks hold if it would leave more memory free when loaded anew; else
+        None.
         """
         session = self._sessions.latest  # its pool may have ended for the lack of memory
         held = session.models.get(model) if session is not None else None
@@ -212,10 +214,10 @@ class Beside:
     # -- by its count
 
     def _needed(self, pooled: PooledModel, sampled: Sampled, rows: int = 0, *, waits: bool = True) -> int:
-        """Returns what each rank needs, or one rank for so many ``rows`` by itself, in fp32.
-        Weights that are loaded can be sampled with while that is counted; those that are not would
-        be loaded twice. Nobody ``waits`` for a count that the image does not depend on. Raises
-        NotCounted, RunCancelled.
+        """Returns the bytes that each rank needs, or that one rank needs for so many ``rows`` by
+        itself, in fp32. A model that is loaded is sampled while it is counted; a model that is not
+        would be loaded twice, so its count is awaited. Without ``waits`` it is not, because the
+        image does not depend on it. Raises NotCounted, RunCancelled.
         """
         session = self._sessions.live
         is_up = session is not None and pooled in session.models

@@ -35,8 +35,9 @@ class Entry:
 
 @dataclass(eq=False)
 class Sent:
-    """What one argument of one branch has sent, the last first: ``made_of`` tells of ``origins``
-    what ``entry`` was made of. ``surprised``: once in this run it was not what it was taken for.
+    """The values that were sent for one argument of one branch, the last first. ``entry`` was made
+    from conds with ``origins``. ``surprised`` says that once in this run the value was not the
+    expected one.
     """
 
     recent: list[Entry] = field(default_factory=list)
@@ -143,7 +144,7 @@ class ConditioningCache:
         return torch.equal(content, tensor)
 
     def begin_run(self) -> None:
-        """Forgets which branch sent what, and how often."""
+        """Forgets which values each branch sent, and how often."""
         self._sent.clear()
         self._named.clear()
 
@@ -176,7 +177,7 @@ class ConditioningCache:
         self._forget(gone)
 
     def _forget(self, gone: Collection[Entry]) -> None:
-        """Keeps no place and no copy of what was evicted."""
+        """Drops the places and copies of evicted entries."""
         for key, sent in list(self._sent.items()) if gone else ():
             sent.recent = [one for one in sent.recent if one not in gone]
             if sent.entry in gone:

@@ -1,4 +1,4 @@
-"""Hold the first result of a kind to what surely is right, once."""
+"""Compare the first result of each key with a sure result, once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Off = Callable[[Results, Results], float]  # how far one is from the sure one; 0
 
 @dataclass(frozen=True)
 class FirstOf:
-    """What was found of first results: which keys are right, and which are wrong, by the first part
-    of a key, with the sentence that refuses all of that. ``notice`` is told once of each thing.
+    """Keeps the findings on first results: the keys that are ``right``, and, by the first part of a
+    key, the sentence that refuses all results of it because one was ``wrong``. ``notice`` is told
+    each thing once.
     """
 
     right: set[tuple] = field(default_factory=set)
@@ -28,7 +29,7 @@ class FirstOf:
     notice: Callable[[str], None] = log.warning
 
     def require(self, of: Hashable) -> None:
-        """Raises Refused for what was found wrong."""
+        """Raises Refused if a first result of this was found wrong."""
         if refusal := self.wrong.get(of):
             raise Refused(refusal)
 

@@ -10,29 +10,29 @@ MOST = 1.25  # times its count: what failed with more free failed for another re
 
 
 class Enough(NamedTuple):
-    """Of what an evaluation is counted to need, the ``part`` that must be free for it to be sent.
-    ``failed``: the largest part with which one ran out of memory.
+    """The ``part`` of an evaluation's counted need that must be free before the evaluation is sent.
+    ``failed`` is the largest part with which one ran out of memory.
     """
 
     part: float = SLACK
     failed: float = 0.0
 
     def ran(self, part: float) -> Enough:
-        """Returns what is enough after an evaluation that ran with so much free."""
+        """Returns the new bound after an evaluation that ran with so much free."""
         failed = self.failed if self.failed < part else 0.0
         between = (failed + part) / 2 if failed else SLACK * part
         return Enough(max(SLACK * part, between), failed) if part < self.part else self
 
     def lacked(self, part: float) -> Enough:
-        """Returns what is enough after one that ran out of memory with so much free."""
+        """Returns the new bound after an evaluation that ran out of memory with so much free."""
         return Enough(max(self.part, part / SLACK), max(self.failed, part)) if 0 < part < MOST else self
 
 
 @dataclass(eq=False)
 class Headroom:
-    """What a model's evaluations turned out to need beside its weights: ``more`` bytes are left
-    free than by their count. ``reloads``: how often the weights were loaded anew for that since an
-    evaluation had room; ``has_restarted``: a fresh pool was started for it, likewise.
+    """The memory that a model's evaluations need beside its weights, as experience shows: ``more``
+    bytes than their count. ``reloads`` counts how often the weights were loaded anew for that since
+    an evaluation had room. ``has_restarted`` says that a fresh pool was started for it since then.
     """
 
     more: int = 0

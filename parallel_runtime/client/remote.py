@@ -1,4 +1,6 @@
-"""What all clones of one parallelized MODEL share: the model in a pool, and its sampling there."""
+"""Holds the state that all clones of one parallelized MODEL share: the model in a pool, and its
+sampling there.
+"""
 
 from __future__ import annotations
 

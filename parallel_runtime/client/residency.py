@@ -71,7 +71,7 @@ class Residency:
     # -- what ranks hold
 
     def held(self, model: PooledModel) -> Resident | None:
-        """Returns what is known of a model that ranks may hold, so that it can be released."""
+        """Returns the record of a model that ranks may hold, so that it can be released."""
         session = self._sessions.live
         return session.models.get(model) if session is not None else None
 
@@ -184,8 +184,8 @@ class Residency:
     # -- room
 
     def retry_with_room(self, model: PooledModel, attempt: Callable[[], T]) -> T:
-        """Calls ``attempt``, and where the ranks run out of memory again after each other model is
-        released, least recently used first.
+        """Calls ``attempt``. If the ranks run out of memory, it releases another model, the least
+        recently used first, and calls it again.
         """
         while True:
             try:
@@ -228,7 +228,9 @@ class Residency:
             log.warning("[PipeMesh] Releasing %s in the pool: %s", model.title, error)
 
     def release_leaving(self, session: Session) -> None:
-        """Releases what was to go while evaluations were in flight, once none is."""
+        """Releases the models whose release had to wait for evaluations in flight, once none is in
+        flight.
+        """
         while session.leaving and not session.tickets:
             self.release(session.leaving.pop())
 
@@ -258,7 +260,7 @@ def end_checks(models: Mapping[str, PooledModel], runs: Runs) -> None:
 
 
 def title_in(title: str, stages: Sequence[int]) -> str:
-    """Names a model, and its blocks in each stage where they were shared out anew."""
+    """Names a model, and the blocks of each stage if they were shared out anew."""
     return f"{title} into stages of {', '.join(map(str, stages))} blocks" if stages else title
 
 
@@ -269,8 +271,8 @@ def load_of(residency: Residency, model: PooledModel) -> int:
 
 
 def require_state(residency: Residency, runs: Runs, model: PooledModel) -> None:
-    """Raises PoolFailed if ranks have lost what a node's code in the blocks kept of a run that goes
-    on: the rest of it would be another image.
+    """Raises PoolFailed if ranks have lost the state that a node's code in the blocks kept of a run
+    that goes on: the rest of the run would make another image.
     """
     if model.run is not None and model.run.names.load != load_of(residency, model) and model in runs.models():
         raise PoolFailed(

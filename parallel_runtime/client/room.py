@@ -1,5 +1,5 @@
-"""Find memory for an evaluation in the ranks: by its count before it is sent, and more once ranks
-ran out of it.
+"""Find memory for an evaluation in the ranks: by its count before it is sent, and again after ranks
+ran out of memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ log = logging.getLogger("pipemesh")
 
 def find_room(patcher: Any, latent: Sequence[int], bring_up: Callable[[Any], None]) -> None:
     """Frees memory before an evaluation is sent, the first of a run or one of a larger ``latent``
-    than before, if ranks have less free than it is counted to need: first other models, then what
-    ComfyUI holds on its own GPU and the run does not use, at last the model's own weights, which
-    ``bring_up`` loads anew, once, and which leave more. If that is not enough, the evaluation is
-    sent all the same: a count may be too high.
+    than before, if ranks have less free than its count. It frees other models first, then ComfyUI's
+    models on its own GPU that the run does not use, at last the model's own weights, which
+    ``bring_up`` loads anew, once, so that they leave more free. If that is not enough, the
+    evaluation is sent all the same: a count may be too high.
     """
     remote, beside = patcher.remote, patcher.remote.pool.beside
     is_first, sampled = remote.sampled.begin(latent)
@@ -38,10 +38,10 @@ def find_room(patcher: Any, latent: Sequence[int], bring_up: Callable[[Any], Non
 
 
 def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
-    """Frees memory after ranks ran out of it, for the evaluation to be computed again: in a fresh
-    pool if that ended the other, which the other models that it held have left. Raises the error
-    if no more can be freed, or the run cannot go on so. ``unloads``: ComfyUI was not asked yet;
-    returns whether that is so still.
+    """Frees memory after ranks ran out of it, so that the evaluation can be computed again. If the
+    pool has ended, it is computed in a fresh pool, which the other models of the old pool have
+    left. Raises the error if no more can be freed, or if the run cannot go on so. ``unloads`` says
+    that ComfyUI was not asked yet; returns whether that still holds.
     """
     remote, beside = patcher.remote, patcher.remote.pool.beside
     beside.lacked_room(remote.model, remote.sampled)
@@ -76,8 +76,8 @@ def can_repeat(patcher: Any) -> bool:
 
 
 def frees(patcher: Any, short: Collection[int]) -> bool:
-    """Frees memory for the ranks ``short`` of it, but none that a run uses. Returns False if there
-    is no more.
+    """Frees memory for the ranks that are ``short`` of memory, but no memory that a run uses.
+    Returns False if there is no more to free.
     """
     pool = patcher.remote.pool
     if pool.residency.make_room(patcher.remote.model):
@@ -87,8 +87,8 @@ def frees(patcher: Any, short: Collection[int]) -> bool:
 
 
 def unload(patcher: Any) -> bool:
-    """Has ComfyUI unload from its own GPU what the run at hand does not use. Returns False if that
-    frees nothing.
+    """Has ComfyUI unload models from its own GPU that the present run does not use. Returns False
+    if that frees nothing.
     """
     given = patcher.remote.sampling.conds.given
     return given is not None and unload_unused(given.guider, is_known=known_guider(given.guider))

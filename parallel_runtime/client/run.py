@@ -27,12 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Holds the figures of one evaluation, or of one patch of it, which may overlap with others.
+    """Holds the figures of one evaluation, or of one patch of it; patches may overlap.
 
-    ``seconds`` around it in the UI since ``began``; ``hop_s`` of them beside the slowest rank's
-    computation; ``exchange_s`` and ``sent_bytes`` of the rank with most. ``spans`` by rank, of
-    those that computed it. ``part``: what of it a pipeline computed; None where the ranks are none.
-    ``compiles``: its MODEL is to be compiled. ``images``: prompts whose evaluations it has.
+    It took ``seconds`` in the UI since ``began``, ``hop_s`` of them beside the slowest rank's
+    computation. ``exchange_s`` and ``sent_bytes`` are of the rank with most. ``spans`` has the
+    working time of each rank that computed it. ``part`` names the part that a pipeline computed;
+    None without stages. ``compiles`` says that its MODEL is to be compiled. ``images`` counts the
+    prompts whose evaluations it has.
     """
 
     seconds: float
@@ -57,12 +58,13 @@ class Queued(NamedTuple):
 
 @dataclass(eq=False)
 class PooledModel:
-    """Keeps what is known of a model on one pool handle, for as long as ComfyUI runs. What the
-    ranks of a pool hold of it is its ``Resident``, which goes with that pool's session.
+    """Keeps the record of a model on one pool handle, for as long as ComfyUI runs. The copy that
+    the ranks of one pool hold is its ``Resident``, which goes with that pool's session.
 
-    ``name``: of its content, by which ranks know it; ``title``: by which users do. ``users``: the
-    loaders' outputs that it is of; with none of them it is released. ``loads``: how often ranks
-    have loaded it, over all pools. ``check``: of the UI's weights, while ranks compute with it.
+    Ranks know the model by ``name``, made from its content, users by ``title``. ``users`` counts
+    the loaders' outputs that refer to it; with none, it is released. ``loads`` counts how often
+    ranks have loaded it, over all pools. ``check`` compares the UI's weights while ranks compute
+    with it.
     """
 
     name: str
@@ -83,11 +85,12 @@ class PooledModel:
 
 @dataclass(eq=False)
 class RunNames:
-    """Keeps the names by which ranks know a run, until what they keep of it is void. ``run``: its
-    number; ``failed``: how many of its evaluations have. ``groups``: of each branch of a
-    pipeline's, its group of ranks and what it costs. ``looked_at``: the branches whose first output
-    was, by number and what had failed. ``load``: which of the model's loads has a state of the run
-    that no fresh copy has, as a node's cache or count in the blocks; 0: none.
+    """Keeps the names by which ranks know a run, until all that they keep of the run is void.
+    ``run`` is its number; ``failed`` counts its failed evaluations. ``groups`` has, for each branch
+    of a pipeline's, its group of ranks and its cost. ``looked_at`` has the branches whose first
+    output was checked, by number and failures. ``load`` is the number of the model's load that has
+    a state of the run, such as a node's cache or count in the blocks, which no fresh copy has; 0:
+    none.
     """
 
     run: int = 0
@@ -103,9 +106,9 @@ class RunNames:
         return Part(self.run, number, patch, self.failed)
 
     def group_of(self, branch: Hashable, weight: float, groups: int, speeds: Sequence[float] = ()) -> int:
-        """Returns the group that computes this branch in all of the run, because it keeps what
-        later evaluations need: for a new one, the group that has done it first. ``speeds`` of the
-        groups; empty where they are alike.
+        """Returns the group that computes this branch in all of the run, because it keeps data for
+        later evaluations. A new branch gets the group that would be done with it first. ``speeds``
+        has the speed of each group; empty if all are alike.
         """
         if branch not in self.groups:
             loads = [
@@ -141,7 +144,7 @@ class Run:
 
     @property
     def images(self) -> int:
-        """How many prompts each evaluation was of; 0 where that changed."""
+        """How many prompts each evaluation computed; 0 if that number changed."""
         found = {one.images for one in self.evaluations}
         return found.pop() if len(found) == 1 else int(not found)
 
@@ -151,8 +154,8 @@ class Run:
             self.fault = str(error).partition("\n")[0]
 
     def once(self, what: Hashable, sum_up: Callable[[], T]) -> T:
-        """Returns what is summed up of the run, under a name: once it has ended that is done once,
-        as nothing of it changes any more, and those who look ask again and again.
+        """Returns a sum over the run, under a name. After the run's end it is made once, because
+        nothing of the run changes any more, and readers ask again and again.
         """
         if not self.ended_s:
             return sum_up()
@@ -162,7 +165,7 @@ class Run:
 
 
 class Aside(Run):
-    """A run of what no sampler samples."""
+    """A run that no sampler samples, such as a VAE's."""
 
     is_told = False
 
@@ -173,7 +176,7 @@ def measured(
     part: Part | None,
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluation:
-    """Sums up the ranks' answers to what was submitted together and ended just now."""
+    """Sums up the ranks' answers to requests that were submitted together and ended just now."""
     of_rank: dict[int, list[Done]] = {}
     for replies in answers:
         for rank, reply in replies.items():

@@ -60,7 +60,7 @@ class Runs:
         return model.run
 
     def beside(self, model: PooledModel) -> Run:
-        """Begins a run of what no sampler samples."""
+        """Begins a run that no sampler samples."""
         self.end(model)
         run = model.run = Aside(self._names(), model)
         return run
@@ -77,16 +77,17 @@ class Runs:
         return run
 
     def restart(self, run: Run) -> None:
-        """Makes void what ranks keep of the run so far, if anything; what was measured stays."""
+        """Makes void all that ranks keep of the run so far; measured figures stay."""
         if run.names.branches:
             run.names = self._names()
 
     def end(self, model: PooledModel) -> None:
-        """Ends the run that ``model`` is in, if any, and those that joined it; has the ranks free
-        what they keep of them. Never raises, so it cannot mask the run's own error.
+        """Ends the run that ``model`` is in, if any, and the runs that joined it; has the ranks
+        free the memory that they keep for them. Never raises, so it cannot mask the run's own
+        error.
 
-        Ranks that are still busy with what was cancelled are not waited for: ``end_owed`` tells
-        them.
+        It does not wait for ranks that are still busy with cancelled work: ``end_owed`` tells them
+        later.
         """
         run, model.run = model.run, None
         model.end_check()
@@ -102,8 +103,8 @@ class Runs:
             self.end(joined)
 
     def end_owed(self) -> None:
-        """Has the ranks free what they keep of ended runs, unless they are still busy. Call it
-        again once they have left what was in flight.
+        """Has the ranks free the memory of ended runs, unless they are still busy. Call it again
+        once they have left the work in flight.
         """
         session = self._sessions.live
         while session is not None and session.owed and session.pool.idle:
@@ -117,8 +118,8 @@ class Runs:
 
 
 def tell(session: Session, model: PooledModel, cleared: Collection[int] | None) -> None:
-    """Has the ranks free what they keep of a run, and waits a little: on the UI's own GPU an image
-    is decoded next. Logs errors.
+    """Has the ranks free the memory of a run, and waits a little, because an image is decoded next
+    on the UI's own GPU. Logs errors.
     """
     until = time.monotonic() + END_WAIT_S
     arena_bytes, have_cut = session.cut_arena(), False

@@ -31,7 +31,7 @@ class SeedSampler:
 
 @dataclass(frozen=True, eq=False)
 class SeedResult:
-    """What came of it, and the random state that it left."""
+    """The samples of one seed, and the random state that its sampler left."""
 
     samples: torch.Tensor
     random: RandomState

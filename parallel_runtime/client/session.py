@@ -62,7 +62,7 @@ class Pool(Protocol):
 
 
 class Handle(Protocol):
-    """Starts a pool of ``layout`` where there is none."""
+    """Starts a pool of ``layout`` if there is none."""
 
     @property
     def layout(self) -> Layout: ...
@@ -144,8 +144,8 @@ class Session:
 
     @property
     def room(self) -> list[int]:
-        """Returns the bytes that each rank may take on its device, as it last told: of what is free
-        there, and of what methods keep for their next evaluation, as much as others on it.
+        """Returns the bytes that each rank may take on its device, by its last report: an equal
+        share of the free memory, and of the memory that methods keep for their next evaluation.
         """
         sharers = Counter(self.pool.facts.names)
         told = zip(self.pool.facts.names, self.pool.memory, strict=True)
@@ -195,7 +195,7 @@ class Sessions:
 
     @property
     def live(self) -> Session | None:
-        """Returns the session, or None where its pool is gone."""
+        """Returns the session; None if its pool is gone."""
         pool = self._handle.live()
         return (
             self.latest if pool is not None and self.latest is not None and self.latest.pool is pool else None
@@ -213,8 +213,8 @@ class Sessions:
         return self.latest
 
     def speeds_of_stages(self, ranks: Iterable[int] = ()) -> tuple[float, ...]:
-        """Returns the speed of each stage of the live pool, or of those that ``ranks`` are in;
-        empty where they are alike.
+        """Returns the speed of each stage of the live pool, or of the stages of ``ranks``; empty if
+        all are alike.
         """
         session = self.live
         found = session.stage_speeds if session is not None else ()
@@ -222,10 +222,10 @@ class Sessions:
         return tuple(found[place] for place in places) or found
 
     def settle(self, interrupted: Callable[[], bool]) -> None:
-        """Waits for what ranks still owe of a cancelled request. Raises RunCancelled.
+        """Waits until ranks have answered a cancelled request. Raises RunCancelled.
 
-        A pool that fails meanwhile is over, and a fresh one will be started: its run was cancelled,
-        so the next need not fail for it.
+        If the pool fails meanwhile, a fresh one will be started: the failed run was cancelled, so
+        the next run need not fail for it.
         """
         pool = self._handle.live()
         if pool is not None and not pool.idle:

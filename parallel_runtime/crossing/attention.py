@@ -25,7 +25,9 @@ def require_parts(patcher: Any, layout: Layout) -> None:
 
 
 def why_no_parts(patcher: Any) -> str:
-    """Names what a MODEL attends by, if that is no exact attention, whose parts ranks can merge."""
+    """Names the MODEL's attention function if it is not exact attention, whose parts ranks can
+    merge; empty if it is.
+    """
     override = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
     if override is not None and attention_backend(override) is None:
         return patch_name(override)

@@ -1,4 +1,6 @@
-"""Whose code of what ranks run may read an option of a MODEL: code that has the option's name."""
+"""Finds the code in the ranks that may read an option of a MODEL: code that has the option's
+name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .code import HOST_FOLDERS, KERNELS, TORCH, name_of
 
 
 class OptionReaders:
-    """What ranks run of a transformer's class, and of nodes: the functions and classes ``code``."""
+    """The code that ranks run of a transformer's class, and of nodes: the functions and classes
+    ``code``.
+    """
 
     def __init__(self, transformer: type, code: Sequence[Any]):
         self._transformer = transformer
@@ -23,9 +27,9 @@ class OptionReaders:
         self.of = cache(self._of)
 
     def _of(self, option: Any) -> str:
-        """Returns whose code may read the option, to be told; empty if none may. Code of a node
-        pack may, whatever it names: it may put names together. For an option whose name is no text
-        ComfyUI's transformers do not ask.
+        """Returns the name of the code that may read the option, for an error; empty if none may.
+        Code of a node pack may read any option, because it may put names together. ComfyUI's
+        transformers never read an option whose name is no text.
         """
         if isinstance(option, str) and may_ask_for(name_of(self._transformer), option):
             return self._transformer.__name__
