@@ -139,7 +139,7 @@ def test_a_unet_is_one_block_that_no_rank_shares(kind):
 
 def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
     with pytest.raises(
-        NotCounted, match=r"^its twin without weights does not run: .*(cross_attn|context|NoneType)"
+        NotCounted, match=r"^its copy without weights does not run: .*(cross_attn|context|NoneType)"
     ):
         Counts(counter.begin, patience_s=DEADLINE_S).of(model, [{}], SHAPE)
 

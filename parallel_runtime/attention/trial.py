@@ -1,5 +1,5 @@
 """Find out which kernels a device can be trusted with: each one's output and log-sum-exp on random
-input are held to the explicit ones in fp32.
+input are compared with the explicit ones in fp32.
 
 Kernels of one name differ from version to version: in the base of the logarithm, in whether heads
 or tokens come first. A wrong lse gives a wrong image without a word.

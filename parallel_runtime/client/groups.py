@@ -194,7 +194,9 @@ class InGroups:
     def _judge_prompts(
         self, run: Run, calls: Sequence[SampleCall], works: Sequence[Work], made: Sequence[Any]
     ) -> None:
-        """Has two prompts that were computed apart held to one batch of both, as ComfyUI makes."""
+        """Has two prompts that were computed apart compared with one batch of both, as ComfyUI
+        makes it.
+        """
         judge = None if self._rows is None else self._rows.watch(shapes_of(calls[0]), "prompts")
         if judge is None or calls[0].branch.window != calls[1].branch.window:
             return

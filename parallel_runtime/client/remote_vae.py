@@ -236,7 +236,7 @@ class StepsDone:
     """Shows on the node that executes how many steps a rank has begun, once its work has taken a
     while, of ``total``, as many as there were before; 0: nothing is shown, since no page has queued
     the prompt, or the steps were not counted before. A step is one of the hooks that exchange rows.
-    A rank on a GPU begins it a few steps before the GPU does, as it goes by the wishes to stop of a
+    A rank on a GPU begins it a few steps before the GPU does, as it goes by the cancel flags of a
     few steps ago: nobody has to wait for the GPU to know.
     """
 

@@ -43,11 +43,13 @@ class StopFlag:
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
 
     def wish(self) -> float:
-        """Return 1 if this rank wishes to stop, else 0."""
+        """Return this rank's cancel flag: 1 after a cancel, else 0."""
         return float(self._wants_stop())
 
     def decide(self, flag: Flag) -> None:
-        """Raise Stopped, on all ranks alike, if any wishes it: ``flag`` is the largest wish."""
+        """Raise Stopped, on all ranks alike, if any rank was cancelled: ``flag`` is the largest of
+        all flags.
+        """
         if isinstance(flag, torch.Tensor) and flag.device.type == "cuda":
             self._later.append(LateValue(flag))
             stops = len(self._later) > self._look_ahead and self._later.popleft().read()

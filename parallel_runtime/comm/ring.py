@@ -1,9 +1,9 @@
 """Pass keys and values around a ring of ranks: the next block travels while the current one is
 computed with.
 
-Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, behind the origin's wish
-to stop. Each message begins where the wish of the one before it in its place is not overwritten, so
-that one kernel reads all wishes at the end.
+Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, behind the origin's cancel
+flag. Each message begins where it does not overwrite the flag of the message before it in its
+place, so that one kernel reads all flags at the end.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Ring(Mover):
 
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: Flag) -> Walk:
         """Return every rank's block, the own one first. ``kv`` (2, B, h, K, D); ``keys``: K of each
-        rank of the ring; ``flag``: this rank's wish to stop.
+        rank of the ring; ``flag``: this rank's cancel flag.
         """
         *form, _, dim = kv.shape
         device = torch.device("cpu") if self.via_cpu else kv.device

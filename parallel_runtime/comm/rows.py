@@ -1,6 +1,6 @@
 """Exchange rows of pictures among the ranks of a sequence, each of which has a band of them.
 
-Every message brings the wishes to stop, and ranks leave behind it.
+Every message brings the cancel flags, and ranks leave after it.
 """
 
 from __future__ import annotations

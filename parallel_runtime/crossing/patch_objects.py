@@ -27,12 +27,12 @@ Flattened = Any  # a plain value, or [number of the object, kind, content...]; "
 
 
 class Disassembly:
-    """Takes objects apart that may share others. ``transformer``: modules of it are told by their
-    paths, and not taken apart.
+    """Flattens objects that may share others. Modules of ``transformer`` are named by their paths,
+    and not flattened.
 
-    ``code``: the functions and classes that were referred to. ``models`` has what patches bring
-    along as models of their own: number -> the module, taken apart. The rest names them by an id
-    that stays the same while they do.
+    ``code``: the functions and classes that were referred to. ``models`` has the modules that
+    patches bring along as models of their own: number -> the module, flattened. The rest names them
+    by an id that stays the same while they do.
     """
 
     def __init__(self, transformer: torch.nn.Module):
@@ -47,7 +47,7 @@ class Disassembly:
         return {id(module): path for path, module in self._transformer.named_modules()}
 
     def take(self, value: Any, path: str) -> Flattened:
-        """Returns ``value``, taken apart. ``path``: where it stands, for errors. Raises Refused."""
+        """Returns ``value``, flattened. ``path`` is its place, for errors. Raises Refused."""
         is_gpu = type(value) is str and OF_A_GPU.fullmatch(value)
         if not is_gpu and not isinstance(value, SHARED) and is_plain(value):
             return value

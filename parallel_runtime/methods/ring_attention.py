@@ -43,7 +43,7 @@ class RingAttention:
         passing: Passing = lambda place, kv: None,
     ) -> torch.Tensor:
         """Return (B, h, g, D). ``kv_2BhKD`` is this rank's own block, ``keys`` are those of every
-        place. The wishes to stop travel with the blocks. ``passing`` is called with each of them.
+        place. The cancel flags travel with the blocks. ``passing`` is called with each of them.
 
         Where this rank fails, it passes on what others wait for, then raises.
         """

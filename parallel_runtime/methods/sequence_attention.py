@@ -60,7 +60,7 @@ class SequenceAttention(ABC):
     @abstractmethod
     def over_all_keys(self, call: AttentionCall, qkv: QKV, flag: Flag) -> torch.Tensor:
         """3 x (B, h, g, D) -> (B, h, g, D): attend with the own heads to all keys of the sequence.
-        Must decide on ``flag``, the ulysses group's wish to stop.
+        Must decide on ``flag``, the ulysses group's cancel flag.
         """
 
     def attend(
@@ -179,7 +179,7 @@ class SequenceAttention(ABC):
 
     def _heads_for_tokens(self, qkv: Sequence[torch.Tensor], heads: Split, joint: Joint) -> tuple[QKV, Flag]:
         """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
-        wish to stop. Or 2 x, without q.
+        cancel flag. Or 2 x, without q.
         """
         exchange, wish = self._comm.ulysses, self._comm.stop.wish()
         qkv = [joint.drop_anchors(t, 2) for t in qkv]

@@ -1,5 +1,5 @@
-"""The process that counts: ComfyUI's process describes a loaded MODEL, and here its twin without
-weights runs dry at the request's true size. No process that serves imports this.
+"""The process that counts: ComfyUI's process describes a loaded MODEL, and here its meta model
+runs, by shapes alone, at the request's true size. No process that serves imports this.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def answer_count(asked: Count) -> Counted | Uncounted:
 
 
 def whole_of(described: bytes) -> Whole:
-    """Count one evaluation of the model, cond and latent that ``twin.model_description`` describes.
-    Raises NotCounted.
+    """Count one evaluation of the model, cond and latent that ``meta_model.model_description``
+    describes. Raises NotCounted.
     """
     mode = QuickFakeMode()
     try:
         with kernels_that_count() as attention:
             with computing_dry(mode, DeviceCounts()):
-                twin = rebuilt(described, torch.bfloat16, DEVICE)
-                conds = transformer_conds(twin.model, twin.cond, [twin.shape], DEVICE)
-                arguments = called_with(twin.model, conds, [twin.shape], DEVICE)
-            plan = plan_or_whole(type(twin.model.diffusion_model))
+                meta = rebuilt(described, torch.bfloat16, DEVICE)
+                conds = transformer_conds(meta.model, meta.cond, [meta.shape], DEVICE)
+                arguments = called_with(meta.model, conds, [meta.shape], DEVICE)
+            plan = plan_or_whole(type(meta.model.diffusion_model))
             assert plan is not None, "the UI asks for models that have one"
-            return count_evaluation(twin.model, plan, arguments, mode, attention=attention)
+            return count_evaluation(meta.model, plan, arguments, mode, attention=attention)
     # Whatever a model does with tensors that have no content, its run goes on without counts
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise NotCounted(f"its twin without weights does not run: {reason}") from error
+        raise NotCounted(f"its copy without weights does not run: {reason}") from error
     finally:
         forget_tensors()

@@ -46,7 +46,7 @@ class CounterLost(NotCounted):
     """The process that counts was lost, or took too long: another time it may not be."""
 
 
-# Begins to count what ``twin.model_description`` describes; the future may raise NotCounted
+# Begins a count by a description of ``meta_model``; the future may raise NotCounted
 Begin = Callable[[bytes], "Future[Whole]"]
 
 
@@ -89,7 +89,7 @@ class Counts:
         ComfyUI's ``conds``, and one latent of a batch of ``shape`` (B, C, ...). ``is_up``: a pool
         is that could sample it without the count. Unless the caller ``waits``, a count that is not
         there is begun for the next time. Weights are as large as they are stored, which for
-        quantised ones is smaller than the twin's. Raises NotCounted, RunCancelled.
+        quantised ones is smaller than the meta model's. Raises NotCounted, RunCancelled.
         """
         plan = plan_or_whole(type(model.diffusion_model))
         if plan is None:
@@ -99,7 +99,7 @@ class Counts:
         try:
             asked = model_description(model, with_rounded_text(longest(conds)), (1, *shape[1:]))
         except NotPlain as error:
-            raise NotCounted(f"its twin without weights cannot be described: {error}") from None
+            raise NotCounted(f"its copy without weights cannot be described: {error}") from None
         patience_s = min(WHILE_UP_S, self._patience_s) if is_up else self._patience_s
         patience_s = patience_s if waits else 0.0
         return as_stored(self._awaited(asked, patience_s), stored_bytes(model.diffusion_model.parameters()))
@@ -139,7 +139,7 @@ def count_nothing(asked: bytes) -> Future[Whole]:
 
 
 def as_stored(whole: Whole, stored: int) -> Whole:
-    """Return a twin's count with weights that take ``stored`` bytes."""
+    """Return a meta model's count with weights that take ``stored`` bytes."""
     share, of = stored / max(1, whole.weight_bytes), whole.shareable
 
     def scaled(sizes: Any) -> Any:

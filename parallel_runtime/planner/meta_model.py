@@ -21,7 +21,7 @@ BESIDE = {"model_conds", "uuid", "control", "hooks", "area", "mask", "gligen", "
 OBJECTS = ("comfy.clip_vision.Output", "types.SimpleNamespace")
 
 
-class Twin(NamedTuple):
+class MetaModel(NamedTuple):
     """The meta model that ``rebuilt`` makes of a description. ``cond`` holds the arguments that the
     cond gives the model.
     """
@@ -46,7 +46,7 @@ def model_description(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...
         raise NotPlain("the model's configuration", config)
     tree = {
         "config": type(config).__name__,
-        # A twin has its own
+        # A meta has its own
         "settings": {name: value for name, value in sorted(config.unet_config.items()) if name != "dtype"},
         "class": class_of(model),
         "cond": {name: plain(value) for name, value in sorted(cond.items()) if name not in BESIDE},
@@ -57,7 +57,7 @@ def model_description(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...
     )
 
 
-def rebuilt(data: bytes, dtype: torch.dtype, device: torch.device) -> Twin:
+def rebuilt(data: bytes, dtype: torch.dtype, device: torch.device) -> MetaModel:
     """In the process that counts: the inverse of ``model_description``, with weights in ``dtype``.
     Call it where tensors have no content. Raises OtherClass.
     """
@@ -70,7 +70,9 @@ def rebuilt(data: bytes, dtype: torch.dtype, device: torch.device) -> Twin:
     model = config.get_model({}, "", device=device)
     if class_of(model) != tree["class"]:
         raise OtherClass(f"it is a {tree['class']}, and its configuration makes a {class_of(model)}")
-    return Twin(model, {name: unplain(value) for name, value in tree["cond"].items()}, tuple(tree["shape"]))
+    return MetaModel(
+        model, {name: unplain(value) for name, value in tree["cond"].items()}, tuple(tree["shape"])
+    )
 
 
 def class_of(model: Any) -> str:

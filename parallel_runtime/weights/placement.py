@@ -67,7 +67,7 @@ class WeightPlacement:
         return False
 
     def replace(self, name: str, weight: Any) -> None:
-        """Puts a weight, or one that was taken apart, in the place of a parameter."""
+        """Puts a weight, or a flattened one, in the place of a parameter."""
         raise NotImplementedError
 
     def restore(self, but: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> None:
