@@ -19,7 +19,7 @@ from .errors import LaunchError
 
 def run_in_host(package: str, command: str, module: str, rest: Sequence[str]) -> int:
     """Runs `main(rest, host)` of a module of the pack, such as `launcher.commands.doctor`, as
-    `python3 -m PACKAGE COMMAND` in ComfyUI's python. Raises LaunchError where there is no ComfyUI.
+    `python3 -m PACKAGE COMMAND` in ComfyUI's python. Raises LaunchError if there is no ComfyUI.
     """
     require_part_of_a_checkout(command, Path(*module.split(".")).with_suffix(".py"))
     if record := os.environ.get("PIPEMESH_HOST"):
@@ -41,7 +41,7 @@ def require_part_of_a_checkout(command: str, part: Path) -> None:
 
 
 def replace_process(command: list[str], env: Mapping[str, str]) -> NoReturn:
-    """Goes on as `command`, from the root of the checkout."""
+    """Replaces this process by `command`, run from the root of the checkout."""
     os.chdir(ROOT)
     sys.stdout.flush()
     os.execve(command[0], command, env)

@@ -50,9 +50,9 @@ def show_on_node(text: str) -> None:
 
 
 def show_notice(waiting: Waiting, notice: Notice) -> None:
-    """Put a notice on its node, and a badge there on the page that has queued the prompt. Behind
-    the wait that it ends: what samples on one GPU waits for no pool, and the line that the wait
-    leaves would cover the notice.
+    """Put a notice on its node, and a badge there on the page that has queued the prompt. A notice
+    of one GPU ends the wait first, as nobody waits for a pool then: the wait's last line would
+    cover the notice.
     """
     if notice.one_gpu:
         waiting.end()

@@ -87,8 +87,8 @@ class Waiting:
             self._end()
 
     def came(self) -> None:
-        """Ends the wait: the first step is done. The node's own bar tells it too, where the node
-        has one.
+        """Ends the wait: the first step is done. If the node has a bar of its own, the bar shows
+        that too.
         """
         with self._lock:
             self._end(came=True)

@@ -87,10 +87,10 @@ class PoolSampling:
             self._runtime.wait.end()
 
     def _tried_in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: StockCall) -> Any:
-        """What fails in the pool before its first step is done begins anew, from the same random
-        numbers: where a worker died in a fresh pool, once, and else on one GPU, where ComfyUI's own
-        errors come back. What fails later is raised as it is: to sample again would take as long
-        again. The next prompt that samples such a kind does so on one GPU.
+        """Samples in the pool. A sampling that fails before its first step begins anew, from the
+        same random numbers: once in a fresh pool if a worker died, else on one GPU, where ComfyUI's
+        own errors come back. A later failure is raised as it is, because sampling again would take
+        as long again; the next prompt with the same key samples on one GPU.
         """
         if why_not := self._why_not_tried(run):
             self._notices.tell(why_not)

@@ -1,5 +1,5 @@
 """Merge two parts of an attention by one of torch's operations, ``pipemesh::merge``: one kernel on
-a GPU (``fused_merge``), and the some twenty operations of ``merge_partials`` anywhere else.
+a GPU (``fused_merge``), and the about twenty operations of ``merge_partials`` on any other device.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def operation() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Operation:
-    """Torch's ``pipemesh::merge``, for as long as this lives: two ``Partial``, field by field, ->
-    (out, level, weight). Where no device has a kernel of its own, and where a dry run counts, it is
-    the operations of ``merge_partials``.
+    """Torch's ``pipemesh::merge``, for as long as this object lives: two ``Partial``, field by
+    field, -> (out, level, weight). A device without a kernel of its own, and a shape-only run,
+    compute it by the operations of ``merge_partials``.
     """
 
     def __init__(self) -> None:

@@ -59,9 +59,9 @@ def counts_of(tensors: Sequence[TensorRuns]) -> tuple[int, ...]:
 
 
 class Parts(NamedTuple):
-    """The parts that lie in ``buffer``. ``sizes``: elements of each, with what fills it up.
-    ``flags``: the places of the flags at their ends, (ranks,) by run. ``views``: the places of runs
-    that were asked for.
+    """The parts of a message in ``buffer``. ``sizes`` counts the elements of each part with its
+    padding. ``flags`` are views of the flags at the ends of the parts, (ranks,) for each run.
+    ``views`` keeps the views of runs that were asked for.
     """
 
     buffer: torch.Tensor
@@ -72,8 +72,8 @@ class Parts(NamedTuple):
     def put(self, tensors: Sequence[TensorRuns]) -> None:
         """Copy each rank's part of all ``tensors``, one after another, to its place.
 
-        CUDA's ``cat`` moves several by one kernel, gaps or not, where they have four dimensions at
-        most, so of one image (cuda/Shape.cu, cat_out_cuda @ torch 2.11).
+        CUDA's ``cat`` moves several tensors by one kernel, gaps or not, if they have at most four
+        dimensions, so only with one image (cuda/Shape.cu, cat_out_cuda @ torch 2.11).
         """
         first = 0
         for runs in zip(*tensors, strict=True):

@@ -1,6 +1,6 @@
-"""Refer to code by the file that has it, so that a rank can import its own copy: a file of
-ComfyUI's, or of a node pack that the user lets ranks import. Nothing but the name crosses, and the
-hash of the file, which must be the same on both sides.
+"""Refer to code by its file, so that a rank can import its own copy: a file of ComfyUI's, or of a
+node pack that the user lets ranks import. Only names cross, and the hash of the file, which must be
+the same on both sides.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class NotReferable(Exception):
 
 
 def name_of(thing: Any) -> str:
-    """Returns the name of a function, or of an object's class, as plans have it: that of its module
-    as an import has it, wherever it was loaded from, or of its node pack in small letters; and its
-    own.
+    """Returns ``module:name`` of a function, or of an object's class, as token plans write it. The
+    module's name is the one that an import uses, wherever it was loaded from; for a node pack, the
+    pack's name in small letters.
     """
     thing = getattr(thing, "__func__", thing)
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
@@ -54,7 +54,7 @@ def name_of(thing: Any) -> str:
 
 
 def reference_to(thing: Any) -> Reference:
-    """Refers to a class, or to a function that its module has under its name. Raises
+    """Refers to a class, or to a function that its module binds to the function's name. Raises
     NotReferable.
     """
     module = module_of(thing)
@@ -66,8 +66,8 @@ def reference_to(thing: Any) -> Reference:
 
 
 def compiled(function: types.FunctionType) -> Reference:
-    """Refers to the code of a function that another function made, which its module need not have
-    under a name. Raises NotReferable.
+    """Refers to the code of a function that another function made, even if its module does not bind
+    it to a name. Raises NotReferable.
     """
     module = module_of(sys.modules.get(function.__globals__.get("__name__", "")))
     if module is None:
@@ -80,7 +80,7 @@ def compiled(function: types.FunctionType) -> Reference:
 
 
 def place_of(module: types.ModuleType) -> Reference:
-    """Refers to a module's file. Raises NotReferable, also for a file that was edited since it was
+    """Refers to a module's file. Raises NotReferable, also if the file was edited since it was
     imported: a rank would import other code than ComfyUI runs.
     """
     root = module.__name__.partition(".")[0]
@@ -113,8 +113,8 @@ def is_of_pack(module: types.ModuleType | None) -> bool:
 
 
 def packs() -> tuple[Path, ...]:
-    """Returns the folders of the node packs that ranks may import: their names in custom_nodes,
-    which may lie in a base directory of its own, or paths, with commas between them.
+    """Returns the folders of the node packs that ranks may import, from a list with commas: names
+    in custom_nodes, which may lie in a base directory of its own, or paths.
     """
     import folder_paths
 
@@ -138,8 +138,8 @@ def resolved(reference: Reference) -> Any:
 
 
 def imported(place: Reference) -> types.ModuleType:
-    """Returns the module of a reference, imported from this machine's own copy. Raises Refused
-    where that is another one, or none that ranks may import.
+    """Returns the module of a reference, imported from this machine's own copy. Raises Refused if
+    that copy differs, or if ranks may not import it.
     """
     root, path, expected = place
     if root == TORCH and path.partition(".")[0] == TORCH:

@@ -30,9 +30,9 @@ class Disassembly:
     """Flattens objects that may share others. Modules of ``transformer`` are named by their paths,
     and not flattened.
 
-    ``code``: the functions and classes that were referred to. ``models`` has the modules that
-    patches bring along as models of their own: number -> the module, flattened. The rest names them
-    by an id that stays the same while they do.
+    ``code`` lists the functions and classes that the objects refer to. ``models`` maps a number to
+    each flattened module that patches bring along as a model of its own. Others refer to a module
+    by an id that stays the same while the patches do.
     """
 
     def __init__(self, transformer: torch.nn.Module):
@@ -124,8 +124,9 @@ class Disassembly:
 
 
 class Assembly:
-    """The inverse, in a rank: ``put`` returns the objects. ``models`` are those of ``Disassembly``.
-    Tensors that were on a GPU in the UI come to ``device``, and all of models. Raises Refused.
+    """The inverse of ``Disassembly``, in a rank: ``put`` returns the objects. ``models`` are
+    ``Disassembly.models``. Tensors that were on a GPU in the UI, and all tensors of models, come to
+    ``device``. Raises Refused.
     """
 
     def __init__(self, transformer: torch.nn.Module, models: dict[int, Flattened], device: torch.device):

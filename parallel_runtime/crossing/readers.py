@@ -37,8 +37,8 @@ class OptionReaders:
 
 
 def may_ask_for(kind: str, option: str) -> bool:
-    """True if what a class of ComfyUI's, ``module:Class``, may run has the option's name, with or
-    without the number at its end; and if ComfyUI's files do not have the class.
+    """True if the code that a class of ComfyUI's, ``module:Class``, may run has the option's name,
+    with or without the number at its end. Also true if ComfyUI's files do not have the class.
     """
     words = words_of_class(kind)
     return not words or not words.isdisjoint({option, option.rstrip("0123456789")})

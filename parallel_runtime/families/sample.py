@@ -136,10 +136,11 @@ class Tiny:
 
 @dataclass(frozen=True, kw_only=True)
 class FileForm:
-    """What a checkpoint file has otherwise than the transformer that ComfyUI makes of it.
-    ``named``: a name in the transformer's state dict -> that in a file. ``head_dim``: the only head
-    size that ComfyUI reads from files; ``text_dim``: the only width of a prompt's tokens, 0 if it
-    reads that too. ``lora_targets``: name endings of the layers that a LoRA changes.
+    """The differences between a checkpoint file and the transformer that ComfyUI makes from it.
+    ``named`` maps a name in the transformer's state dict to the name in a file. ``head_dim`` is the
+    only head size that ComfyUI reads from files. ``text_dim`` is the only width of a prompt's
+    tokens; 0 if ComfyUI reads that too. ``lora_targets`` are the name endings of the layers that a
+    LoRA changes.
     """
 
     head_dim: int

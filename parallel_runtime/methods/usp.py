@@ -34,11 +34,11 @@ EVERYTHING = slice(None)
 
 
 class SequenceParallel:
-    """The method of a sequence that all ranks share. No evaluation depends on one before it: only
+    """The method of a sequence that all ranks share. No evaluation depends on an earlier one: only
     buffers for messages are kept.
 
-    ``on_progress`` is called at every block and before every message, so that a rank that waits for
-    another has come further than that one.
+    ``on_progress`` is called at every block and before every message. So if one rank waits for
+    another, the waiting one has made more progress.
     """
 
     def __init__(

@@ -53,8 +53,8 @@ BlockRange = tuple[int, int]  # of a stage, [first, end)
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of a job's parts on a layout. ``speeds`` of the ranks, as a placement has them;
-    empty where they are alike.
+    """The costs of a job's parts on a layout. ``speeds`` has the speed of each rank in percent of
+    the fastest; empty if all are alike.
     """
 
     job: Job
@@ -86,7 +86,7 @@ class Costs:
 
     @cached_property
     def attentions_of(self) -> dict[BlockRange, list[tuple[SharedAttention, int]]]:
-        """The kinds of attentions of each stage, and how many it has of each."""
+        """The kinds of attentions of each stage, and how many of each kind it has."""
         kinds = {one: SharedAttention(self.layout, one, self.speeds) for one in {*self.job.whole.attended}}
         found = {}
         for blocks in self.stages:

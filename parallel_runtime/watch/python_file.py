@@ -29,11 +29,11 @@ Place = tuple[str, str]  # a module, and a name that it binds
 
 @dataclass(frozen=True)
 class PythonFile:
-    """A module by its file. ``bound``: name -> the statements of the module that bind it.
-    ``imported``: name -> the module that it comes from, and its name there, empty for the module,
-    by each import of that name, in functions too, the one that stands furthest out first.
-    ``all_of``: modules of which all names are imported. ``rest``: what the module runs beside, such
-    as a loop that sets methods, as text.
+    """The content of a module's file. ``bound`` maps a name to the statements of the module that
+    bind it. ``imported`` maps a name to (module, name there) of each import of that name, outermost
+    imports first, imports in functions included; the name there is empty if it is the module
+    itself. ``all_of`` are modules whose names are all imported. ``rest`` are the other statements
+    of the module as text, such as a loop that sets methods.
     """
 
     bound: Mapping[str, Sequence[ast.stmt]]
@@ -52,8 +52,8 @@ NOTHING = PythonFile({}, {}, (), ())
 
 
 class MethodCode(NamedTuple):
-    """``assigned``: the attributes of its object that it assigns; ``named``: all attributes that it
-    names.
+    """A method: ``assigned`` are the attributes of its object that it assigns, ``named`` all
+    attributes that it names.
     """
 
     name: str
@@ -76,7 +76,7 @@ def module_of(thing: Any) -> types.ModuleType | None:
 
 
 def root_of(thing: Any) -> str:
-    """Returns the package that a class or a function is of, by the name of its module."""
+    """Returns the name of the package that a class or a function belongs to."""
     return str(getattr(thing, "__module__", None) or "").partition(".")[0]
 
 
@@ -93,8 +93,8 @@ def is_code(value: Any) -> bool:
 
 
 def compiled_elsewhere(value: Any, trusted: frozenset[str]) -> Any:
-    """Returns the function, at any depth of decorators, that was compiled in no trusted package;
-    None for none.
+    """Returns the function, at any depth of decorators, that was compiled outside of all trusted
+    packages; None if there is none.
     """
     for _ in range(8):
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
@@ -121,8 +121,8 @@ def _compiled_in(value: Any) -> str:
 
 
 def functions_of(thing: Any) -> Iterator[types.FunctionType]:
-    """Yields the functions of a module or of a class, of the classes in it too, below their
-    decorators; of a function, itself.
+    """Yields the functions of a module, or of a class and the classes in it, without their
+    decorators. A function yields itself.
     """
     if isinstance(thing, (staticmethod, classmethod, types.MethodType)):
         thing = thing.__func__
@@ -182,8 +182,8 @@ def codes_in(file: str, _hash: str) -> list[types.CodeType]:
 
 
 def edited_function(module: types.ModuleType, hash_: str) -> types.FunctionType | None:
-    """Returns a function of a module whose code its file does not have by now; None for none.
-    ``hash_``: the file's.
+    """Returns a function of a module whose code is no longer in the module's file; None if there is
+    none. ``hash_`` is the file's hash.
     """
     known = _code_set(str(module.__file__), hash_)
     for function in functions_of(module):
@@ -215,8 +215,8 @@ def read_once(path: Path, package: str) -> PythonFile:
 
 
 def read_module(path: Path, package: str) -> PythonFile:
-    """Returns a module's file. ``package``: the one that it is in. Raises OSError, SyntaxError,
-    ValueError.
+    """Returns a module's file. ``package`` is the package of the module. Raises OSError,
+    SyntaxError, ValueError.
     """
     tree = ast.parse(path.read_bytes())
     bound: dict[str, list[ast.stmt]] = {}
@@ -307,7 +307,7 @@ def _method(node: ast.FunctionDef | ast.AsyncFunctionDef) -> MethodCode:
 
 
 def _assigned(method: ast.AST, own: str) -> Iterator[str]:
-    """Yields the attributes of ``own`` that are assigned there, or an item of which is."""
+    """Yields the attributes of ``own`` that are assigned there, or whose items are."""
     for node in ast.walk(method):
         if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
             target: ast.AST = node

@@ -38,8 +38,8 @@ class BackgroundCheck:
             self._changed.set_result(changed)
 
     def require_unchanged(self, wait_s: float = 0.0) -> bool:
-        """Returns whether all weights have been compared, at most so many seconds from now. Raises
-        Refused for those that were written to: the next comparison sends them.
+        """Returns whether all weights have been compared within so many seconds. Raises Refused for
+        weights that were written to: the next comparison sends them to the ranks.
         """
         self._thread.join(wait_s)
         if not self._changed.done():

@@ -32,7 +32,9 @@ def is_ggml(tensor: Any) -> bool:
 
 
 def is_dequantised_late(tensor: Any) -> bool:
-    """True for one whose bytes are no numbers: a LoRA then hangs on it."""
+    """True for a weight whose bytes are no numbers: a LoRA is applied to it in every forward
+    then.
+    """
     return is_ggml(tensor) and not tensor.dtype.is_floating_point
 
 
@@ -62,8 +64,8 @@ def content_hash(folder: Path) -> str:
 
 
 def import_operations(described: dict[str, Any]) -> types.ModuleType:
-    """In a rank: the pack's module of operations, with the MODEL's settings. Raises Refused where
-    this machine has another version of the pack, or none.
+    """In a rank: import the pack's module of operations, with the MODEL's settings. Raises Refused
+    if this machine has another version of the pack, or none.
     """
     folder = Path(described["folder"])
     if not (folder / FILES[0]).exists():

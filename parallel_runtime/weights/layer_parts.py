@@ -33,13 +33,13 @@ class PackedPlace(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of all bytes."""
+        """Returns the tensor as a view of the block's bytes."""
         return whole[self.at : self.at + self.nbytes].view(self.dtype).view(self.shape)
 
 
 class ShardedParameter:
-    """One parameter of a layer. ``loaded``: as the loader made it, on the file's pages or in shared
-    memory, in the loader's dtype.
+    """One parameter of a layer. ``loaded`` is the parameter as the loader made it, on the file's
+    pages or in shared memory, in the loader's dtype.
     """
 
     def __init__(self, module: torch.nn.Module, attribute: str, loaded: torch.nn.Parameter):
@@ -81,8 +81,8 @@ class ShardedLayer:
         self._views: dict[int, list[torch.nn.Parameter]] = {}
 
     def put(self, end: int, whole: torch.Tensor) -> None:
-        """Gives every parameter its content: views of ``whole``, in which all bytes are. They are
-        made once for each ``end`` of the memory that it is in.
+        """Gives every parameter its content: views of ``whole``, which holds the bytes of the
+        block. The views are made once for each ``end`` of the unshard buffer.
         """
         if end not in self._views:
             self._views[end] = [self._view(one, whole) for one in self.parameters.values()]
@@ -108,8 +108,8 @@ class ShardedLayer:
 
 
 class ShardedBlock:
-    """Layers that are gathered together, and this rank's part of their bytes: all of them lie one
-    behind the other, and every rank has an equal part of the whole.
+    """Layers that are gathered together, and this rank's shard of their bytes. The tensors lie one
+    behind the other, and every rank has an equal part of all bytes.
     """
 
     def __init__(
@@ -131,14 +131,12 @@ class ShardedBlock:
         self.nbytes = size * count
 
     def load(self, one: ShardedParameter) -> None:
-        """Stores this rank's part of a parameter as it was loaded; of other parts nothing is
-        read.
-        """
+        """Stores this rank's shard of a loaded parameter, and reads no other bytes."""
         self._store(one, taken_apart(one.loaded))
 
     def write(self, one: ShardedParameter, weight: Any) -> bool:
-        """Stores this rank's part of a parameter. False where it is of another size than the one
-        that was loaded.
+        """Stores this rank's shard of a parameter. False if the parameter's size differs from the
+        loaded one.
         """
         old, new = stored_parts(one.tree), stored_parts(weight)
         forms = [{name: (one.shape, one.dtype) for name, one in tree.items()} for tree in (old, new)]

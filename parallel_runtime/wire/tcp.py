@@ -57,9 +57,9 @@ def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_
     """Proves the secret to the other side, has it proved, and exchanges versions. Returns the other
     side's Hello.
 
-    Both ends must call it, one in each role; the leader speaks last, so that it tells a stranger
-    nothing. ``limit_s`` is for all of it: a byte now and then does not hold it up.
-    Raises SecretRefused, TimeoutError, other OSErrors.
+    Both ends must call it, one in each role. The leader speaks last, so that it tells a stranger
+    nothing. ``limit_s`` seconds are the limit for all of it, so a peer cannot prolong it by sending
+    a byte now and then. Raises SecretRefused, TimeoutError, other OSErrors.
     """
     until, body = time.monotonic() + limit_s, msgspec.msgpack.encode(own)
     prove(sock, secret, role, until)
@@ -94,7 +94,9 @@ def proof(secret: str, role: bytes, nonces: bytes) -> bytes:
 
 
 def receive_hello(sock: socket.socket, until: float) -> Hello:
-    """Returns the other side's Hello. Raises ConnectionError where its first message is another."""
+    """Returns the other side's Hello. Raises ConnectionError if its first message is not a
+    Hello.
+    """
     length, _descriptors = HEADER.unpack(read_before(sock, HEADER.size, until))
     try:
         if length <= MAX_HELLO_BYTES:
@@ -110,8 +112,8 @@ def send_before(sock: socket.socket, data: bytes, until: float) -> None:
 
 
 def read_before(sock: socket.socket, count: int, until: float) -> bytes:
-    """Returns ``count`` bytes. Raises SecretRefused where the other side closes the connection:
-    that is how it refuses.
+    """Returns ``count`` bytes. Raises SecretRefused if the other side closes the connection, which
+    is how it refuses a secret.
     """
     data = b""
     while len(data) < count:
@@ -124,7 +126,7 @@ def read_before(sock: socket.socket, count: int, until: float) -> bytes:
 
 
 def seconds_left(until: float) -> float:
-    """Returns them. Raises TimeoutError where there are none."""
+    """Returns the seconds that are left. Raises TimeoutError if none are."""
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -144,10 +146,10 @@ def notice_loss(sock: socket.socket, lost_s: float) -> None:
 
 
 class Link(Channel):
-    """A channel over TCP. A descriptor's content goes after the message; at the other end it is a
-    memfd of its own, which the caller owns.
+    """A channel over TCP. A descriptor's content follows the message; at the other end it arrives
+    in a new memfd, which the caller owns.
 
-    ``no_room``: why the content that came with the last message could not be kept.
+    ``no_room`` is the error if the content that came with the last message could not be kept.
     """
 
     no_room: SharedMemoryFull | None = None
@@ -162,7 +164,7 @@ class Link(Channel):
         self._lost_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) if is_tcp else 0
 
     def cut(self) -> None:
-        """Has both sides find the connection closed."""
+        """Closes the connection for both sides."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -229,8 +231,8 @@ class Link(Channel):
         return fds
 
     def _parcel(self) -> int:
-        """Returns the content of one descriptor as a memfd. It is read to its end whether there is
-        room for it or not: the next message comes behind it.
+        """Returns the content of one descriptor as a memfd. It reads all bytes even if there is no
+        room for them, because the next message follows.
         """
         (left,) = PARCEL.unpack(self._read(PARCEL.size))
         fd = os.memfd_create("pipemesh-parcel", os.MFD_CLOEXEC)
@@ -248,9 +250,9 @@ class Link(Channel):
         return fd
 
     def _read(self, count: int) -> bytes:
-        """Blocks until so many bytes are there. Raises ChannelClosed where none comes for as long
-        as makes a peer lost: a process that is stopped in a message still has its kernel's signs of
-        life.
+        """Blocks until so many bytes are there. Raises ChannelClosed if none comes for the time
+        after which a peer counts as lost: the kernel of a stopped process goes on answering, so the
+        connection stays open.
         """
         while len(self._buffer) < count:
             if self._lost_ms and not self._readable.poll(self._lost_ms):

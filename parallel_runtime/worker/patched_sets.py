@@ -1,4 +1,4 @@
-"""Keep the sets of patched weights of a model that come back: while hooks of conds change weights,
+"""Keep sets of patched weights of a model for their next use: while hooks of conds change weights,
 ComfyUI asks for another set before nearly every evaluation.
 """
 
@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 
 
 class PatchedSet(NamedTuple):
-    """``weights``: by their names, as ``WeightPlacement.aside`` gave them on ``device``."""
+    """``weights`` maps names to weights on ``device``, as ``WeightPlacement.aside`` returned
+    them.
+    """
 
     device: torch.device
     nbytes: int
@@ -24,11 +26,11 @@ class PatchedSet(NamedTuple):
 
 
 class PatchedSets:
-    """The sets of one model that others have taken the place of. One stays on the rank's device if
-    there is room, else in main memory, where those that were used longest ago make room for it.
+    """The sets of one model that are not in place now. A set stays on the rank's device if there is
+    room, else in main memory; there, the sets that were used longest ago make room for it.
 
-    The weights as they were loaded stay on a GPU too if there is room: from the file's pages they
-    would have to be sent there again for each switch.
+    The loaded weights stay on a GPU too if there is room: else each switch would copy them from the
+    file's pages again.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class PatchedSets:
         self.in_place: Collection[str] = ()  # the weights of that set
 
     def nbytes(self, on_device: bool) -> int:
-        """Returns the bytes of all sets that are on the device, or not."""
+        """Returns the bytes of all sets on the device, or of all sets elsewhere."""
         every = (self._loaded, *self._kept.values())
         return sum(one.nbytes for one in every if (one.device == self._device) == on_device)
 

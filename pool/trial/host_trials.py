@@ -188,9 +188,9 @@ class HostTrials:
         return tuple(kind.partition(":")[2] for kind, one in begun if one is not None and not one.done())
 
     def begin(self, transformer: type, again: bool = False) -> Future[Verdict] | None:
-        """Begins the trial of a class that is not known, unless it has begun; None where nothing
-        has to be tried: a class without blocks that are cut is computed as it is. ``again``: also
-        where one was lost. Raises Refused where ComfyUI's files cannot be read.
+        """Begins the trial of an unknown class, unless it has begun. None if nothing has to be
+        tried: a class whose blocks are not cut is computed as it is. With ``again`` a lost trial
+        begins once more. Raises Refused if ComfyUI's files cannot be read.
         """
         plan = plan_for(transformer)
         if self._try_class is None or plan is None or not plan.blocks:
