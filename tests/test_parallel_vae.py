@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import comfy.utils
 import pytest
 import torch
+from pipemesh.lab.bench.pools import confined
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
@@ -30,7 +31,7 @@ from safetensors.torch import save_file
 
 from .fake_pools import cpus, fake_setup
 from .models import run
-from .test_pool_faults import Once, confined, in_forward, kill
+from .test_pool_faults import Once, in_forward, kill
 from .vaes import image_weights, loaded, noise, video_by_pixels, video_weights
 
 CPU = torch.device("cpu")

@@ -4,14 +4,13 @@ next run is right.
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
-from contextlib import contextmanager
 
 import psutil
 import pytest
 import torch
+from pipemesh.lab.bench.pools import confined
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -221,20 +220,6 @@ def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(h
         picture(parallel, (1024, 1024))
     assert handle.live() is pool
     assert is_right(parallel, truth)
-
-
-@contextmanager
-def confined(pids: list[int], room: int):
-    """The kernel gives these processes ``room`` bytes of address space more, and then no more."""
-    before = {pid: resource.prlimit(pid, resource.RLIMIT_AS) for pid in pids}
-    for pid, (_, hard) in before.items():
-        resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms + room, hard))
-    try:
-        yield
-    finally:
-        for pid, limit in before.items():
-            if psutil.pid_exists(pid):
-                resource.prlimit(pid, resource.RLIMIT_AS, limit)
 
 
 OUT_OF_MEMORY = (

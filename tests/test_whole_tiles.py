@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import comfy.utils
 import pytest
 import torch
+from pipemesh.lab.bench.pools import confined
 from pipemesh.parallel_runtime.client.lookahead import Lookahead
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import StepsDone, parallelize_vae
@@ -16,7 +17,7 @@ from pipemesh.parallel_runtime.layout import ALONE
 from pipemesh.pool.handle import PoolHandle
 
 from .fake_pools import cpus
-from .test_pool_faults import Once, confined, in_forward, kill
+from .test_pool_faults import Once, in_forward, kill
 from .vaes import image_weights, loaded, noise, random, video_weights
 
 

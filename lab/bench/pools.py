@@ -1,7 +1,12 @@
-"""Make the benches' pools: the product's own, on the CPU."""
+"""Make the benches' pools: the product's own, on the CPU, with ranks that may lack memory."""
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from ...parallel_runtime.layout import Layout
@@ -22,3 +27,20 @@ def cpu_setup(where: Where, **known: Any) -> RankSetup:
     """
     forked = {} if where.server is None else {"start": where.server.fork}
     return RankSetup(comfyui=where.comfyui, comfy_args={"cpu": True}, **{**forked, **known})
+
+
+@contextmanager
+def confined(pids: Sequence[int], room: int) -> Iterator[None]:
+    """Inside, the kernel gives these processes ``room`` bytes of address space more, and no more
+    than that.
+    """
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_AS) for pid in pids}
+    for pid, (_, hard) in before.items():
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        resource.prlimit(pid, resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + room, hard))
+    try:
+        yield
+    finally:
+        for pid, limit in before.items():
+            with suppress(ProcessLookupError):  # it has ended since
+                resource.prlimit(pid, resource.RLIMIT_AS, limit)

@@ -5,6 +5,10 @@ It is taken apart: ``begin`` until the first evaluation is asked for, ``first`` 
 beyond a later one, ``between`` evaluations, and ``end`` from the last output until the sampler
 returns. ``stock`` is ComfyUI's own run of the same model. The model has as many blocks as released
 ones and comes from a file, so that a cost per module, or of looking at the file, shows.
+
+``again``: what a run costs more in an evaluation for which one rank alone has no memory, from the
+failure until fresh ranks, which have started, loaded the demo's model and merged a LoRA, begin it
+again.
 """
 
 from __future__ import annotations
@@ -18,17 +22,20 @@ from time import perf_counter
 from typing import Any
 
 from ...parallel_runtime.families.catalogue import sample_with
+from ...parallel_runtime.families.sample import Size
 from .figures import CaseFigures, Figure, Options, Round
-from .pools import cpu_pool
+from .pools import confined, cpu_pool
 
 RANKS, STEPS = 2, 4
 WARM_UP = 2
 SAMPLE, DEEP = sample_with("deep")
 assert SAMPLE.form.file is not None, f"{SAMPLE.name} has no file form"
 SIZE = replace(DEEP, head_dim=SAMPLE.form.file.head_dim)
-LEAST = replace(SIZE, blocks=(1, 2))
+LEAST, TINY = replace(SIZE, blocks=(1, 2)), replace(SIZE, blocks=(1, 1))
 LATENT, TEXT = (1, 16, 16, 16), 16  # short evaluations: what they differ by is in what is left of a run
 PARTS = ("fixed", "begin", "first", "between", "end")
+_, DEMO = sample_with("demo")
+FAILURES, ROOM, LARGE = 5, 1 << 20, (1, 16, 128, 128)  # a latent that needs more than such room
 
 
 def taken_apart(began: float, evaluations: Sequence[tuple[float, float]], ended: float) -> Round:
@@ -43,16 +50,23 @@ def taken_apart(began: float, evaluations: Sequence[tuple[float, float]], ended:
 class Sampling:
     """A MODEL that is sampled, and how it is told when its evaluations were."""
 
-    def __init__(self, model: Any, evaluations: Callable[[], Sequence[tuple[float, float]]] | None = None):
+    def __init__(
+        self,
+        model: Any,
+        evaluations: Callable[[], Sequence[tuple[float, float]]] | None = None,
+        size: Size = SIZE,
+        latent: tuple[int, ...] = LATENT,
+    ):
         import torch
 
         self._model, self._evaluations = model, evaluations
         generator = torch.Generator().manual_seed(1)
-        self._latent = torch.zeros(LATENT)
-        extras = {"pooled_output": torch.randn(1, SIZE.pooled_dim, generator=generator)}
-        self._prompt = [[torch.randn(1, TEXT, SIZE.text_dim, generator=generator), extras]]
+        self._latent = torch.zeros(latent)
+        extras = {"pooled_output": torch.randn(1, size.pooled_dim, generator=generator)}
+        self._prompt = [[torch.randn(1, TEXT, size.text_dim, generator=generator), extras]]
 
-    def __call__(self, seed: int) -> Round:
+    def __call__(self, seed: int, steps: int = STEPS) -> Round:
+        """A run of fewer than two steps is not taken apart."""
         import comfy.sample
         import torch
 
@@ -70,12 +84,59 @@ class Sampling:
         with torch.inference_mode():
             began = perf_counter()
             comfy.sample.sample(
-                *(model, noise, STEPS, 1.0, "euler", "simple", self._prompt, self._prompt, self._latent),
+                *(model, noise, steps, 1.0, "euler", "simple", self._prompt, self._prompt, self._latent),
                 disable_pbar=True,
                 seed=seed,
             )
             ended = perf_counter()
-        return taken_apart(began, seen if self._evaluations is None else self._evaluations(), ended)
+        evaluations = seen if self._evaluations is None else self._evaluations()
+        return taken_apart(began, evaluations, ended) if steps > 1 else {}
+
+
+def begun_again(options: Options, folder: Path) -> list[float]:
+    """Measure the seconds from each failure until the run goes on."""
+    import comfy.sd
+    import comfy.utils
+
+    from ...parallel_runtime.client.first_of import FirstOf
+    from ...parallel_runtime.client.remote_patcher import parallelize
+    from ...parallel_runtime.client.remote_pool import RemotePool
+    from ...parallel_runtime.client.shared_evaluation import Admission
+    from ...parallel_runtime.layout import Layout
+    from ..random_files import write_lora, write_model
+
+    assert SAMPLE.form.file is not None
+    size, failed = options.choose(DEMO, LEAST), []
+    handle = cpu_pool(options, Layout(ulysses=RANKS))
+    notice = Admission(firsts=FirstOf(notice=lambda _text: failed.append(perf_counter())))
+    pool = RemotePool(handle, admission=notice)
+
+    def evaluations() -> list[tuple[float, float]]:
+        assert pool.runs.last is not None
+        return [(one.began, one.seconds) for one in pool.runs.last.evaluations]
+
+    files = [
+        write_model(folder / name, SAMPLE.form, one)
+        for name, one in (("demo.safetensors", size), ("other.safetensors", TINY))
+    ]
+    lora = write_lora(folder / "lora.safetensors", files[0], SAMPLE.form.file.lora_targets)
+    model, other = (comfy.sd.load_diffusion_model(str(file)) for file in files)
+    model, _ = comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(str(lora)), 1.0, 0.0)
+    ours, other = (parallelize(one, pool, holds_ui_device=False) for one in (model, other))
+    found = []
+    try:
+        for seed in range(min(FAILURES, options.rounds)):
+            Sampling(other, evaluations, TINY)(seed, 1)  # its room is the fresh pool's, so the run may go on
+            Sampling(ours, evaluations, size)(seed, 1)
+            live = handle.live()
+            assert live is not None
+            with confined(live.ranks.pids[1:], ROOM):
+                Sampling(ours, evaluations, size, LARGE)(seed, 1)
+            assert len(failed) == len(found) + 1, "an evaluation had memory"
+            found.append(min(began for began, _ in evaluations() if began > failed[-1]) - failed[-1])
+    finally:
+        handle.close()
+    return found
 
 
 def bench(options: Options) -> Iterator[Figure]:
@@ -106,6 +167,8 @@ def bench(options: Options) -> Iterator[Figure]:
             ][warm_up:]
         finally:
             handle.close()
+        again = begun_again(options, Path(folder))
+    yield CaseFigures("run", "ulysses2", again).estimated("again_s", median, "s")
     for name in sides:
         for part in PARTS:
             in_ms = [1e3 * one[name][part] for one in rounds]
