@@ -449,11 +449,9 @@ def patch(client: RemotePool, model: str) -> None:
 
 
 def evaluate(client: RemotePool, model: str, arguments: dict | None = None) -> None:
-    client.evaluations.dispatch(
-        client.runs.of(model_of(client, model)),
-        [Work(arguments or conditioned(0.0), Branch(("cond",)))],
-        lambda: False,
-    )
+    held = model_of(client, model)
+    run, work = client.runs.of(held), Work(arguments or conditioned(0.0), Branch(("cond",)))
+    client.residency.retry_with_room(held, lambda: client.evaluations.dispatch(run, [work], lambda: False))
 
 
 class Successive:

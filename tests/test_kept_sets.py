@@ -153,11 +153,11 @@ class OneRank:
         return self
 
     def ask(self, request, fds=(), _interrupted=None):
-        segments = [Segment(os.dup(fd), os.fstat(fd).st_size) for fd in fds]
         self.asked.append(type(request))
+        if isinstance(request, SetWeightPatches) and self.is_full and self.memory[0].sets:
+            raise OutOfMemory("Rank 0 ran out of memory")
+        segments = [Segment(os.dup(fd), os.fstat(fd).st_size) for fd in fds]
         if isinstance(request, SetWeightPatches):
-            if self.is_full and self.memory[0].sets:
-                raise OutOfMemory("Rank 0 ran out of memory")
             self.sent += [segment.nbytes for segment in segments]
         try:
             answer = self.handler.handle(request, segments, IdleRank())

@@ -278,6 +278,21 @@ def test_what_comfyui_batched_stays_together_for_code_that_may_look_at_the_batch
     assert relative_error(here, truth) <= BOUND
 
 
+def test_no_evaluation_is_begun_twice_for_code_that_may_count_them(pack):
+    """Conditioning changes at each step, which is seen before it is sent, not meanwhile."""
+
+    def faded(apply, given):
+        text = given["c"]["c_crossattn"] * given["timestep"].view(-1, 1, 1)
+        return apply(given["input"], given["timestep"], **{**given["c"], "c_crossattn": text})
+
+    for of, times in ((lambda model: replaced(model, pack), 3), (lambda model: model.clone(), 4)):
+        ours, pool = in_groups(Layout(), stock_model(WAN.heads[-1], family=WAN.name))
+        model = of(ours)
+        model.set_model_unet_function_wrapper(faded)
+        run(model, latent=torch.zeros(WAN.latents["even"]), positive=conditioning(1, 16))
+        assert len(pool.asked) == times
+
+
 @pytest.mark.parametrize("attached", [ATTACHED[0], ATTACHED[3]], ids=["streams apart", "streams in one"])
 def test_a_patch_of_a_pack_of_which_nothing_is_known_is_given_all_tokens(pack, attached, monkeypatch):
     stock = stock_model(attached.sample.heads[-1], family=attached.sample.name)

@@ -14,6 +14,8 @@ from pipemesh.lab.bench.pools import confined
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.run import PooledModel
+from pipemesh.parallel_runtime.client.session import Resident, ResidentState
 from pipemesh.parallel_runtime.errors import (
     ModelError,
     OutOfMemory,
@@ -207,6 +209,36 @@ def test_a_run_goes_on_after_a_loss_unless_a_nodes_code_keeps_a_state_of_it(
     with pytest.raises(PoolFailed, match=r"^The workers lost .* in the middle of a run"):
         edited(model, lose)
     assert relative_error(edited(model), truth) <= BOUND
+
+
+def test_after_a_lack_of_memory_a_nodes_code_begins_anew_in_the_first_evaluation_and_not_in_a_later_one(
+    client, kept_references, monkeypatch
+):
+    """Of all ranks, behind their last message, while another model has the rest of it."""
+    truth, model = kept_references
+    assert relative_error(edited(model), truth) <= BOUND
+    session, lacks, other = client.sessions.live, [], PooledModel("other", "other", users=1)
+
+    def collect(number, interrupted):
+        answers = WorkerPool.collect(session.pool, number, interrupted)
+        if lacks:
+            lacks.clear()
+            raise OutOfMemory("Rank 0 on cpu ran out of memory.")
+        return answers
+
+    def lack():
+        session.models = {other: Resident(state=ResidentState.READY), **session.models}
+        lacks.append(True)
+
+    monkeypatch.setattr(session.pool, "collect", collect)
+    sent, begin = session.patchings, client.runs.begin
+    monkeypatch.setattr(client.runs, "begin", lambda name: lack() or begin(name))
+    assert relative_error(edited(model), truth) <= BOUND
+    assert session.patchings == sent + 1 and other not in session.models
+    monkeypatch.setattr(client.runs, "begin", begin)
+    with pytest.raises(OutOfMemory, match=r"out of memory\. Other models had the rest of it, and have left"):
+        edited(model, lack)
+    assert relative_error(edited(model), truth) <= BOUND and other not in session.models
 
 
 def test_shared_memory_that_runs_out_is_one_sentence_and_the_same_pool_goes_on(handle, parallel, truth):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..crossing.rows import latents_of, tensors_in
-from ..errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
+from ..errors import ModelError, PoolFailed, Refused, RunCancelled
 from ..layout import ALONE
 from ..refusals import patch_name
 from ..wire.arena import Frame, identity
@@ -59,12 +59,12 @@ class Evaluations:
         self._residency = residency
 
     def dispatch(
-        self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], makes_room: bool = True
+        self, run: Run, works: Sequence[Work], interrupted: Callable[[], bool], assumes: bool = True
     ) -> list[Any]:
-        """Submits whole evaluations, each to its ranks, and returns their outputs. It computes them
-        again if ranks ran out of memory (without other models, if ``makes_room``), or if
-        conditioning was not the one it was taken for. No cancelled request may be outstanding,
-        because ranks may still read its memory.
+        """Submits whole evaluations, each to its ranks, and returns their outputs. No cancelled
+        request may be outstanding, because ranks may still read its memory. ``assumes``: ranks
+        begin before conditioning is compared with the one that it is taken for, and compute again
+        if it is another. Not for ranks that run a node's code, which may count the evaluations.
         """
         began = time.perf_counter()
         answered: list[tuple[Any, Answers]] = []
@@ -73,15 +73,11 @@ class Evaluations:
                 tickets: list[Ticket] = []
                 try:
                     for work in works:
-                        tickets.append(self.submit(run, work, assume=True, began=began))
+                        tickets.append(self.submit(run, work, assume=assumes, began=began))
                     if all([ticket.written.is_right() for ticket in tickets]):
                         answered = [self._await_output(ticket, interrupted) for ticket in tickets]
                     else:
                         self._retract(tickets, interrupted)
-                except OutOfMemory:
-                    self.abandon()
-                    if not (makes_room and self._residency.make_room(run.model, of_runs=True)):
-                        raise
                 except BaseException:
                     self.abandon()
                     raise

@@ -126,7 +126,7 @@ class InGroups:
         else:
             self._rows.begin_run()
 
-    def _compute(self, calls: Sequence[SampleCall], makes_room: bool = True) -> list[Any]:
+    def _compute(self, calls: Sequence[SampleCall]) -> list[Any]:
         pool, run, constants = self._pool, self._pool.runs.of(self._model), self._constants
         batches = tuple(constants.batch_of(call.arguments) for call in calls)
         if self._rows is not None:
@@ -145,7 +145,7 @@ class InGroups:
                 branch = replace(branch, rows=(start, end))
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))
         try:
-            outputs = pool.evaluations.dispatch(run, works, interrupted, makes_room)
+            outputs = pool.evaluations.dispatch(run, works, interrupted, assumes=not constants.together)
         except OutOfMemory:  # which says nothing of rows: with more left free they may be computed
             raise
         except ModelError as error:
@@ -170,7 +170,7 @@ class InGroups:
         """
         run = self._pool.runs.of(self._model)
         try:
-            outputs = self._compute(calls, makes_room=False)
+            outputs = self._compute(calls)
         except PoolSpent:  # the first image goes on alone, in the fresh pool that the run may have
             self._pool.beside.may_start_again(run)
             raise
@@ -229,7 +229,7 @@ class InGroups:
             return replace(work, arguments=arguments, in_fp32=in_fp32)
 
         changed_works = [changed(work) for work in works]
-        outputs = self._pool.evaluations.dispatch(run, changed_works, interrupted, makes_room=False)
+        outputs = self._pool.evaluations.dispatch(run, changed_works, interrupted)
         return tensors_in(joined_outputs(outputs))
 
 

@@ -193,13 +193,19 @@ class RemoteVAE:
                 works.append(Work(arguments, Branch(), ranks, width))
             samples, ranks, _ = max(shares, key=lambda share: share[0].numel())
             session, kind = pool.sessions.live, (work, *samples.shape[2:ROWS], len(ranks))
+
+            def computed(wants_stop: Callable[[], bool]) -> list[torch.Tensor]:
+                return pool.residency.retry_with_room(
+                    model, partial(pool.evaluations.dispatch, run, works, wants_stop)
+                )
+
             with pool.beside.too_large.trying(model, work, len(ranks), samples.shape):
                 if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
-                    return pool.evaluations.dispatch(run, works, interrupted)
+                    return computed(interrupted)
                 # The last rank's, which is asked for nothing more, as the one with the picture is
                 total = self._steps.get(kind, 0) if pool.wait.is_seen() else 0
                 done = StepsDone(session.pool.arena.board, ranks[-1], total)
-                outputs = pool.evaluations.dispatch(run, works, done.interrupted)
+                outputs = computed(done.interrupted)
                 self._steps[kind] = done.count()
                 return outputs
 

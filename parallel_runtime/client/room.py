@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from ..crossing.block_code import runs_code_in_blocks
 from ..errors import OutOfMemory, PoolSpent
 from .free_gpu import unload_unused
-from .patched_weights import drop_sets
 from .separability import known_guider
 
 log = logging.getLogger("pipemesh")
@@ -38,22 +38,24 @@ def find_room(patcher: Any, latent: Sequence[int], bring_up: Callable[[Any], Non
 
 
 def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
-    """Frees memory after ranks ran out of it, so that the evaluation can be computed again. If the
-    pool has ended, it is computed in a fresh pool, which the other models of the old pool have
-    left. Raises the error if no more can be freed, or if the run cannot go on so. ``unloads`` says
-    that ComfyUI was not asked yet; returns whether that still holds.
+    """Frees memory after ranks ran out of it, so that the evaluation can be computed again: other
+    models leave first, one at a time. If the pool has ended, all of them have left, and the
+    evaluation is computed in a fresh pool. Raises the error if no more can be freed, or if the run
+    cannot go on so. ``unloads`` says that ComfyUI was not asked yet; returns whether that still
+    holds.
     """
     remote, beside = patcher.remote, patcher.remote.pool.beside
     beside.lacked_room(remote.model, remote.sampled)
-    freed, is_over = drop_sets(remote.pool.sessions.live), isinstance(error, PoolSpent)
-    if is_over:
+    if is_over := isinstance(error, PoolSpent):
         remote.require_same_file()
         if not beside.may_start_again(remote.pool.runs.of(remote.model)):
             raise error
         freed = beside.held_others(remote.model)
+    else:
+        freed = remote.pool.residency.make_room(remote.model, of_runs=True)
     if not freed and unloads and remote.sampling.can_repeat:
         unloads, freed = False, unload(patcher)
-    move = "Other models had the rest of it: run again, and a fresh pool has their room."
+    move = "Other models had the rest of it, and have left: run again."
     if not freed:
         if not beside.leave_more(remote.model):
             raise error
@@ -66,11 +68,16 @@ def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
         )
     elif not freed:
         log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
+    held = remote.pool.residency.held(remote.model)
+    if held is not None and runs_code_in_blocks(patcher):  # it may count what was begun: it is sent anew
+        held.patches_id = held.objects_id = ""
     return unloads
 
 
 def can_repeat(patcher: Any) -> bool:
-    """Returns whether ranks can go on with a run after they have loaded its model anew."""
+    """Returns whether ranks can compute an evaluation of a run again, also on a model that was
+    loaded anew.
+    """
     remote = patcher.remote
     return remote.sampling.can_repeat and not (remote.model.run is not None and remote.model.run.names.load)
 
