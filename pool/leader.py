@@ -27,7 +27,6 @@ from ..parallel_runtime.wire.messages import (
     EndRun,
     Failed,
     ForRanks,
-    Forward,
     FromMachine,
     Open,
     Request,
@@ -178,8 +177,7 @@ class LentRanks:
         try:
             if self._link.no_room is not None:
                 raise self._link.no_room
-            if isinstance(request, Forward):
-                arena.grow(request.arena_bytes)
+            arena.grow(message.arena_bytes)
             if isinstance(request, EndRun) and request.arena_bytes:
                 arena.shrink(request.arena_bytes)  # its ranks cut it off before they get anything else
             if message.pieces:

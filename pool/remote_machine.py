@@ -137,11 +137,13 @@ class RemoteMachine:
         """
         for rank in group:
             self._arena.board.enter(rank, PHASE[type(request)], request.request)
-        new = self._lacking(request.arguments) if isinstance(request, Forward) else ()
+        is_forward = isinstance(request, Forward)
+        new = self._lacking(request.arguments) if is_forward else ()
         pieces = tuple((ref.offset, ref.nbytes) for ref in new)
         ranges = [(self._arena.segment.fd, *piece) for piece in pieces]
-        self.link.send(ForRanks(tuple(group), request, pieces), fds, before_piece, ranges)
-        if new and isinstance(request, Forward):
+        message = ForRanks(tuple(group), request, pieces, self._arena.nbytes if is_forward else 0)
+        self.link.send(message, fds, before_piece, ranges)
+        if new and is_forward:
             self._versions |= dict.fromkeys(ref.version for ref in new if ref.version)
             for version in list(self._versions)[:-MOST_VERSIONS]:
                 del self._versions[version]

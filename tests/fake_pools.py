@@ -34,15 +34,15 @@ MAKE = {
 }
 
 
-def forward(number: int, model: str, arena_bytes: int = 0) -> Forward:
+def forward(number: int, model: str, width: int = 1) -> Forward:
     return Forward(
         request=number,
         model=model,
         patches_id="",
         arguments=b"",
-        arena_bytes=arena_bytes,
         out=OUT,
         part=Part(1, 0),
+        width=width,
     )
 
 

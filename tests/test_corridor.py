@@ -10,6 +10,7 @@ import pytest
 from comfy.patcher_extension import WrappersMP
 from pipemesh.parallel_runtime.client.interrupt import interrupted
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.wire.messages import Done, Failed, Forward
 from pipemesh.pool import conversation
 
 from .conftest import running_clients
@@ -72,6 +73,19 @@ ROW = re.compile(r"^\| `([^`]+\.py:[^`]+)` \| (?:`([^`]+)`)? ?\| .+ \|$", re.M)
 # weights/background_check.py says whether a weight was written to since ranks got it;
 # Traffic.message counts messages, so that answers say at which one a rank is.
 MOST = {"Ulysses": (54, 191), "PipeFusion": (64, 239)}
+
+
+# Fields of an evaluation's messages, of which the page says who reads each. Another one says why
+# ranks cannot deduce it. The last of Done answer other requests
+FIELDS = {Forward: (8, set()), Done: (11, {"unread", "lacks"}), Failed: (8, set())}
+
+
+@pytest.mark.parametrize("message", FIELDS, ids=lambda one: one.__name__)
+def test_the_page_says_who_reads_each_field_of_an_evaluations_messages(message):
+    most, others = FIELDS[message]
+    (row,) = re.findall(rf"^\| `{message.__name__}` \| (.+) \|$", PAGE, re.M)
+    fields = {*message.__struct_fields__} - others
+    assert fields <= {*re.findall(r"`(\w+)`", row)} and len(fields) <= most
 
 
 def shown(kind):

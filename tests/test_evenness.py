@@ -135,7 +135,7 @@ def handler(on_rank=lambda arguments, number: None, write=lambda output, out: Wr
         StandinExchange(0, 1), StandinRing(0, 1), StandinExchange(0, 1, "gather"), StopFlag(bool)
     )
     io = SimpleNamespace(
-        arena=SimpleNamespace(follow=lambda nbytes: None),
+        arena=SimpleNamespace(follow=lambda: None),
         read=lambda arguments: {},
         write=write,
         settle=lambda: None,
@@ -162,7 +162,6 @@ def forward(model="m", **part):
         model=model,
         part=Part(1, 0, **part),
         arguments=b"",
-        arena_bytes=0,
         patches_id="",
         out=(0, 0),
     )

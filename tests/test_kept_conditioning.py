@@ -55,7 +55,7 @@ class Ends:
         tree = encode_tree(wanted, put)
         right = all([check() for check in checks])
         for rank in self.group(group):
-            rank.arena.follow(self.arena.nbytes)
+            rank.arena.follow()
             with suppress(Full):
                 read = rank.read(tree) if fails_at < 0 else failing(rank, fails_at, tree)
                 assert not right or all(torch.equal(read[name], wanted[name]) for name in wanted)
@@ -127,5 +127,5 @@ def test_what_an_evaluation_names_stays_the_same_object_however_large(request):
     request.addfinalizer(ends.arena.close)
     tree = encode_tree([content(4), content(3)], lambda path, tensor: ends.cache.put(("a",), path, tensor))
     rank = ends.ranks[0]
-    rank.arena.follow(ends.arena.nbytes)
+    rank.arena.follow()
     assert all(one is again for one, again in zip(rank.read(tree), rank.read(tree), strict=True))

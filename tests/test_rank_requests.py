@@ -60,14 +60,13 @@ class Rank:
         return self.ask(SetWeightPatches, model, {"patches": {}, "objects": {}}, patches_id=patches_id)
 
     def evaluate(self, model, patches_id, **fields):
-        arena_bytes, self._attempt = self._arena.nbytes, self._attempt + 1
+        self._attempt += 1
         return self.ask(
             Forward,
             model,
             **fields,
             patches_id=patches_id,
             arguments=b"",
-            arena_bytes=arena_bytes,
             out=OUT,
             part=Part(1, 0, attempt=self._attempt),
         )
@@ -121,9 +120,7 @@ def test_as_many_groups_share_an_evaluation_as_its_request_says(rank, monkeypatc
 
 def test_the_next_part_is_of_the_model_at_hand():
     def forward(model):
-        return Forward(
-            request=1, model=model, patches_id="", arguments=b"", arena_bytes=0, out=OUT, part=Part(1, 0)
-        )
+        return Forward(request=1, model=model, patches_id="", arguments=b"", out=OUT, part=Part(1, 0))
 
     def next_part(now, arrived):
         return RankLoop.next_part(SimpleNamespace(_request=forward(now), _arrived=lambda: forward(arrived)))

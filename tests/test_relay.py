@@ -20,14 +20,12 @@ import torch
 import torch.distributed as dist
 from pipemesh.parallel_runtime.errors import LayoutError, ModelError, PoolFailed, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.arena import ROOM, Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, ChannelClosed
 from pipemesh.parallel_runtime.wire.messages import (
     Beat,
     EndRun,
     ForRanks,
-    Forward,
     FromMachine,
     Load,
     Open,
@@ -52,7 +50,7 @@ from pipemesh.pool.rendezvous import (
     store_key,
 )
 
-from .fake_pools import DEADLINE_S, OUT, call, fake_setup, handled, submitted
+from .fake_pools import DEADLINE_S, call, fake_setup, forward, handled, submitted
 from .fake_worker import CONTENT, OUTPUT
 from .test_arena import largest_file
 from .test_wire import descriptors
@@ -241,10 +239,8 @@ def test_an_answer_that_claims_memory_and_brings_none_is_unknown_here():
         end.close()
 
 
-def forward(arena_bytes: int) -> Forward:
-    return Forward(
-        request=5, model="m", patches_id="", arguments=b"", arena_bytes=arena_bytes, out=OUT, part=Part(1, 0)
-    )
+def evaluation(arena_bytes: int, number: int = 5) -> ForRanks:
+    return ForRanks((1, 2), forward(number, "m"), arena_bytes=arena_bytes)
 
 
 def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
@@ -252,15 +248,14 @@ def test_the_far_arena_grows_with_the_evaluation_that_needs_it():
     arena = Segment.create("arena", 4096, ROOM)
     lent = LentRanks(theirs, "127.0.0.1", fake_setup())
     crew = Crew(spread(), "far", fake_setup())
-    lent._request(crew, arena, ForRanks((1, 2), forward(1 << 20)), [])
+    lent._request(crew, arena, evaluation(1 << 20), [])
     end_run = EndRun(request=6, model="m", arena_bytes=64 << 10)
     lent._request(crew, arena, ForRanks((1, 2), end_run), [])
     assert arena.nbytes == os.fstat(arena.fd).st_size == 64 << 10, "and shrinks with the run's end"
-    lent._request(crew, arena, ForRanks((1, 2), forward(1 << 20)), [])
+    lent._request(crew, arena, evaluation(1 << 20), [])
     assert arena.nbytes == 1 << 20
     with largest_file(1 << 20):
-        later = msgspec.structs.replace(forward(2 << 20), request=6)
-        lent._request(crew, arena, ForRanks((1, 2), later), [])
+        lent._request(crew, arena, evaluation(2 << 20, 6), [])
     with lent._speaking():
         said = [ours.receive()[0] for _ in crew.ranks]
     assert [answer.rank for answer in said] == [1, 2]

@@ -139,7 +139,6 @@ class Rank:
                 "model": "m",
                 "patches_id": "",
                 "arguments": tree,
-                "arena_bytes": self.arena.nbytes,
                 "out": out,
                 "part": part,
             }

@@ -75,7 +75,7 @@ class TwoArenas:
 
     def request(self, arguments: bytes, model: str = "m"):
         self.numbers += 1
-        message = forward(self.numbers, model, self.here.nbytes)
+        message = forward(self.numbers, model)
         return msgspec.structs.replace(message, arguments=arguments)
 
     def send(self, arguments: bytes) -> list[int]:

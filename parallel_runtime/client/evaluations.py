@@ -134,7 +134,6 @@ class Evaluations:
             model=run.model.name,
             patches_id=work.branch.weights,
             arguments=written.tree,
-            arena_bytes=session.pool.arena.nbytes,
             out=out,
             part=part,
             width=work.width,

@@ -139,7 +139,6 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: str
     patches_id: str
     arguments: bytes
-    arena_bytes: int
     out: TensorRef
     part: Part
     width: int = 1
@@ -255,11 +254,13 @@ class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class ForRanks(msgspec.Struct, frozen=True, tag=True):
     """Pass a request on to some of the ranks on that machine. Carries the request's descriptors;
     behind them, for the same places there, what ComfyUI's arena has in ``pieces`` (offset, bytes).
+    ``arena_bytes``: how large that arena is, for an evaluation; else 0.
     """
 
     ranks: tuple[int, ...]
     request: Request
     pieces: tuple[tuple[int, int], ...] = ()
+    arena_bytes: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -154,17 +154,15 @@ class Segment:
         if nbytes > self.nbytes:
             require_addresses(nbytes, len(self._mapping))
             reserve(self.fd, self.nbytes, nbytes - self.nbytes)
-            self.follow(nbytes)
+            self.follow()
 
-    def follow(self, nbytes: int) -> None:
+    def follow(self) -> None:
         """Maps the bytes by which another process has extended the segment, and pins only these."""
-        if nbytes > self.nbytes:
-            require_addresses(nbytes, len(self._mapping))
-            if nbytes > (there := os.fstat(self.fd).st_size):
-                raise ValueError(f"The segment has {there} bytes, not {nbytes}.")
-            before, self.nbytes = self.nbytes, nbytes
+        if (there := os.fstat(self.fd).st_size) > self.nbytes:
+            require_addresses(there, len(self._mapping))
+            before, self.nbytes = self.nbytes, there
             if self.is_pinned:
-                self._register(before, nbytes)
+                self._register(before, there)
 
     def cut(self, nbytes: int) -> None:
         """Unpins the memory behind ``nbytes``: its owner is about to shrink the segment."""

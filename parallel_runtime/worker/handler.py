@@ -256,7 +256,7 @@ class RequestHandler:
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
         model.begin(request.part)
-        self._io.arena.follow(request.arena_bytes)
+        self._io.arena.follow()
         if model.patches_id != request.patches_id:
             raise Refused(
                 f"Rank {self._mesh.rank} holds weight patches {model.patches_id!r}, the run wants"
