@@ -23,6 +23,8 @@ LINE_CHARS = 2000
 # Exit statuses that no process has: not forked; killed with the process it was forked from
 NEVER_STARTED, SERVER_ENDED = 256, 257
 REAP_S = 1.0
+# For a killed process to end: the system frees the memory that a GPU reaches before
+KILLED_S = 30.0
 log = logging.getLogger("pipemesh")
 
 
@@ -128,14 +130,24 @@ class Supervisor:
 
     def stop(self, grace_s: float) -> None:
         """Waits ``grace_s`` seconds for the ranks to leave by themselves, kills the ranks that have
-        not, and reaps all. Safe if they were never started.
+        not, and reaps all. Safe if they were never started. A process that the system does not let
+        end is left behind, and the log says so.
         """
         for child in list(self._children.values()):
             if not child.ended.wait(grace_s):
                 grace_s = 0
         self.kill()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(KILLED_S)
+        for rank, child in list(self._children.items()):
+            if not child.ended.is_set():
+                log.error(
+                    "[PipeMesh] Rank %d (process %d) was killed and has not ended in %g s, as its device or a"
+                    " disk does not answer: restart ComfyUI, and the machine if that changes nothing.",
+                    rank,
+                    child.process.pid,
+                    KILLED_S,
+                )
 
     def kill(self) -> None:
         """Kills the ranks that run, and waits for none. May be called from any thread."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import psutil
 import pytest
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.pool import crew
+from pipemesh.pool import crew, supervisor
 from pipemesh.pool.conversation import StallClock
 from pipemesh.pool.crew import KEEP_MEMORY, rank_environment
 from pipemesh.pool.devices import HIP_VARIABLE, Device, place
@@ -280,8 +282,8 @@ def supervised():
         return made[-1]
 
     yield run
-    for supervisor in made:
-        supervisor.stop(0)
+    for one in made:
+        one.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -305,11 +307,25 @@ def test_braces_in_a_path_are_left_alone(supervised):
     assert said == [str(["0", "/home/{me}/{}", str(os.getpid())])]
 
 
+def test_a_process_that_the_system_does_not_let_end_is_told_of_and_not_waited_for(monkeypatch, caplog):
+    """As one that waits for a device which does not answer. It is reaped when it has ended."""
+    monkeypatch.setattr(supervisor, "KILLED_S", 0.0)
+    command = Command((sys.executable, "-c", "import time; time.sleep(60)"), dict(os.environ), 0)
+    lets_end, made = threading.Event(), Supervisor()
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda one: lets_end.wait(DEADLINE_S) and wait(one))
+    made.start({0: command})
+    made.stop(0)
+    assert f"Rank 0 (process {made.pids[0]}) was killed and has not ended" in caplog.text
+    lets_end.set()
+    assert made.exit_of(0, DEADLINE_S) == -9
+
+
 def test_where_one_rank_cannot_be_started_the_others_are_ended():
     good = Command((sys.executable, "-c", "import time; time.sleep(60)"), dict(os.environ), 0)
-    supervisor = Supervisor()
+    made = Supervisor()
     with pytest.raises(FileNotFoundError):
-        supervisor.start({0: good, 1: Command(("/no/such/program",), {}, 0)})
-    supervisor.stop(0)
-    assert len(supervisor.pids) == 1
-    assert not is_alive(supervisor.pids[0])
+        made.start({0: good, 1: Command(("/no/such/program",), {}, 0)})
+    made.stop(0)
+    assert len(made.pids) == 1
+    assert not is_alive(made.pids[0])
