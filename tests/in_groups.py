@@ -70,7 +70,7 @@ class GroupsHere:
             if (kept := plan_or_whole(type(self.model)).kept) is not None:
                 sharers = Sharers(lambda: 1, lambda wish: wish, 1, 1)
                 own = KeptTokens(kept, torch.device("cpu"), sharers)
-                options = self.kept.setdefault((request.part.run, group), own).put(options)
+                options = self.kept.setdefault((request.part.run, group), own).put(options, request.part.run)
             arguments["transformer_options"] = options
             if request.in_fp32:
                 arguments = arguments_in_fp32(arguments, ())

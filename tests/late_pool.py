@@ -157,7 +157,6 @@ class PoolWorld(LateWorld):
             kept=None,
             begin=method.begin,
             on_rank=lambda arguments, number: method.forward(model, arguments, number),
-            end_run=method.end_run,
             nbytes=0,
         )
         handler.models |= dict.fromkeys(self.models, held)

@@ -56,7 +56,7 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
         memory,
         SimpleNamespace(conditioning=KeptConditioning(0), arena=SimpleNamespace(nbytes=512, cut=cuts.append)),
     )
-    handler.models["m"] = SimpleNamespace(end_run=ended.append)
+    handler.models["m"] = SimpleNamespace(method=SimpleNamespace(end_run=ended.append))
     handler.handle(EndRun(request=1, model="m", cleared=cleared, arena_bytes=128), [], None)
     assert memory.done == [(keeps, 0 in cleared)]
     handler.handle(EndRun(request=2, model="m"), [], None)
@@ -71,7 +71,7 @@ def test_shared_memory_and_prompts_are_let_go_of_though_a_node_s_cleanup_fails()
     cuts, conditioning = [], KeptConditioning(0)
     io = SimpleNamespace(conditioning=conditioning, arena=SimpleNamespace(nbytes=512, cut=cuts.append))
     handler = RequestHandler(SimpleNamespace(rank=0, layout=Layout()), torch.device("cpu"), Counted(), io)
-    handler.models["m"] = SimpleNamespace(end_run=fail)
+    handler.models["m"] = SimpleNamespace(method=SimpleNamespace(end_run=fail))
     conditioning.get(1, lambda: torch.ones(4))
     with pytest.raises(RuntimeError, match="no such hook"):
         handler.handle(EndRun(request=1, model="m", arena_bytes=128), [], None)

@@ -31,7 +31,7 @@ from pipemesh.parallel_runtime.methods.hooks import TokenHooks
 from pipemesh.parallel_runtime.methods.method import Method
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
-from pipemesh.parallel_runtime.methods.pipefusion.stage_messages import MessagesDone
+from pipemesh.parallel_runtime.methods.pipefusion.stage_messages import StageMessages
 from pipemesh.parallel_runtime.methods.shards import Rows
 from pipemesh.parallel_runtime.patches import Part, TokenGrid
 
@@ -273,9 +273,11 @@ def test_a_layout_that_a_method_cannot_run_is_refused():
     ids=["in the middle", "last", "first", "only"],
 )
 def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, sends, are_all):
-    done = MessagesDone(receives, sends)
+    messages = StageMessages(SimpleNamespace(is_first=not receives, is_last=not sends), None, None)
+    assert messages.done.are_all
     for run in (1, 1, 2):
-        done.begin(run)
+        messages.begin(Part(run, 0), NUMBER)
+        done = messages.done
         seen = [done.are_all]
         done.received()
         seen.append(done.are_all)
@@ -284,13 +286,13 @@ def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, send
 
 
 def test_a_patch_is_refused_while_messages_of_its_run_are_pending_and_another_run_is_not():
-    done = MessagesDone(receives=True, sends=True)
-    done.begin(1)
-    done.received()
+    messages = StageMessages(SimpleNamespace(is_first=False, is_last=False), None, None)
+    messages.begin(Part(1, 0), NUMBER)
+    messages.done.received()
     with pytest.raises(ModelError, match="A patch before this one failed"):
-        done.begin(1)
-    done.begin(2)
-    assert not done.are_all
+        messages.begin(Part(1, 0), NUMBER)
+    messages.begin(Part(2, 0), NUMBER)
+    assert not messages.done.are_all
 
 
 class Apart(torch.nn.Module):

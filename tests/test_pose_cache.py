@@ -130,7 +130,7 @@ def computed(
         rank, _, load = serving(mesh, weights, (1,), calls)
         resident = residents[mesh.rank] = ResidentModel(stock_model(heads), CPU, mesh, rank, load)
         for number, (arguments, _) in enumerate(calls):
-            resident.begin(Part(1, 0, attempt=attempts[number] if attempts else 0))
+            resident.method.begin(Part(1, 0, attempt=attempts[number] if attempts else 0))
             options = crossing_options({OPTION: cache, **(more or {})}, SENT)
             out = resident.on_rank({**arguments, "transformer_options": options}, number + 1)
             outputs[mesh.rank, number] = out

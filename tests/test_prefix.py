@@ -2,6 +2,7 @@
 one process.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -261,15 +262,21 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
         load = SimpleNamespace(stages=(), weights="whole", budget=0, by_layer=False)
         resident = ResidentModel(patcher, torch.device("cpu"), mesh, rank, load)
         if gathered:
-            turns = SimpleNamespace(end_run=lambda: None)
+            turns = SimpleNamespace(end_run=lambda: None, evaluation=nullcontext, learn=lambda: None)
             own = {"restore": lambda: None, "applies": lambda _patches: True, "has": lambda _name: False}
             resident.weights = SimpleNamespace(turns=turns, **own)
-        resident.begin(Part(1, 0))
-        resident.begin(Part(1, 1))
+        resident.method.forward = lambda *_: None
+
+        def evaluate(part):
+            resident.method.begin(part)
+            resident.on_rank({}, 1)
+
+        evaluate(Part(1, 0))
+        evaluate(Part(1, 1))
         resident.patch("others", {}, {}, rank)
-        resident.begin(Part(1, 0))
+        evaluate(Part(1, 0))
         resident.end_run()
-        resident.begin(Part(2, 0))
+        evaluate(Part(2, 0))
         assert seen == ([None] * 4 if gathered else [patcher, patcher, None, patcher])
 
     outputs_of(Layout(), compute, monkeypatch)

@@ -111,11 +111,10 @@ class Rank:
             "method": self.method,
             "patches_id": "",
             "on_rank": self._evaluate,
-            "end_run": self.method.end_run,
             "model": model,
             "kept": None,
         }
-        self.handler.models["m"] = SimpleNamespace(**held, begin=self.method.begin)
+        self.handler.models["m"] = SimpleNamespace(**held)
         self._model = model
 
     def _sent(self, message, fds=()):

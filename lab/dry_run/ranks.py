@@ -121,6 +121,7 @@ class DryRanks(DryModel):
                         turns = ShardedWeights(
                             transformer, DEVICE, mesh.sequence.weights, lambda nbytes: None
                         ).turns
+                        assert turns is not None
                         turns.attach()
                         held = counts.memory.live
                     method.attach()

@@ -71,14 +71,13 @@ class KeptTokens:
         self._made: dict[tuple[int, int], Any] = {}
         self._run: Hashable = None
 
-    def begin(self, run: Hashable) -> None:
-        """Frees the tokens of another run, or of another attempt at this run."""
+    def put(self, options: dict[str, Any], run: Hashable) -> dict[str, Any]:
+        """Returns the options with a cache in place of its settings. Frees what is of another
+        ``run``, or attempt at it.
+        """
         if run != self._run:
             self.free()
         self._run = run
-
-    def put(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the options with a cache in place of its settings."""
         if KEPT not in options:
             return options
         settings = options[KEPT]

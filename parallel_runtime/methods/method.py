@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..comm.mesh import SequenceComm
 from ..patches import Part
 
 
@@ -39,12 +40,18 @@ class Rank(Protocol):
         """Check that the device has so much free. Raises NoRoom."""
 
 
-class Method(Protocol):
+class Method:
     """Runs one model's evaluations together with the other ranks, which all call the same methods
     in the same order.
 
     A method is made detached. Making it may cut the model down to what this rank runs.
     """
+
+    attentions = 0  # of an evaluation: at each of them all ranks may leave it
+
+    def __init__(self, comm: SequenceComm):
+        self._comm = comm
+        self.part = Part(0, 0)  # that ``begin`` named
 
     def attach(self) -> None:
         """Install the hooks on the model; it runs in parallel until ``detach``."""
@@ -54,9 +61,13 @@ class Method(Protocol):
 
     def begin(self, part: Part) -> None:
         """Open an evaluation. What was kept for one of another run, or of another attempt of this
-        one, is void. Call before anything that can raise, so that ``facts`` are of this
-        evaluation.
+        one, is void: some ranks may have kept what others have not. Call before anything that can
+        raise, so that ``facts`` are of this evaluation.
         """
+        if (part.run, part.attempt) != (self.part.run, self.part.attempt):
+            self.forget()
+        self.part = part
+        self._comm.begin(self.attentions, part)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Compute the part that ``begin`` named. Return the output on the ranks that have it.
@@ -66,15 +77,18 @@ class Method(Protocol):
         ``Traffic`` of its communicators tells how far it came and whether any message is left.
         """
 
+    def forget(self) -> None:
+        """Free all that was kept for later evaluations of the run."""
+
     def end_run(self, room: int = -1) -> None:
-        """Free all that was kept for later evaluations of the run, and the memory of messages
-        unless it is at most ``room`` bytes.
-        """
+        """Forget the run, and free the memory of messages unless it is at most ``room`` bytes."""
+        self._comm.end_run(room)
+        self.forget()  # last, because it may raise
 
     @property
     def facts(self) -> EvaluationFacts:
         """Return the figures of the evaluation that ``begin`` opened."""
-        ...
+        return EvaluationFacts()
 
 
 def free_frames(error: BaseException) -> None:

@@ -23,17 +23,16 @@ from ..comm.device_copies import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.traffic import Flag
 from ..families.plan import TokenPlan
-from ..patches import Part
 from .blocks import blocks_of
 from .hooks import TokenHooks
-from .method import EvaluationFacts
+from .method import Method
 from .sequence_attention import QKV, AttentionCall, SequenceAttention, in_order
 from .shards import Shards, part_of_mask, permute_mask
 
 EVERYTHING = slice(None)
 
 
-class SequenceParallel:
+class SequenceParallel(Method):
     """The method of a sequence that all ranks share. No evaluation depends on an earlier one: only
     buffers for messages are kept.
 
@@ -49,10 +48,9 @@ class SequenceParallel:
         on_progress: Callable[[], None] = lambda: None,
         kernels: Kernels = TORCHS,
     ):
-        self._comm = comm
+        super().__init__(comm)
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
-        self._part: Part | None = None
-        self._attentions = len(list(blocks_of(model, plan)))
+        self.attentions = len(list(blocks_of(model, plan)))
 
     def attach(self) -> None:
         self._hooks.attach()
@@ -60,26 +58,13 @@ class SequenceParallel:
     def detach(self) -> None:
         self._hooks.detach()
 
-    def begin(self, part: Part) -> None:
-        before = self._part
-        # Of an attempt that failed some ranks have kept what others have not
-        if before is None or (part.run, part.attempt) != (before.run, before.attempt):
-            self._hooks.end_run()
-        self._part = part
-        self._comm.begin(self._attentions, part)
-
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         output = forward(**self._hooks.arguments(arguments))
         self._hooks.patches.entered.require_all(arguments)
         return output
 
-    def end_run(self, room: int = -1) -> None:
+    def forget(self) -> None:
         self._hooks.end_run()
-        self._comm.end_run(room)
-
-    @property
-    def facts(self) -> EvaluationFacts:
-        return EvaluationFacts()
 
 
 class SequenceSharding(SequenceAttention):

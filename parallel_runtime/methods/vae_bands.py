@@ -23,9 +23,8 @@ from ..comm.device_copies import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.rows import RowExchange
 from ..errors import Refused
-from ..patches import Part
 from ..vae_modules import CHUNK_SIZE, IN_CHUNKS
-from .method import EvaluationFacts
+from .method import Method
 from .vae_windows import NEEDED, ModuleForward, Windows
 
 PIECES = 8  # in which numbers of less than fp32 are summed up, so that no copy is made of all
@@ -34,7 +33,7 @@ NOISE = "decode_noise_scale"
 CHUNK = 64 * 2**20  # bytes of frames that are computed at once; ComfyUI has 32 to 128 MiB, by a GPU's memory
 
 
-class BandsOfRows:
+class BandsOfRows(Method):
     """The method of a VAE. What it hooks are attributes of modules of this rank's model.
 
     ``on_progress`` is called before every message. ``is_cut``: else a rank has all rows, and what
@@ -51,7 +50,7 @@ class BandsOfRows:
     ):
         self._model = model
         self._device = device
-        self._comm = comm
+        super().__init__(comm)
         self._on_progress = on_progress
         self._is_cut = is_cut
         self._rows = RowExchange(comm)
@@ -82,6 +81,10 @@ class BandsOfRows:
             elif hasattr(module, IN_CHUNKS):
                 self._put_in(module, IN_CHUNKS, partial(compute_in_chunks, self._rows))
 
+    @property
+    def attentions(self) -> int:
+        return len(self._put)
+
     def _put_in(self, module: nn.Module, name: str, hook: Callable[..., Any]) -> None:
         self._put.append((module, name, vars(module).get(name)))
         setattr(module, name, partial(hook, module, getattr(module, name)))
@@ -92,9 +95,6 @@ class BandsOfRows:
             delattr(module, name)
             if before is not None:
                 setattr(module, name, before)
-
-    def begin(self, part: Part) -> None:
-        self._comm.begin(len(self._put), part)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Compute this rank's band of ``samples``; the first rank returns all of the picture.
@@ -113,13 +113,6 @@ class BandsOfRows:
         own = own.new_empty_strided(own.shape, strides).copy_(own)  # another copy than the arena's
         output = forward(to_device(own, self._device), **arguments["options"])
         return self._rows.gathered(output) if size > 1 else output
-
-    def end_run(self, room: int = -1) -> None:
-        self._comm.end_run(room)
-
-    @property
-    def facts(self) -> EvaluationFacts:
-        return EvaluationFacts()
 
     # -- in the VAE's modules
 

@@ -14,11 +14,10 @@ from ..comm.mesh import SequenceComm
 from ..errors import LayoutError, Refused
 from ..families.plan import TokenPlan
 from ..layout import OF_A_GROUP, Layout, listed
-from ..patches import Part
-from .method import EvaluationFacts
+from .method import Method
 
 
-class WholeForward:
+class WholeForward(Method):
     """Runs the model as it is. ``on_progress`` is called at every module of its lists, where the
     rank may also leave the forward. ``is_tried``: else an evaluation is refused that another rank
     would have computed otherwise.
@@ -33,7 +32,7 @@ class WholeForward:
     ):
         self._model = model
         self._is_tried = is_tried
-        self._comm = comm
+        super().__init__(comm)
         self._on_progress = on_progress
         self._handles: list[Any] = []
 
@@ -57,9 +56,6 @@ class WholeForward:
         self._on_progress()
         self._comm.stop.decide(self._comm.stop.wish())
 
-    def begin(self, part: Part) -> None:
-        self._comm.begin(0, part)
-
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Call the model's forward. Residuals of a ControlNet lie in the arena, so they are moved
         to the latent's device first.
@@ -81,13 +77,6 @@ class WholeForward:
         if name := changed_since(self._model, kept):
             raise on_one_gpu(self._model, f"keeps {name} from one evaluation to the next")
         return output
-
-    def end_run(self, room: int = -1) -> None:
-        self._comm.end_run(room)
-
-    @property
-    def facts(self) -> EvaluationFacts:
-        return EvaluationFacts()
 
 
 OF_TORCH = frozenset(vars(nn.Module()))

@@ -17,14 +17,11 @@ class WeightPlacement:
     ``diffusion_model.``, as those of weight patches do.
     """
 
+    turns: Turns | None = None  # gather a layer's weights before it computes; None: nothing to gather
+
     def __init__(self, diffusion_model: torch.nn.Module, device: torch.device):
         self._model = diffusion_model
         self._device = device
-
-    @property
-    def turns(self) -> Turns | None:
-        """Gathers a layer's weights before the layer computes; None: nothing to gather."""
-        return None
 
     @property
     def nbytes(self) -> int:

@@ -59,12 +59,8 @@ class ShardedWeights(WeightPlacement):
             table.put_away()
             on_progress(table.nbytes if table.is_parameter else 0)
         sharing = Sharing.of([block.nbytes for block in blocks], self._whole.nbytes, by_layer)
-        self._turns = Turns(blocks, gather, device, aligned_bytes(sharing.room(gather.size)))
+        self.turns = self._turns = Turns(blocks, gather, device, aligned_bytes(sharing.room(gather.size)))
         self._parts_bytes = sum(block.part.numel() for block in blocks)
-
-    @property
-    def turns(self) -> Turns:
-        return self._turns
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +68,7 @@ class ShardedWeights(WeightPlacement):
         unshard buffer for the blocks that compute now and next.
         """
         instead = stored_bytes(one.instead for _, one in self._sharded.values() if one.instead is not None)
-        return self._whole.nbytes + self._parts_bytes + self.turns.room_bytes + instead
+        return self._whole.nbytes + self._parts_bytes + self._turns.room_bytes + instead
 
     def has(self, name: str) -> bool:
         return name in self._sharded or self._whole.has(name)

@@ -223,8 +223,10 @@ class RequestHandler:
         self._forget_conditioning()
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
         model = self.models.get(request.model)
+        if isinstance(model, ResidentModel):
+            model.end_run()
         if model is not None:
-            model.end_run(self._memory.little())
+            model.method.end_run(self._memory.little())
         needed = self._mesh.rank in request.cleared
         for sets in sets_of(self.models) if needed else ():
             sets.leave_gpu()
@@ -255,7 +257,7 @@ class RequestHandler:
     def _evaluated(
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
-        model.begin(request.part)
+        model.method.begin(request.part)
         self._io.arena.follow()
         if model.patches_id != request.patches_id:
             raise Refused(

@@ -25,7 +25,6 @@ from ..forward import forward_name
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..methods.method import Rank
-from ..patches import Part
 from ..weights.device_weights import DeviceWeights
 from ..weights.fp32_forward import arguments_in_fp32, computing_in_fp32
 from ..weights.gguf import is_dequantised_late, with_patches
@@ -188,14 +187,6 @@ class ResidentModel:
         with self.weights.in_place(key):
             return self.patcher.patch_weight_to_device(key, device_to=self.device, return_weight=True)
 
-    def begin(self, part: Part) -> None:
-        """Open an evaluation."""
-        if self.kept is not None:
-            self.kept.begin((part.run, part.attempt))
-        self.method.begin(part)
-        if part.run != self._run:
-            self._tell(part.run)
-
     def _tell(self, run: int | None) -> None:
         """Tell the model the present run, as ComfyUI's patchers do: it may keep tensors that
         evaluations of the run share. It is not told if weights are gathered block by block: all
@@ -206,14 +197,17 @@ class ResidentModel:
         self._run = run
 
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
-        """Compute the part that ``begin`` named."""
+        """Compute the part that the method has begun."""
+        part = self.method.part
+        if part.run != self._run:
+            self._tell(part.run)
         if self._objects.in_block.state:
             put_state(self._objects.in_block.state)
         if self.weights.turns is not None:
             arguments = self._uncompiled(arguments)
         if "transformer_options" in arguments:
             options = options_made(arguments["transformer_options"], self._objects.in_block.patches)
-            options = options if self.kept is None else self.kept.put(options)
+            options = options if self.kept is None else self.kept.put(options, (part.run, part.attempt))
             arguments = {**arguments, "transformer_options": options}
         transformer = self.patcher.model.diffusion_model
         forward = getattr(transformer, forward_name(transformer))
@@ -237,9 +231,9 @@ class ResidentModel:
             "transformer_options": {name: value for name, value in options.items() if name != COMPILE},
         }
 
-    def end_run(self, room: int = -1) -> None:
-        """Free all that was kept for later evaluations of the run; ``room`` as the method has it.
-        Memory in which weights arrive is always freed.
+    def end_run(self) -> None:
+        """Free all that was kept for later evaluations of the run beside the method, and the memory
+        in which weights arrive.
         """
         clean_up(self._objects.in_block.patches)
         if self.kept is not None:
@@ -248,7 +242,6 @@ class ResidentModel:
             self.weights.turns.end_run()
         self._tell(None)
         self.sets.end_run()
-        self.method.end_run(room)
 
 
 def in_fp32(model: ResidentModel, arguments: dict[str, Any], number: int) -> Any:

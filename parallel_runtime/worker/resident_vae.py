@@ -10,7 +10,6 @@ from ..comm.mesh import Mesh
 from ..errors import Refused
 from ..methods.method import Rank
 from ..methods.vae_bands import BandsOfRows
-from ..patches import Part
 from ..vae_modules import why_not_in_bands
 
 
@@ -32,16 +31,10 @@ class ResidentVAE:
         self.nbytes = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
         self.method.attach()
 
-    def begin(self, part: Part) -> None:
-        self.method.begin(part)
-
     def on_rank(self, arguments: dict[str, Any], number: int) -> Any:
         """``arguments["work"]``: decode, encode or upscale."""
         work = getattr(self._model, arguments["work"])
         return self.method.forward(work, arguments, number)
-
-    def end_run(self, room: int = -1) -> None:
-        self.method.end_run(room)
 
     def detach(self) -> None:
         self.method.detach()

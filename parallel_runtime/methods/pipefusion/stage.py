@@ -19,11 +19,11 @@ from ...comm.traffic import Stopped, Unlike
 from ...errors import NoRoom, Refused
 from ...families.plan import TokenPlan
 from ...layout import Layout
-from ...patches import Part, Patch
+from ...patches import Patch
 from ...stages import Stage, require_blocks
 from ..blocks import blocks_of
 from ..hooks import TokenHooks
-from ..method import EvaluationFacts, Rank, free_frames
+from ..method import EvaluationFacts, Method, Rank, free_frames
 from .clock import BlockClock, block_seconds
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
@@ -31,7 +31,7 @@ from .stage_hooks import StageHooks, replace_by_stubs
 from .stage_messages import StageDone, StageMessages
 
 
-class PipeFusion:
+class PipeFusion(Method):
     """The method of a pipeline of stages. Making it cuts the model down to ``stage``, for good.
 
     Every rank of every stage must be given the same parts in the same order. ``clocked``: whether
@@ -60,9 +60,8 @@ class PipeFusion:
         # What is done behind the last own block, the next stage does
         acts = range(stage.first - 1, stage.end - (not stage.is_last))
         acts_behind = frozenset((group.path, place) for index, _, place, group in blocks if index in acts)
-        self._comm = comm
-        self._attentions = stage.size + alone
-        self._part = Part(0, 0)
+        super().__init__(comm)
+        self.attentions = stage.size + alone
         self._clock = BlockClock(clocked)
         self._kv = KVBuffers()
         self._messages = StageMessages(stage, link, rank.next_part)
@@ -85,21 +84,13 @@ class PipeFusion:
         for hooks in (self._hooks, self._stage_hooks):
             hooks.detach()
 
-    def begin(self, part: Part) -> None:
-        """Open an evaluation. Raises ModelError after a patch of the same run whose messages are
-        still in the link.
-        """
-        self._messages.begin(part)
-        if (part.run, part.attempt) != (self._part.run, self._part.attempt):
-            self._forget_run()
-        self._part = part
-        self._comm.begin(self._attentions, part)
-
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
-        """Run the part through this stage: the output on the last one, else None."""
-        part = self._part
+        """Run the part through this stage: the output on the last one, else None. Raises ModelError
+        after a patch of the same run whose messages are still in the link.
+        """
+        part = self.part
+        self._messages.begin(part, number)
         try:
-            self._messages.number = number
             self._clock.start(part)
             self._kv.start(part)
             self._sharding.patch = Patch(*part.patch) if part.patch else None
@@ -135,11 +126,7 @@ class PipeFusion:
             return
         self._comm.traffic.is_complete = self._messages.done.are_all
 
-    def end_run(self, room: int = -1) -> None:
-        self._comm.end_run(room)
-        self._forget_run()  # last, because it may raise
-
-    def _forget_run(self) -> None:
+    def forget(self) -> None:
         for kept in (self._hooks, self._kv, self._clock):
             kept.end_run()
         self._messages.end_run()

@@ -33,28 +33,14 @@ class Hidden(NamedTuple):
 
 
 class MessagesDone:
-    """The messages of the patch at hand. ``receives`` and ``sends``: whether the stage has a stage
-    before and after it.
+    """The messages of one patch. ``receives`` and ``sends``: whether the stage has a stage before
+    and after it.
     """
 
     def __init__(self, receives: bool, sends: bool):
-        self._receives = receives
-        self._sends = sends
-        self._run: int | None = None
-        self.must_receive = False
-        self.must_send = False
+        self._receives = self.must_receive = receives
+        self.must_send = sends
         self.is_lost = False  # whether it is not known which message of the link is this patch's
-
-    def begin(self, run: int) -> None:
-        """Mark this patch's receive and send as pending. Call before anything that can raise.
-
-        Raises ModelError if messages of a patch of the same run are pending: they are still in the
-        link, and this patch would find them.
-        """
-        if run == self._run and (self.must_receive or self.must_send):
-            raise ModelError("A patch before this one failed on its way through the stages: run again.")
-        self._run = run
-        self.must_receive, self.must_send, self.is_lost = self._receives, self._sends, False
 
     def receiving(self) -> None:
         """Note that ``received`` follows, unless it fails half way."""
@@ -82,7 +68,8 @@ class StageMessages:
     """
 
     def __init__(self, stage: Stage, link: StageLink, next_part: Callable[[], Part | None]):
-        self.done = MessagesDone(receives=not stage.is_first, sends=not stage.is_last)
+        self._ends = not stage.is_first, not stage.is_last  # where it receives, and sends
+        self.done = MessagesDone(receives=False, sends=False)
         self._link = link
         self._next_part = next_part
         self._part = Part(0, 0)
@@ -92,12 +79,14 @@ class StageMessages:
         self._sent: dict[Part, Hidden] = {}  # likewise
         self.device = torch.device("cpu")  # where rows are computed
 
-    def begin(self, part: Part) -> None:
-        """Open a patch. Raises ModelError after a patch of the same run whose messages are still in
-        the link.
+    def begin(self, part: Part, number: int) -> None:
+        """Open a patch, of that request. Raises ModelError after a patch of the same run whose
+        messages are still in the link: this one would find them.
         """
-        self.done.begin(part.run)
-        self._part = part
+        if part.run == self._part.run and not self.done.are_all:
+            raise ModelError("A patch before this one failed on its way through the stages: run again.")
+        self.done = MessagesDone(*self._ends)
+        self._part, self.number = part, number
 
     def receive_hidden(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows that the stage before computed in place of ``tokens``, in the same
