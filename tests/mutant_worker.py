@@ -31,7 +31,7 @@ def break_at_every_load(named_in):
 
         return init
 
-    put(rooms.resident.ResidentModel, "__init__", broken)
+    put(rooms.resident_model.ResidentModel, "__init__", broken)
     put(rooms.resident_vae.ResidentVAE, "__init__", broken)
     whole = [(owner, dict(vars(owner))) for owner in rooms.owners]
 

@@ -72,4 +72,4 @@ def at_every_method(change, rank_of=lambda rank: rank):
 
         return make_method
 
-    put(rooms.resident, "make_method", make)
+    put(rooms.resident_model, "make_method", make)

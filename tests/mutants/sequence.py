@@ -161,7 +161,7 @@ def runs_out_of_memory():
 
         return computed
 
-    put(rooms.resident, "make_method", make_method)
+    put(rooms.resident_model, "make_method", make_method)
     put(rooms.sequence_attention.AttentionCall, "compute", failing)
     put(rooms.ring_attention, "partial_attention", failing)
 

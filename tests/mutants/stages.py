@@ -44,7 +44,7 @@ def dear_first_blocks():
 
         return slow
 
-    put(rooms.resident, "make_method", make)
+    put(rooms.resident_model, "make_method", make)
 
 
 def falls_over(error=ZeroDivisionError):
@@ -178,7 +178,7 @@ def patches_its_own_weights():
 
         return patch
 
-    put(rooms.resident.ResidentModel, "patch", make)
+    put(rooms.resident_model.ResidentModel, "patch", make)
 
 
 # -- memory
