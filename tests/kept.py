@@ -52,7 +52,7 @@ LIFETIMES = {
         " Planning._choices,_plans,_runs Residency._uses,models*"
         " Runs._sampled,recent* Runtime._pools Seam._ours,_stock"
         " Sessions.at_close"
-        " StageBalance._seconds* Switch._last TooLarge._failed _tell_of_sage alike cut_latent"
+        " StageBalance._seconds* Switch._last _tell_of_sage alike cut_latent"
         " figures"
         " opaque_attention operation tell_uncompiled words_of_class"
     ),

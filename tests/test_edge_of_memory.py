@@ -13,6 +13,7 @@ import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client import large_pictures, room
 from pipemesh.parallel_runtime.client.beside import Sampled
+from pipemesh.parallel_runtime.client.headroom import Picture
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize, with_room
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -366,12 +367,15 @@ def pictures(monkeypatch):
 
     tell()
     monkeypatch.setattr(large_pictures, "tell", tell)
-    known = large_pictures.TooLarge(SimpleNamespace(latest=session))
+    models = {name: PooledModel(name, name) for name in ("vae", "another")}
+
+    def known(work="decode", shape=(), model="vae", ranks=2):
+        return large_pictures.trying(session, models[model], Picture(work, ranks, tuple(shape)))
 
     def trying(*shape, fails=False, work="decode", model="vae", ranks=2):
         """What became of it: it was not asked for, ran out of memory, or was made."""
         what = "not asked"
-        with suppress(OutOfMemory), known.trying(model, work, ranks, shape):
+        with suppress(OutOfMemory), known(work, shape, model, ranks):
             what = "failed"
             if fails:
                 raise OutOfMemory("Rank 1 on cuda:1 ran out of memory.")
@@ -409,7 +413,7 @@ def test_it_costs_no_message_to_know_and_the_sentence_has_the_picture_and_what_i
     says = (
         r"not asked to decode 1 x 16 x 160 x 90 in one piece: .* 8\.0 GiB free .* no more than then\. Smaller"
     )
-    with pytest.raises(OutOfMemory, match=says), pictures.known.trying("vae", "decode", 2, (1, 16, 160, 90)):
+    with pytest.raises(OutOfMemory, match=says), pictures.known(shape=(1, 16, 160, 90)):
         pass
 
 

@@ -16,7 +16,6 @@ from ..layout import Layout
 from ..planner.counts import Counts, NotCounted
 from ..planner.keeping import LEFT_FREE, are_cpus, as_gib
 from ..planner.prediction import beside_bytes
-from .large_pictures import TooLarge
 from .residency import Residency
 from .run import PooledModel, Run
 from .runs import tell
@@ -51,13 +50,12 @@ class Sampled:
 
 
 class Beside:
-    """Knows it for the models of one pool. ``too_large``: of pictures, what had no room there."""
+    """Knows it for the models of one pool."""
 
     def __init__(self, sessions: Sessions, residency: Residency, counts: Counts):
         self._sessions = sessions
         self._residency = residency
         self._counts = counts
-        self.too_large = TooLarge(sessions)
 
     def left_free(self, model: PooledModel, sampled: Sampled | None) -> int:
         """Returns the bytes to leave free on each device."""

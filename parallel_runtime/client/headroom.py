@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
+KEPT = 64  # pictures of a model
 SLACK = 0.9  # a count may be a little too high
 MOST = 1.25  # times its count: what failed with more free failed for another reason
 
@@ -28,6 +32,23 @@ class Enough(NamedTuple):
         return Enough(max(self.part, part / SLACK), max(self.failed, part)) if 0 < part < MOST else self
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A picture that so many ``ranks`` together were to ``work`` on, by a VAE or upscale model."""
+
+    work: str
+    ranks: int
+    shape: tuple[int, ...]
+
+    def is_no_smaller(self, other: Picture) -> bool:
+        """Whether it takes as much memory as another, or more: it has as many elements, and as many
+        in each channel of a frame.
+        """
+        return (self.work, self.ranks) == (other.work, other.ranks) and all(
+            math.prod(self.shape[place:]) >= math.prod(other.shape[place:]) for place in (0, -2)
+        )
+
+
 @dataclass(eq=False)
 class Headroom:
     """The memory that a model's evaluations need beside its weights, as experience shows: ``more``
@@ -39,3 +60,5 @@ class Headroom:
     enough: Enough = field(default_factory=Enough)
     reloads: int = 0
     has_restarted: bool = False
+    # That did not fit, with the bytes that the rank with least had free: a fresh pool has no more
+    pictures: deque[tuple[Picture, int]] = field(default_factory=partial(deque, maxlen=KEPT))

@@ -36,7 +36,9 @@ from ..wire.arena import Board
 from .branch import Branch
 from .evaluations import Work
 from .first_of import FirstOf, Look
+from .headroom import Picture
 from .interrupt import held, interrupted, interrupting, wait_for
+from .large_pictures import trying
 from .remote_pool import RemotePool
 from .run import PooledModel
 from .tiles import OnTile, side_by_side
@@ -199,7 +201,9 @@ class RemoteVAE:
                     model, partial(pool.evaluations.dispatch, run, works, wants_stop)
                 )
 
-            with pool.beside.too_large.trying(model, work, len(ranks), samples.shape):
+            assert pool.sessions.latest is not None
+            picture = Picture(work, len(ranks), tuple(samples.shape))
+            with trying(pool.sessions.latest, model, picture):
                 if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
                     return computed(interrupted)
                 # The last rank's, which is asked for nothing more, as the one with the picture is
