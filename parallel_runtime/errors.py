@@ -39,6 +39,8 @@ class PoolSpent(OutOfMemory):
     evaluation may be computed again, in a fresh pool that leaves more memory free.
     """
 
+    ENDED = " The workers were ended, and the next run starts fresh ones."
+
 
 class PoolFailed(PipeMeshError):
     """A rank died, hung, or failed while others waited for it; the pool is gone and the next run

@@ -181,7 +181,7 @@ def error_of(rank: int, failure: Failed, facts: Facts, warm: bool) -> PipeMeshEr
         return (OutOfMemory if warm else PoolSpent)(
             f"{facts.where(rank)} ran out of memory while {failure.phase} ({mib(memory.free)} of"
             f" {mib(memory.total)} free, {held}; {cause}): use more ranks, a smaller image or batch, or free"
-            f" memory.{'' if warm else ' The workers were ended, and the next run starts fresh ones.'}"
+            f" memory.{'' if warm else PoolSpent.ENDED}"
         )
     if warm:
         return ModelError(

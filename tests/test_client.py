@@ -14,6 +14,7 @@ from pipemesh.parallel_runtime.client.conditioning import ConditioningCache
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.remote_patcher import bring_up, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
+from pipemesh.parallel_runtime.client.residency import MOST_UNUSED
 from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.session import Ticket
 from pipemesh.parallel_runtime.crossing.source import Source
@@ -117,6 +118,16 @@ def model_of(client: RemotePool, name: str) -> PooledModel:
 def submit(pool: RemotePool, arguments: dict, model: str = "a") -> Ticket:
     run = pool.runs.of(model_of(pool, model))
     return pool.evaluations.submit(run, Work(arguments, Branch(("cond",))), (0, 4, False))
+
+
+def test_of_models_that_nobody_uses_and_no_rank_holds_the_last_are_known():
+    residency = remote(Ledger(room=1)).residency
+    for number in range(MOST_UNUSED + 20):
+        loaded = torch.nn.Identity()
+        residency.use(loaded, lambda number=number: Source(model=f"vae-{number}"))
+        del loaded
+    names = list(residency.models)
+    assert len(names) <= MOST_UNUSED + 1 and names[-1] == f"vae-{MOST_UNUSED + 19}"
 
 
 def test_a_submission_that_cannot_be_written_leaves_no_room_taken():

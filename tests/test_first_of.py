@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 from pipemesh.parallel_runtime.client.first_of import FirstOf
-from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, Refused
+from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused
 from pipemesh.parallel_runtime.tolerance import EVALUATION, ROWS_OF_BATCH, ROWS_OF_PICTURE
 
 SURE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -64,6 +64,13 @@ def test_what_cannot_be_judged_is_told_once_and_tried_again(sure, why):
     assert notice.startswith("A decode could not be compared") and f"({why}): compare an image" in notice
     held.sure = SURE
     assert held() and held() and held.times == 4
+
+
+def test_a_lack_of_memory_that_ended_the_pool_is_raised_for_without_a_pool_nothing_goes_on():
+    told = []
+    with pytest.raises(PoolSpent):
+        Held(FirstOf(notice=told.append), sure=PoolSpent("Rank 0 ran out of memory."))()
+    assert not told
 
 
 @pytest.mark.parametrize("tolerance", [EVALUATION, ROWS_OF_BATCH, ROWS_OF_PICTURE])

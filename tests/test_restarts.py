@@ -140,8 +140,9 @@ def test_a_run_that_goes_on_in_fresh_workers_says_so_on_its_node_and_to_a_page_a
             prompts()
     (notice,) = told.latest()
     assert (notice.prompt, notice.node) == ("1", "3")
-    text = "Rank 0 on cuda:0 ran out of memory. This run goes on: they load its model, and compute the"
-    assert notice.text.startswith(text)
+    assert notice.text == (
+        "Rank 0 on cuda:0 ran out of memory. This run goes on in fresh workers, which load its model again."
+    )
     assert (
         sent_by.sent == [(f"PipeMesh: {notice.text}", "a client"), ("pipemesh.notice", "a client")][:frames]
     )
@@ -178,6 +179,11 @@ def test_auto_mode_tries_a_kind_without_room_in_two_prompts_and_then_leaves_it_t
         assert starts("1", "1", "2") == [1, 1, 2], "a repeat in the first, and one for the second"
         gpus.takes = 0
         assert starts("3") == [2] and said(notices)[0] == NO_ROOM.format(2)
+        settings(False)
+        starts("4")
+        settings(True)
+        gpus.takes = 100 * GIB
+        assert starts("5") == [3], "it is tried again once auto mode was off"
     finally:
         auto.remove()
 

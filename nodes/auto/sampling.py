@@ -45,7 +45,7 @@ GIVEN_UP = "On one GPU: the pool has failed in this prompt already."
 FAILED_LATE = "On one GPU: The last sampling of this kind failed after a step: {}"
 NO_ROOM = (
     "On one GPU: Workers ran out of memory in the last {} prompts of this kind. Make the image or the batch"
-    " smaller; once ComfyUI has been started anew, the pool is tried again."
+    " smaller, or sample once with auto mode off: then the pool is tried again."
 )
 NO_ROOM_TIMES = 2
 GRADIENTS = "This node wants gradients, which do not come back from the ranks."
@@ -75,6 +75,7 @@ class PoolSampling:
         models = models_of(guider)
         if not is_on:
             self._give_back(list(self._lent))
+            self._spent.clear()
         is_parallel = any(isinstance(model, RemotePatcher) for model in models.values())
         if not is_parallel and not is_on:
             return run()

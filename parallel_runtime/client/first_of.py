@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import ModelError, OutOfMemory, Refused
+from ..errors import ModelError, OutOfMemory, PoolSpent, Refused
 
 log = logging.getLogger("pipemesh")
 Results = list[torch.Tensor]
@@ -40,7 +40,7 @@ class FirstOf:
     def hold(self, key: tuple, what: str, looks: Iterable[Look], off: Off, refusal: str) -> bool:
         """Returns whether a result of this key could be judged. Raises Refused, now and later, if
         it is ``off`` in every look; ``refusal`` has a place for how far. ``what`` names the result
-        for users. What is known already is not computed.
+        for users. What is known already is not computed. Raises PoolSpent.
         """
         self.require(key[0])
         found = 0.0
@@ -51,6 +51,8 @@ class FirstOf:
                     return self.not_judged(what, "one worker makes NaN or infinite numbers of it")
                 if not (found := off(ours, sure)):
                     break
+        except PoolSpent:  # no pool is left that could go on with what was asked for
+            raise
         except (OutOfMemory, ModelError, torch.OutOfMemoryError) as error:
             return self.not_judged(what, str(error))
         if found:

@@ -28,6 +28,7 @@ from .coroutines import RandomState
 from .evaluations import Work
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
+from .room import tell_of_fresh_workers
 from .row_comparison import RowsApart
 from .run import PooledModel, Run
 from .sampler_arguments import Asked
@@ -171,8 +172,9 @@ class InGroups:
         run = self._pool.runs.of(self._model)
         try:
             outputs = self._compute(calls)
-        except PoolSpent:  # the first image goes on alone, in the fresh pool that the run may have
-            self._pool.beside.may_start_again(run)
+        except PoolSpent as error:  # the first image goes on alone, in the fresh pool that the run may have
+            if self._pool.beside.may_start_again(run):
+                tell_of_fresh_workers(self._pool, error)
             raise
         evaluations = run.evaluations
         images = len({call.branch.call for call in calls})

@@ -8,11 +8,13 @@ from typing import Any
 
 from ..branches import Batch
 from ..crossing.rows import Constants, joined_outputs, take
+from ..errors import PoolSpent
 from ..patches import Patch
 from .branch import SampleCall
 from .evaluations import Work, one_thread
 from .interrupt import interrupted, interrupting
 from .remote_pool import RemotePool
+from .room import tell_of_fresh_workers
 from .run import PooledModel
 from .session import Ticket
 
@@ -83,6 +85,9 @@ class PipelineBackend:
 
     def may_start_again(self) -> bool:
         return self._pool.beside.may_start_again(self._pool.runs.of(self._model))
+
+    def tell_of_fresh_workers(self, error: PoolSpent) -> None:
+        tell_of_fresh_workers(self._pool, error)
 
     def abandon(self) -> None:
         """Ends what is in flight. The keys and values that stages kept of a failed evaluation are

@@ -186,6 +186,8 @@ class Patchwise:
                     if host_asked or not unload_unused(guider, is_known=known_guider(guider)):
                         raise
                     host_asked = True
+                if isinstance(error, PoolSpent):
+                    self._backend.tell_of_fresh_workers(error)
             random.restore()
             self.begin_run()
 

@@ -23,6 +23,7 @@ from .runs import Runs
 from .session import Resident, ResidentState, Session, Sessions
 
 T = TypeVar("T")
+MOST_UNUSED = 200  # models, of some 1 KiB
 log = logging.getLogger("pipemesh")
 
 
@@ -52,6 +53,7 @@ class Residency:
             model = self.models.setdefault(source.model, PooledModel(source.model, source.title))
             self._uses[host_model] = model, source
             model.users += 1
+            forget_unused(self.models, self._sessions.live)
             weakref.finalize(host_model, self._drop_user, model).atexit = False
         return self._uses[host_model]
 
@@ -257,6 +259,16 @@ def end_checks(models: Mapping[str, PooledModel], runs: Runs) -> None:
     """
     for model in {*models.values()} - runs.models():
         model.end_check()
+
+
+def forget_unused(models: dict[str, PooledModel], session: Session | None) -> None:
+    """Forgets the oldest models that no loader's output uses and no rank holds, but for
+    ``MOST_UNUSED``: a VAE is another model for each loader's output.
+    """
+    held = session.models if session is not None else {}
+    unused = [name for name, model in models.items() if not model.users and model not in held]
+    for name in unused[:-MOST_UNUSED]:
+        del models[name]
 
 
 def title_in(title: str, stages: Sequence[int]) -> str:

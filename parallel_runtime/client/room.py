@@ -11,6 +11,7 @@ from typing import Any
 from ..crossing.block_code import runs_code_in_blocks
 from ..errors import OutOfMemory, PoolSpent
 from .free_gpu import unload_unused
+from .remote_pool import RemotePool
 from .separability import known_guider
 
 log = logging.getLogger("pipemesh")
@@ -61,17 +62,21 @@ def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
             raise error
         move = "The weights left it too little: run again, and they will leave more free."
     if not can_repeat(patcher):
-        raise OutOfMemory(f"{error} {move}") from error
+        raise type(error)(f"{error} {move}") from error
     if is_over:
-        remote.pool.admission.firsts.notice(
-            f"{error} This run goes on: they load its model, and compute the evaluation again."
-        )
+        tell_of_fresh_workers(remote.pool, error)
     elif not freed:
         log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
     held = remote.pool.residency.held(remote.model)
     if held is not None and runs_code_in_blocks(patcher):  # it may count what was begun: it is sent anew
         held.patches_id = held.objects_id = ""
     return unloads
+
+
+def tell_of_fresh_workers(pool: RemotePool, error: OutOfMemory) -> None:
+    """Tells on the node that its run goes on after the lack of memory that has ended the pool."""
+    cause = str(error).removesuffix(PoolSpent.ENDED)
+    pool.admission.firsts.notice(f"{cause} This run goes on in fresh workers, which load its model again.")
 
 
 def can_repeat(patcher: Any) -> bool:
