@@ -1,4 +1,4 @@
-"""Quantised twins of model files, in every format that ComfyUI's own loaders take, made by
+"""Quantised copies of model files, in every format that ComfyUI's own loaders take, made by
 ComfyUI's own quantisation (comfy/quant_ops.py, comfy/utils.py @ 0.30.0).
 """
 

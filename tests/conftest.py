@@ -362,8 +362,8 @@ def requests(client, monkeypatch):
 
 @pytest.fixture
 def pair(files, client):
-    """The stock MODEL of a file and its parallel twin; the twin has its own stock object, as in a
-    graph with two loaders.
+    """The stock MODEL of a file, and a parallel MODEL of another stock object, as in a graph
+    with two loaders.
     """
     from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 

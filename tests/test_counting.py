@@ -116,7 +116,7 @@ def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(count
     assert large.flops > 1.3 * small.flops
     weights = sum(weight.numel() * weight.element_size() for weight in model.diffusion_model.parameters())
     assert small.weight_bytes == pytest.approx(weights, rel=0.01), (
-        "as they are stored, not as the twin has them"
+        "as they are stored, not as the meta model has them"
     )
     assert not model.diffusion_model._forward_pre_hooks and not torch.is_inference_mode_enabled()
 

@@ -213,7 +213,7 @@ def test_what_is_counted_too_low_costs_one_start_and_the_next_prompts_ask_for_mo
 
 def uncounted():
     pending = Future()
-    pending.set_exception(NotCounted("its twin cannot be made"))
+    pending.set_exception(NotCounted("its meta model cannot be made"))
     return pending
 
 
@@ -332,7 +332,7 @@ def test_nobody_waits_for_a_count_and_what_is_not_counted_is_sent_as_ever(kind):
     pending = Future()
     prompts = Prompts(Layout(ulysses=2), count=COUNTED if kind == "on CPUs" else pending, takes=0.0)
     if kind == "never":
-        pending.set_exception(NotCounted("its twin cannot be made"))
+        pending.set_exception(NotCounted("its meta model cannot be made"))
     if kind == "on CPUs":
         prompts.ranks.facts = Facts(("cpu",) * 2, 1)
     prompts.hold("other", 0.5 * prompts.need)

@@ -147,7 +147,7 @@ GROUPS = {
     Layout(ulysses=2, ring=2): (0, 1, 2, 3),
     Layout(ulysses=2, cfg=2): (0, 1, 2, 3),
     Layout(ulysses=2, pipefusion=2): (2, 3),
-    Layout(cfg=2, pipefusion=2): None,  # twins have no communicator
+    Layout(cfg=2, pipefusion=2): None,  # the ranks of one stage have no communicator
 }
 
 

@@ -130,7 +130,7 @@ def test_the_same_loader_output_serves_stock_and_pool_in_turn(files, client, req
     for _ in range(2):
         assert relative_error(run(parallel), truth) <= BOUND
         assert model.model.diffusion_model._forward.__class__.__name__ == "RemoteForward"
-        assert relative_error(run(model), truth) <= BOUND, "the stock MODEL was changed by its parallel twin"
+        assert relative_error(run(model), truth) <= BOUND, "the stock MODEL was changed by the parallel MODEL"
     assert model.model.model_loaded_weight_memory > 0
     run(parallel)
     assert model.model.model_loaded_weight_memory == 0, "stock weights were left behind on the UI's device"

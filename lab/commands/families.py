@@ -24,7 +24,7 @@ Hosts = Mapping[str, Sequence[str]]
 HEAD = """\
 # Model families
 
-Written by `python3 -m lab families --markdown`; a test fails where it is stale.
+Written by `python3 -m lab families --markdown`; a test fails if it is stale.
 
 *Exact*: the image of stock ComfyUI at the same seed, up to float rounding. *Approximate*: patches
 look at keys and values of the step before
@@ -41,7 +41,7 @@ AHEAD_OF = (
 IN_GROUPS = """\
 With `cfg` and `data` alone, one GPU for each prompt and image at a time: exact. So is every class of
 ComfyUI's that nobody has looked at, from the version on that brings it. Nobody can say of these
-what a token plan would, so three things are looked at instead, and where one is found the model is
+what a token plan would, so three things are looked at instead, and if one is found the model is
 sampled on one GPU: an evaluation whose prompts and images come out otherwise when they are computed
 apart (the first one of each size is computed in both ways), random numbers that the forward draws,
 and what it keeps from one evaluation to the next. *Tried*: compared with stock ComfyUI, so that

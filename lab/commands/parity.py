@@ -1,7 +1,7 @@
 """``python3 -m lab parity``: compare stock ComfyUI with the pool at the same seed, over the
 full product of samples, methods, token counts, head counts, cfg, masks and samplers.
 
-Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel twin.
+Every case samples through ``comfy.sample.sample`` with the stock MODEL and with its parallel MODEL.
 The tests run a cover.
 """
 
@@ -158,7 +158,7 @@ def stock_model(
 
 
 class Bench:
-    """Stock models, their parallel twins and what stock computes, each made once. ``clients``:
+    """Stock models, their parallel MODELs and what stock computes, each made once. ``clients``:
     (ulysses, ring) -> a RemotePool. ``weights``: how ranks keep them.
     """
 

@@ -30,7 +30,7 @@ Record = Mapping[str, Any]
 HEAD = """\
 # VAEs
 
-Written by `python3 -m lab vaes --write`; a test fails where it is stale.
+Written by `python3 -m lab vaes --write`; a test fails if it is stale.
 
 *By bands*: all GPUs compute one picture, each a band of its rows; exact. *By ComfyUI*: on one GPU,
 as without PipeMesh. The figures are of small random VAEs of the class, on the CPU, the larger of 2

@@ -188,7 +188,7 @@ def ranks_of_pools(place: Place) -> Any:
 
 @contextmanager
 def pool_of(place: Place, layout: Layout, setup: Any, backend: str = "gloo") -> Iterator[Any]:
-    """A stock MODEL and its twin in a pool, whose ranks share the first device or have one each."""
+    """A parallel MODEL and its pool, whose ranks share the first device or have one each."""
     import comfy.model_management as mm
 
     from ...nodes.settings import Choice

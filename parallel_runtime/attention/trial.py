@@ -1,8 +1,8 @@
 """Find out which kernels a device can be trusted with: each one's output and log-sum-exp on random
 input are compared with the explicit ones in fp32.
 
-Kernels of one name differ from version to version: in the base of the logarithm, in whether heads
-or tokens come first. A wrong lse gives a wrong image without a word.
+The log-sum-exp of one kernel may differ from version to version, as cuDNN's does. A wrong one gives
+a wrong image without a word.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def is_along(tensor: torch.Tensor, rows: int) -> bool:
 
 def cost_of_row(arguments: dict[str, Any]) -> float:
     """Returns the approximate cost of one row, compared with others: the latent's elements in each
-    channel, divided by 4 because a token covers about 4 pixels, plus the tokens of the text.
+    channel, divided by 4 because a token covers about 4 latent pixels, plus the tokens of the text.
     """
     pixels = sum(prod(latent.shape[2:]) for latent in latents_of(arguments))
     text = arguments.get("context")

@@ -156,8 +156,8 @@ def call_factory(name: str, args: tuple, index: int | None, dtypes: Dtypes = (No
 
 def find_here(path: str) -> str:
     """In a rank on another machine: returns the path of a model file of the UI's ComfyUI. It is the
-    same path, or the same place in this ComfyUI's own models folder. If neither exists, the text
-    lists both.
+    same path, or the same place in this ComfyUI's own models folder. If neither exists, it is the
+    place in that folder where the file belongs, or the same path if there is none.
     """
     import comfy
 

@@ -46,7 +46,7 @@ def model_description(model: Any, cond: Mapping[str, Any], shape: tuple[int, ...
         raise NotPlain("the model's configuration", config)
     tree = {
         "config": type(config).__name__,
-        # A meta has its own
+        # A meta model has its own dtype
         "settings": {name: value for name, value in sorted(config.unet_config.items()) if name != "dtype"},
         "class": class_of(model),
         "cond": {name: plain(value) for name, value in sorted(cond.items()) if name not in BESIDE},

@@ -44,7 +44,7 @@ class Deviation(NamedTuple):
 
 def deviation_of(shared: SharedEvaluation, numbers: str) -> Deviation:
     """Returns how far an evaluation that ranks shared is off from the same evaluation on one rank.
-    ``numbers`` is the MODEL's number format, as ``numbers_of`` has it. If it is not fp32 and the
+    ``numbers`` is the MODEL's number format, as ``dtypes_of`` returns it. If it is not fp32 and the
     deviation may be rounding, both are computed once more in fp32: in bf16 0.16 of the scale may be
     rounding, and a wrong token plan may be off by only 0.09.
     """

@@ -65,7 +65,7 @@ def pools(setup, device):
 
 @pytest.fixture(scope="session")
 def parallel(pools):
-    """stock MODEL, layout, backend, patching, weights -> its twin in such a pool."""
+    """stock MODEL, layout, backend, patching, weights -> the parallel MODEL in such a pool."""
     from pipemesh.nodes.settings import Choice
     from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 

@@ -98,9 +98,9 @@ def test_fp32_is_stocks_over_nccl_on_a_gpu_each(truth, parallel, figure, layout)
 @pytest.mark.parametrize("layout", [*TWO[:2], Layout(ulysses=4)], ids=Layout.equation)
 def test_what_is_computed_over_nccl_follows_a_lora(parallel, files, figure, layout):
     stock = load_exactly(files["model"])
-    twin, errors = parallel(stock, layout, "nccl"), []
+    ours, errors = parallel(stock, layout, "nccl"), []
     for strength in (0.0, 0.0, 1.0, 1.0, 0.0):
-        model, due = (with_lora(one, files, strength) if strength else one for one in (twin, stock))
+        model, due = (with_lora(one, files, strength) if strength else one for one in (ours, stock))
         errors.append(relative_error(run(model), run(due)))
     figure(f"off by {max(errors):.2g} of the image's scale")
     assert max(errors) <= BOUND
@@ -284,7 +284,7 @@ def test_an_evaluation_comes_to_the_pool_and_back(truth, parallel, pools, figure
 
 def test_one_rank_takes_stocks_time(device, parallel, figure, wait_for_device):
     """Within 1 %, where an evaluation is long enough for the hop to be less than that. They take
-    turns of several rounds: ComfyUI loads a MODEL anew when it comes after its twin.
+    turns of several rounds: ComfyUI loads a MODEL anew when it comes after its parallel MODEL.
     """
     kind, size = sample_with("large")
     on_gpu = device == "cuda"
