@@ -21,26 +21,36 @@ from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Re
 from pipemesh.parallel_runtime.families.plan import (
     Along,
     Blocks,
+    BranchTokens,
+    Frames,
+    Insert,
     Leave,
     Prefix,
+    Ranges,
     TokenPlan,
 )
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.methods.fit import require_fit
 from pipemesh.parallel_runtime.methods.hooks import TokenHooks
 from pipemesh.parallel_runtime.methods.method import Method
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.methods.pipefusion.stage_hooks import Stub
 from pipemesh.parallel_runtime.methods.pipefusion.stage_messages import StageMessages
 from pipemesh.parallel_runtime.methods.shards import Rows
+from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import Part, TokenGrid
 
 from .joint_model import CONDS, IMAGE, PLAN, Model
 from .models import IdleRank
 
 NUMBER = 1  # of every request here
-# Names that the joint model has
+# Names that the joint model has, but for `pose`
 PREFIX = Prefix(stream="prompt", counted_by="mask", kept_in="mask", forget="forward")
+BRANCH = BranchTokens(
+    entry="forward", stream="ahead", keys=("txt", "img"), frame="mask", counted_by="head", tokens="txt",
+    along=(Along(arg="pose", dim=1, streams=("ahead",)),),
+)  # fmt: skip
 PATCHES = [astuple(patch) for patch in TokenGrid((IMAGE, 1), (1, 1)).cut(3)]
 
 
@@ -238,6 +248,50 @@ def test_a_model_for_which_there_was_no_room_is_freed_too():
 
 def with_blocks(**changed):
     return replace(PLAN, blocks=(replace(PLAN.blocks[0], **changed),))
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        (with_blocks(path="layers"), "layers"),
+        (with_blocks(local=("cross",)), "blocks.0.cross"),
+        (with_blocks(tokens={"text": ("txt",), "img": ("img",)}), "blocks(text=)"),
+        (with_blocks(along=(Along(arg="pe", dim=1, streams=("img",)),)), "blocks(pe=)"),
+        (with_blocks(ranges=(Ranges(arg="spans", streams=("img",)),)), "blocks(spans=)"),
+        (replace(PLAN, leave=Leave(path="tail", stream="img")), "tail"),
+        (
+            replace(
+                PLAN, leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=("img",)),))
+            ),
+            "head(e=)",
+        ),
+        (replace(PLAN, leave=Leave(path="head", stream="img", instead="tail")), "tail"),
+        (with_blocks(inserts=(Insert(path="gates.*"),)), "gates.*"),
+        (
+            with_blocks(
+                inserts=(Insert(path="blocks.*.qkv", frames=Frames(stream="img", each={}, tokens="x")),)
+            ),
+            "blocks.*.qkv(x=)",
+        ),
+        (with_blocks(branch=BRANCH), "blocks(pose=)"),
+        (with_blocks(prefix=replace(PREFIX, forget="drop")), "drop"),
+        (with_blocks(prefix=replace(PREFIX, counted_by="past")), "past"),
+        (with_blocks(prefix=replace(PREFIX, kept_in="kv")), "blocks(kv=)"),
+        (with_blocks(prefix=Prefix(stream="ahead", counted_by="count")), "blocks(count=)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_plan_that_names_what_the_host_renamed_is_refused_by_name(plan, name):
+    require_fit(Model(2), PLAN)
+    for check, layout in (
+        (SequenceParallel.check, Layout(ulysses=2)),
+        (PipeFusion.check, Layout(pipefusion=2)),
+    ):
+        with pytest.raises(Refused) as refused:
+            check(Model(2), plan, layout)
+        assert str(refused.value).startswith(
+            f"Model of this ComfyUI has no {name}, which the joint plan names: "
+        )
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def make_method(
         WholeForward.check(model, plan, layout)
         return WholeForward(model, mesh.sequence, rank.tick, plan.is_tried)
     if mesh.link is None:
+        SequenceParallel.check(model, plan, layout)
         return SequenceParallel(model, plan, mesh.sequence, rank.tick, kernels)
     PipeFusion.check(model, plan, layout)
     alike = [1.0 for _ in blocks_of(model, plan)]

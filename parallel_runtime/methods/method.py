@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import nn
+
 from ..comm.mesh import SequenceComm
+from ..families.plan import TokenPlan
+from ..layout import Layout
 from ..patches import Part
 
 
@@ -52,6 +56,10 @@ class Method:
     def __init__(self, comm: SequenceComm):
         self._comm = comm
         self.part = Part(0, 0)  # that ``begin`` named
+
+    @staticmethod
+    def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
+        """Raise Refused or LayoutError if this method cannot run the model in this layout."""
 
     def attach(self) -> None:
         """Install the hooks on the model; it runs in parallel until ``detach``."""

@@ -23,7 +23,9 @@ from ..comm.device_copies import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.traffic import Flag
 from ..families.plan import TokenPlan
+from ..layout import Layout
 from .blocks import blocks_of
+from .fit import require_fit
 from .hooks import TokenHooks
 from .method import Method
 from .sequence_attention import QKV, AttentionCall, SequenceAttention, in_order
@@ -51,6 +53,10 @@ class SequenceParallel(Method):
         super().__init__(comm)
         self._hooks = TokenHooks(model, plan, SequenceSharding(plan, comm, on_progress, kernels))
         self.attentions = len(list(blocks_of(model, plan)))
+
+    @staticmethod
+    def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
+        require_fit(model, plan)
 
     def attach(self) -> None:
         self._hooks.attach()

@@ -22,6 +22,7 @@ from ...layout import Layout
 from ...patches import Patch
 from ...stages import Stage, require_blocks
 from ..blocks import blocks_of
+from ..fit import require_fit
 from ..hooks import TokenHooks
 from ..method import EvaluationFacts, Method, Rank, free_frames
 from .clock import BlockClock, block_seconds
@@ -73,6 +74,7 @@ class PipeFusion(Method):
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
+        require_fit(model, plan)
         plan.require_stages(type(model))
         require_blocks(layout.stages, len(list(blocks_of(model, plan))))
 
