@@ -13,6 +13,7 @@ from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.status.collection import pool_status, run_status, status_of
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
+from pipemesh.parallel_runtime.client.session import Session
 from pipemesh.parallel_runtime.errors import LayoutError, Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.pool.devices import Device, Placement
@@ -144,7 +145,7 @@ def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, 
     parallel = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES))
     run(parallel)
     asked = []
-    monkeypatch.setattr(parallel.remote.pool, "free_bytes", lambda: asked.append(1) or 1 << 40)
+    monkeypatch.setattr(Session, "free_bytes", property(lambda _: asked.append(1) or 1 << 40))
     run(parallel, cfg=2.0)
     assert len(asked) == 1
 
