@@ -2,11 +2,15 @@
 run with ``--cuda``.
 """
 
+import ast
 import os
 import subprocess
 import sys
+from importlib import import_module
 
-from .conftest import ROOT
+import pytest
+
+from .conftest import ON_A_GPU, ROOT
 from .cuda import report
 
 
@@ -17,3 +21,12 @@ def test_without_a_gpu_one_sentence_says_so_and_nothing_runs(monkeypatch):
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=hidden)
     assert ran.returncode != 0 and ran.stdout == ""
     assert ran.stderr.strip() == f"ERROR: {report.without_a_gpu()}"
+
+
+@pytest.mark.parametrize("name", [file.stem for file in sorted(ON_A_GPU.glob("*.py"))])
+def test_all_that_the_checks_import_is_there_without_a_gpu_too(name):
+    """Also what a fixture imports when it is asked for."""
+    package, file = import_module(f".cuda.{name}", __package__).__package__, ON_A_GPU / f"{name}.py"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            exec(compile(ast.Module([node], []), file, "exec"), {"__package__": package})

@@ -24,7 +24,7 @@ from pipemesh.lab.commands.parity import (
     stock_model,
 )
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
-from pipemesh.parallel_runtime.attention.trial import RELEASED_DIMS, asks, tried_kernels, usual
+from pipemesh.parallel_runtime.attention.trial import asks, tried_kernels, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.comm.mesh import connect
@@ -65,7 +65,7 @@ def truth():
 
 def test_kernels_with_lse_compute_attention(device, figure):
     found = tried_kernels(torch.device(device))
-    used = dict.fromkeys(found.choose(ask).name for ask in asks(torch.device(device), RELEASED_DIMS))
+    used = dict.fromkeys(found.choose(ask).name for ask in asks(torch.device(device)))
     figure(f"used: {', '.join(used)}; by most models: {usual(found, torch.device(device))}")
     for sentence in found.refused:
         figure(sentence)
