@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import comfy.samplers
 import pytest
 import torch
+from comfy_execution.utils import CurrentNodeContext
 from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.nodes.auto.layouts import require_more_than_frames, require_several
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
+from pipemesh.nodes.past_choices import PastChoices
 from pipemesh.nodes.planning import (
     STEP_BYTES,
     PlannedLayout,
@@ -27,6 +29,7 @@ from pipemesh.nodes.planning import (
 )
 from pipemesh.nodes.report.text import plan_text
 from pipemesh.nodes.room import room_on_devices
+from pipemesh.nodes.runtime import tell_of_restart
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.status.sums import longer_alone, plan_figures
 from pipemesh.nodes.timing import StepTimes
@@ -36,7 +39,7 @@ from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames
 from pipemesh.parallel_runtime.client.wait import NoWait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.planner.choice import plan
+from pipemesh.parallel_runtime.planner.choice import plan, with_running
 from pipemesh.parallel_runtime.planner.counts import NotCounted
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.machine import (
@@ -47,7 +50,7 @@ from pipemesh.parallel_runtime.planner.machine import (
     over_machines,
     published_name,
 )
-from pipemesh.parallel_runtime.planner.prediction import RESERVED
+from pipemesh.parallel_runtime.planner.prediction import RESERVED, predict
 from pipemesh.parallel_runtime.texts import Text
 from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.pool.devices import Device, Placement, place
@@ -199,6 +202,102 @@ def test_stages_are_chosen_where_they_may_be_and_the_model_has_some(slow_links):
     exact = planning().choose(model, replace(choice, allows_approximate=False), asked(), ())
     assert not exact.plan.best.layout.is_approximate
     assert planning().choose(unet().model, choice, asked(), ()).layout.pipefusion == 1
+
+
+def test_ranks_that_are_up_stay_unless_another_layout_saves_more_than_its_start():
+    job = Job(whole=FLUX, branches=2, evaluations=20)
+    fast = box(2, flops=1e14)
+    made = plan(job, fast, sizes=(2,))
+    assert made.best.layout.groups == 2
+    kept = with_running(job, fast, made, Layout(ulysses=2))
+    assert kept.best.layout == Layout(ulysses=2) and {row.loss for row in kept.rows[1:]} >= {
+        Text("lost_running")
+    }
+    slow = box(2, flops=1e12, port=1e6)
+    assert with_running(job, slow, plan(job, slow, sizes=(2,)), Layout(ulysses=2)).best.layout.groups == 2
+    saved = round(10 / (predicted(job, fast, Layout(ulysses=2)) - made.best.prediction.seconds))
+    for times, again, stays in (
+        (0.9, False, True),
+        (1.5, False, False),
+        (1.5, True, True),
+        (2.1, True, False),
+    ):
+        longer = replace(job, evaluations=round(times * saved))
+        made = plan(longer, fast, sizes=(2,))
+        chosen = with_running(longer, fast, made, Layout(ulysses=2), is_wanted_again=again)
+        assert (chosen.best.layout == Layout(ulysses=2)) is stays
+    alone = Job(whole=FLUX, evaluations=1000)
+    kept = with_running(alone, fast, plan(alone, fast, sizes=(2,)), Layout(cfg=2))
+    assert kept.best.layout == Layout(cfg=2), "its groups share the sequence of one prompt"
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_running_groups_are_taken_to_keep_weights_as_they_would(branches):
+    """Where whole weights have no room, one sequence would share them; groups cannot."""
+    job, small = Job(whole=FLUX, branches=branches, evaluations=1), box(2, flops=1e14, memory=18 << 30)
+    made = plan(job, small, sizes=(2,))
+    assert made.best.prediction.kept == "sharded"
+    due = min((one.seconds for one in predict(job, Layout(cfg=2), small)), default=None)
+    chosen = with_running(job, small, made, Layout(cfg=2)).best
+    assert chosen.layout != Layout(cfg=2) or (chosen.prediction.kept, chosen.prediction.seconds) == (
+        "offloaded",
+        due,
+    )
+
+
+def predicted(job, a_box, layout):
+    return min(one.seconds for one in predict(job, layout, a_box))
+
+
+def test_a_workflow_of_two_kinds_of_samplings_counts_the_way_back_until_one_of_them_is_gone(
+    known, monkeypatch
+):
+    known(box(2, flops=1e14))
+    chooser, model, counted, best = planning(), stock_model(5).model, [], {}
+
+    def noted(_job, _box, made, _running, *, is_wanted_again, **_):
+        counted.append(is_wanted_again)
+        return made
+
+    monkeypatch.setattr("pipemesh.nodes.planning.with_running", noted)
+    for branches in (2, 1, 2, 1, 1, 1, 1, 1):
+        running = [best[3 - branches]] if 3 - branches in best else []
+        best[branches] = chooser.choose(model, OPEN, asked(branches), running).layout
+        assert best[branches].groups == branches
+    assert counted == [True, True, True, True, True, True, False]
+
+
+def test_a_notice_of_a_layout_that_was_chosen_does_not_advise_to_connect_one_pool():
+    told = []
+    notices = SimpleNamespace(tell=lambda text, one_gpu: told.append(text))
+    chooser, model = planning(), stock_model(5).model
+    with CurrentNodeContext("a prompt", "1"):
+        taken = placed(OPEN, chooser.choose(model, OPEN, asked(2), ())).placement
+    other = place(Layout(ulysses=2), "cpu", "auto", ())
+    # Node 2 has a pool by hand, of the layout that node 1 got by choice
+    for node, old, new in (("1", other, taken), ("1", taken, other), ("2", other, taken)):
+        with CurrentNodeContext("a prompt", node):
+            tell_of_restart(notices, chooser.past.led_to, old, new)
+    assert [text.rpartition(", ")[2] for text in told] == [
+        "set layout of PipeMesh Pool to by hand.",
+        "connect one pool to all samplers.",
+        "connect one pool to all samplers.",
+    ]
+
+
+def test_a_restart_may_be_asked_about_while_a_sampling_is_planned():
+    """Another thread looks at the choices, as ``led_to`` does, and one is noted before it ends."""
+    past, (devices, layout) = PastChoices(), (OPEN.placement.devices, OPEN.placement.layout)
+    for kind in (("first",), ("second",)):
+        past.note(devices, kind, None, layout)
+    looked_at = iter(past)
+    first = next(looked_at)
+    past.note(devices, ("third",), None, layout)
+    assert [one.kind for one in (first, *looked_at)] == [("first",), ("second",)]
+    assert [one.kind for one in past] == [("first",), ("second",), ("third",)]
+
+
+# -- the devices
 
 
 @pytest.mark.parametrize(

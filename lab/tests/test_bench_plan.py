@@ -6,7 +6,7 @@ from unittest.mock import create_autospec
 
 import pytest
 from pipemesh.lab.bench import plan as bench
-from pipemesh.lab.bench.plan import Timed, link_of, speeds_of
+from pipemesh.lab.bench.plan import Speeds, Timed, link_of, speeds_of
 from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.lab.dry_run.ranks import WARM_UP
@@ -39,6 +39,21 @@ def test_a_link_has_the_latency_and_the_speed_of_its_messages():
     assert link_of((4096, 1e-4 + 4096 / 1e9), (1 << 22, 1e-4 + (1 << 22) / 1e9)) == pytest.approx((1e-4, 1e9))
     latency_s, speed = link_of((4096, 1e-4), (1 << 22, 1e-4))  # too fast for the clock
     assert latency_s >= 0 < speed
+
+
+def test_a_box_of_measured_speeds_takes_the_measured_times():
+    speeds = Speeds(
+        matmul=2e12, attention=5e11, beside_s=1e-3, memory=1e11, merge=1e10, latency_s=1e-4, link=1e9
+    )
+    whole = counts("flux 1024")
+    timed = Timed.of(whole, 1.0)
+    alone = predict(Job(whole=whole), Layout(), speeds.box(1, 2))[0]
+    assert alone.seconds == pytest.approx(
+        timed.matmul_flops / 2e12 + timed.attention_flops / 5e11 + timed.blocks * 1e-3
+    )
+    one = Job(whole=attention_alone(1024))
+    sent = [predict(one, Layout(ulysses=2), speeds.box(2, size))[0].parts["ulysses"] for size in (2, 4)]
+    assert sent[1] - 2e-4 == pytest.approx(2 * (sent[0] - 2e-4))  # two exchanges, whose latency stays
 
 
 def test_counts_come_back_from_the_ranks_as_they_were():
