@@ -8,16 +8,19 @@ the log.
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pipemesh.nodes.auto.switch import FILE, Switch
 from pipemesh.nodes.extension import PipeMeshExtension
-from pipemesh.nodes.planning import DEVICES
+from pipemesh.nodes.planning import DEVICES, Planning
 from pipemesh.nodes.settings import PoolSettings
+from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.planner.measurements import read_devices
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
-from pipemesh.pool.trial.host_trials import FOLDER, Verdicts
+from pipemesh.pool.devices import Device
+from pipemesh.pool.trial.host_trials import FOLDER, Verdict, Verdicts
 
 from .conftest import COMFYUI
 
@@ -67,20 +70,34 @@ def test_the_settings_are_read(tmp_path):
     assert (switch.is_on(), switch.looks_ahead()) == (True, False)
 
 
-def test_measured_speeds_are_read(tmp_path, monkeypatch):
+@pytest.fixture
+def cache(tmp_path):
+    """The cache folder as that version left it."""
+    for name, content in SAVED["cache"].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content, indent=1))
+    return tmp_path
+
+
+def test_measured_speeds_are_read_and_those_of_a_bench_stay_where_they_lie(cache, monkeypatch):
+    """``speeds.json`` is of a bench alone: nothing reads it now, and nothing takes it away."""
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    (tmp_path / DEVICES).write_text(json.dumps(SAVED["cache"][DEVICES]))
-    assert read_devices(tmp_path / DEVICES) == {"NVIDIA GeForce RTX 4090": 1.6e14}
+    others = {one: one.read_bytes() for one in cache.rglob("*.json") if one.name != DEVICES}
+    assert cache / "speeds.json" in others
+    planning = Planning(StepTimes(), SimpleNamespace(), cache / DEVICES)
+    (gpu,) = planning.with_speeds((Device("cuda:0", title="NVIDIA GeForce RTX 4090"),))
+    assert gpu.flops_per_s == 1.6e14
+    planning.keep_speeds(SimpleNamespace(ready=[SimpleNamespace(device_name="another", flops_per_s=2e14)]))
+    assert read_devices(cache / DEVICES) == {"NVIDIA GeForce RTX 4090": 1.6e14, "another": 2e14}
+    assert {one: one.read_bytes() for one in cache.rglob("*") if one in others} == others
 
 
-def test_a_verdict_on_a_class_of_comfyui_is_void(tmp_path):
+def test_a_verdict_on_a_class_of_comfyui_is_void_and_has_the_form_of_one_now(cache):
     """``test_host_trials`` has the line that the log gets of each that is void."""
     (name,) = (name for name in SAVED["cache"] if name.startswith(f"{FOLDER}/"))
-    kept = SAVED["cache"][name]
-    file = tmp_path / name
-    file.parent.mkdir()
-    file.write_text(json.dumps(kept, indent=1))
-    verdicts = Verdicts(tmp_path / FOLDER)
+    kept, verdicts = SAVED["cache"][name], Verdicts(cache / FOLDER)
     found = HostFiles(Path(COMFYUI)).fingerprint(kept["kind"])
-    assert verdicts.of(found) is None
-    assert verdicts.void_on(found) == [file]
+    assert verdicts.of(found) is None, "its name is of that version's code"
+    assert verdicts.void_on(found) == [cache / name]
+    verdicts._file(found).write_text(json.dumps(kept))
+    assert verdicts.of(found) == Verdict(**kept)
