@@ -25,7 +25,9 @@ def top_level_names(source: str) -> Iterator[str]:
                 yield from () if name.startswith("_") else (name,)
             case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar" | "ParamSpec"))):
                 pass
-            case ast.Assign(targets=[ast.Name(id=name)]) if TYPE.fullmatch(name):
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if (
+                TYPE.fullmatch(name)
+            ):
                 yield name
 
 
@@ -50,7 +52,8 @@ def test_each_top_level_name_is_defined_once() -> None:
 
 def test_a_name_of_two_files_is_found_whatever_it_names() -> None:
     one = "class A: ...\ndef f(): ...\nType = dict[str, int]\nMOST = 1\nT = TypeVar('T')\ndef _own(): ...\n"
-    other = "async def A(): ...\nclass f: ...\nType = int\nMOST = 2\nT = TypeVar('T')\ndef _own(): ...\n"
+    other = "async def A(): ...\nclass f: ...\nMOST: int = 2\nT = TypeVar('T')\ndef _own(): ...\n"
+    other += "Type: TypeAlias = int\n"
     both = ["pool/a.py", "pool/b.py"]
     assert defined_again(dict(zip(both, (one, other), strict=True))) == dict.fromkeys(
         ("A", "Type", "f"), both
