@@ -144,8 +144,7 @@ def handler(on_rank=lambda arguments, number: None, write=lambda output, out: Wr
     mesh = SimpleNamespace(rank=0, layout=Layout(), sequence=comm)
     made = RequestHandler(mesh, CPU, SimpleNamespace(), io)
     made.models["m"] = SimpleNamespace(
-        method=SimpleNamespace(facts=EvaluationFacts()),
-        begin=lambda _: None,
+        method=SimpleNamespace(facts=EvaluationFacts(), begin=lambda _part: None),
         patches_id="",
         kept=None,
         on_rank=on_rank,

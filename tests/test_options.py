@@ -161,15 +161,16 @@ def their_patch(tmp_path, monkeypatch):
 def test_code_of_nodes_that_ranks_run_may_ask_for_an_option_unless_it_is_comfyuis_and_has_not_its_name(
     their_patch,
 ):
+    """The first stands in its file, without a number, the second in a file that its file names."""
+    options = ("model_patch7", "x_ref_attn_map", "ExtraOptions")
     of_comfyui = comfy_extras.nodes_model_patch.ZImageControlPatch
     for code, may_ask in (
-        ([], ()),
-        ([of_comfyui, torch.nn.Linear], ("model_patch",)),
-        ([of_comfyui, their_patch], ("model_patch", "ExtraOptions")),
+        ([torch.nn.Linear], ()),
+        ([of_comfyui, torch.nn.Linear], options[:2]),
+        ([of_comfyui, their_patch], options),
     ):
         readers = OptionReaders(flux.Flux, code)
-        asked = [option for option in ("model_patch", "ExtraOptions") if readers.of(option)]
-        assert asked == [*may_ask], code
+        assert [option for option in options if readers.of(option)] == [*may_ask], code
 
 
 def test_an_option_whose_name_is_no_text_stays_unless_code_of_nodes_may_ask_for_it(their_patch):

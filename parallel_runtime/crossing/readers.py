@@ -1,10 +1,12 @@
-"""Finds the code in the ranks that may read an option of a MODEL: code that has the option's
-name.
+"""Finds the code in the ranks that may read an option of a MODEL: ComfyUI's code that has the
+option's name, and any code of a node pack.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+import types
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,8 @@ from ..refusals import patch_name
 from ..watch.fingerprint import host_files
 from ..watch.python_file import host_folder, module_of, root_of
 from .code import HOST_FOLDERS, KERNELS, TORCH, name_of
+
+DOTTED = re.compile(r"\bcomfy\w*(?:\.\w+)+")  # names of modules, among others
 
 
 class OptionReaders:
@@ -28,8 +32,7 @@ class OptionReaders:
 
     def _of(self, option: Any) -> str:
         """Returns the name of the code that may read the option, for an error; empty if none may.
-        Code of a node pack may read any option, because it may put names together. ComfyUI's
-        transformers never read an option whose name is no text.
+        ComfyUI's transformers never read an option whose name is no text.
         """
         if isinstance(option, str) and may_ask_for(name_of(self._transformer), option):
             return self._transformer.__name__
@@ -53,11 +56,25 @@ def words_of_class(kind: str) -> frozenset[str]:
 
 
 def may_read(thing: Any, option: Any) -> bool:
-    """True for a function or class of a node pack, and for ComfyUI's if its file has the name."""
+    """True for a function or class of a node pack, which may put names together. For one of
+    ComfyUI's, true if its file, or a file of ComfyUI's that it names, has the option's name, with
+    or without the number at its end. torch and kernels read no option.
+    """
+    if root_of(thing) in (TORCH, *KERNELS):
+        return False
     module = module_of(thing)
+    if module is None or not is_of_host(module) or not isinstance(option, str):
+        return True
+    inside = (sys.modules.get(one) for one in DOTTED.findall(text_of(module)))
+    named = {module, *map(module_of, vars(module).values()), *inside}
+    name = re.compile(rf"\b{re.escape(option.rstrip('0123456789') or option)}\d*\b")
+    return any(name.search(text_of(one)) for one in named if is_of_host(one))
+
+
+def text_of(module: types.ModuleType | None) -> str:
+    return Path(str(getattr(module, "__file__", ""))).read_text(encoding="utf-8")
+
+
+def is_of_host(module: types.ModuleType | None) -> bool:
     file, host = Path(str(getattr(module, "__file__", ""))), host_folder()
-    if not any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS):
-        return root_of(thing) not in (TORCH, *KERNELS)
-    return not isinstance(option, str) or bool(
-        re.search(rf"\b{re.escape(option)}\b", file.read_text(encoding="utf-8"))
-    )
+    return any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS)
