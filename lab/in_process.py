@@ -51,6 +51,9 @@ class InOneProcess:
     def may_start_again(self) -> bool:
         return False
 
+    def tell_of_fresh_workers(self, error: Exception) -> None:
+        raise error  # there are none
+
     def make_room(self) -> bool:
         return False
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..branches import Batch
 from ..crossing.rows import Constants, joined_outputs, take
-from ..errors import PoolSpent
+from ..errors import OutOfMemory
 from ..patches import Patch
 from .branch import SampleCall
 from .evaluations import Work, one_thread
@@ -86,7 +86,7 @@ class PipelineBackend:
     def may_start_again(self) -> bool:
         return self._pool.beside.may_start_again(self._pool.runs.of(self._model))
 
-    def tell_of_fresh_workers(self, error: PoolSpent) -> None:
+    def tell_of_fresh_workers(self, error: OutOfMemory) -> None:
         tell_of_fresh_workers(self._pool, error)
 
     def abandon(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ..crossing.rows import Constants
-from ..errors import ModelError, PoolFailed
+from ..errors import ModelError, OutOfMemory, PoolFailed
 from ..patches import Patch, TokenGrid
 from .branch import Branch, SampleCall
 from .coroutines import Coroutine, RandomState, unwind
@@ -62,6 +62,10 @@ class PatchBackend(Protocol):
         """Says whether the run may begin anew in a fresh pool, after ranks ran out of memory; notes
         that it does.
         """
+        ...
+
+    def tell_of_fresh_workers(self, error: OutOfMemory) -> None:
+        """Tells the user that the run goes on after ``error``, in a fresh pool."""
         ...
 
     def abandon(self) -> None:
