@@ -65,13 +65,13 @@ def may_read(thing: Any, option: Any) -> bool:
     module = module_of(thing)
     if module is None or not is_of_host(module) or not isinstance(option, str):
         return True
-    inside = (sys.modules.get(one) for one in DOTTED.findall(text_of(module)))
+    inside = (sys.modules.get(one) for one in DOTTED.findall(file_text(module)))
     named = {module, *map(module_of, vars(module).values()), *inside}
     name = re.compile(rf"\b{re.escape(option.rstrip('0123456789') or option)}\d*\b")
-    return any(name.search(text_of(one)) for one in named if is_of_host(one))
+    return any(name.search(file_text(one)) for one in named if is_of_host(one))
 
 
-def text_of(module: types.ModuleType | None) -> str:
+def file_text(module: types.ModuleType | None) -> str:
     return Path(str(getattr(module, "__file__", ""))).read_text(encoding="utf-8")
 
 
