@@ -13,6 +13,7 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.parallel_runtime.client.remote import Remote
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.weights import checksum as sums
@@ -175,6 +176,22 @@ def test_a_run_waits_for_what_is_not_compared_yet_when_its_steps_are_done(served
     with pytest.raises(Refused, match=SENTENCE):
         run(parallel, callback=callback)
     assert steps == [0, 1, 2]
+
+
+def test_a_run_that_loads_the_model_compares_it_meanwhile_and_once(half, client, monkeypatch):
+    parallel, loads = parallelize(load(half), client, True), []
+    parallel.remote.release()
+    before, compare = parallel.remote.model.loads, Remote.check_weights
+
+    def noted(remote):
+        loads.append(remote.model.loads)
+        return compare(remote)
+
+    monkeypatch.setattr(Remote, "check_weights", noted)
+    for _ in range(2):
+        run(parallel)
+    assert loads == [before, before + 1]
+    assert not is_checking()
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["amid the steps", "while the run waits for it"])

@@ -86,7 +86,8 @@ class Remote:
         self.require_same_file()
         with held(self.pool.turn):
             self.pool.runs.begin(self.model)
-        self.check_weights()
+        if self.model.check is None:  # else it began with the load
+            self.check_weights()
         self.recut()
         session = self.pool.sessions.live
         self.free_bytes = session.free_bytes if session is not None else None

@@ -143,6 +143,8 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
             )
             self.remote.recut()
             with self.remote.computing():
+                if self.remote.pool.residency.held(self.remote.model) is None:
+                    self.remote.check_weights()  # while ranks load, so that a short run need not wait
                 bring_up(self)
             self.patch_model(load_weights=False)
             eldest.watch = self.watch
@@ -259,8 +261,8 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
     """
     remote, model, unloads = patcher.remote, patcher.remote.model, True
     with remote.computing():
-        if model.check is None:  # in no run that tells when it is done
-            wait_for(remote.check_weights().require_unchanged)
+        if model.check is None or model.run is None:  # in no run that tells when it is done
+            wait_for((model.check or remote.check_weights()).require_unchanged)
         while True:
             try:
                 session, sampled = remote.pool.sessions.latest, remote.sampled

@@ -37,7 +37,8 @@ class Runs:
 
     def begin(self, model: PooledModel) -> Run:
         """Begins a sampler's run of ``model``; ends the run that it is in, if any."""
-        self.end(model)
+        if model.run is not None:
+            self.end(model)
         run = model.run = self._remembered(Run(self._names(), model, is_sampled=True))
         self._sampled.append(run)
         session = self._sessions.live

@@ -1,4 +1,4 @@
-"""Compares the full content of the UI's weights with the ranks' weights, while the ranks
+"""Compares the full content of the UI's weights with the ranks' weights, while the ranks load or
 compute.
 """
 

@@ -4,7 +4,7 @@ The ranks read the checkpoint themselves, or are sent a state dict once. A node 
 weight in place tells nobody, so the UI compares contents in full, once per load. That reads the
 checkpoint from the page cache, as the ranks do next. From then on ``WeightMark`` tells which
 weights may have been written to, and only these are compared in full again. Changes that a mark may
-miss are found by ``BackgroundCheck`` while ranks compute.
+miss are found by ``BackgroundCheck`` while ranks load or compute.
 """
 
 from __future__ import annotations
