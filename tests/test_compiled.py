@@ -22,7 +22,7 @@ from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import compiled_blocks
 from pipemesh.parallel_runtime.methods.blocks import blocks_of
-from pipemesh.parallel_runtime.methods.compiled_blocks import opaque_attention
+from pipemesh.parallel_runtime.methods.compiled_blocks import is_compiled, opaque_attention
 from pipemesh.parallel_runtime.methods.override import ASKED, AttentionChoice, AttentionOverride
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.worker import compiling
@@ -138,8 +138,16 @@ def test_only_the_named_modules_are_compiled_and_detaching_leaves_none():
     sample(rank.patcher, case)
     assert "forward" in vars(first)
     assert not any("forward" in vars(block) for block in others)
+    rank.options[COMPILE] = {**WHOLE, "paths": [f"{rank.plan.blocks[0].path}.1"]}
+    sample(rank.patcher, case)
+    assert "forward" in vars(others[0]) and "forward" not in vars(first), "others are named now"
     rank.method.detach()
-    assert "forward" not in vars(first)
+    assert "forward" not in vars(others[0])
+
+
+def test_a_name_is_of_a_module_and_of_what_is_in_it():
+    found = [is_compiled(path, ["blocks.1"]) for path in ("blocks.1", "blocks.1.attn", "blocks.10", "blocks")]
+    assert found == [True, True, False, False]
 
 
 def test_a_block_that_is_left_out_is_compiled_again_where_it_is_not():

@@ -7,6 +7,7 @@ import inspect
 import re
 import weakref
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLANS
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
+from pipemesh.parallel_runtime.methods.whole_forward import WholeForward
 from pipemesh.parallel_runtime.patches import Part, Patch, TokenGrid, assembled
 from pipemesh.parallel_runtime.stages import Stage
 from pipemesh.parallel_runtime.wire.arena import Arena
@@ -89,6 +91,15 @@ def test_a_rank_brings_the_rows_it_computes_to_its_device_and_leaves_the_others_
     assert model.added[0].device.type == "meta" and model.added[0].shape == (1, rows.stop - rows.start, 2)
     assert model.added[0].untyped_storage().nbytes() == model.added[0].nbytes, "moved whole, then cut"
     assert model.added[3] is model.added[0] is not model.added[2], "what a host repeats is brought once"
+
+
+def test_a_model_that_is_computed_whole_has_all_residuals_on_its_device():
+    control = {"output": [torch.zeros(1, ROWS, 2), None], "middle": [torch.zeros(1, ROWS, 2)]}
+    arguments = {"x": torch.zeros(1, ROWS, 2, device="meta"), "control": control}
+    method = WholeForward(Plain(), SimpleNamespace())
+    moved = method.forward(lambda **given: given["control"], arguments, 1)
+    assert moved["output"][1] is None and control["output"][0].device.type == "cpu"
+    assert {one.device.type for one in (moved["output"][0], *moved["middle"])} == {"meta"}
 
 
 def test_what_was_brought_goes_with_the_forward():

@@ -193,6 +193,11 @@ def test_comfyui_files_that_cannot_be_read_are_told_and_no_class_of_them_is_comp
         trials(comfyui=tmp_path).require(Flux)
 
 
+def test_a_number_that_is_none_is_not_the_same():
+    made = partial(comparisons.Compared, "flux, whole weights", allowed=2e-5)
+    assert [made(error=one).is_same for one in (1e-5, 2e-5, 3e-5, float("nan"))] == [True, True, False, False]
+
+
 @pytest.mark.parametrize("error", [OSError("no space left"), PoolFailed("rank 1 was killed"), MemoryError()])
 def test_what_the_machine_is_to_blame_for_is_no_verdict_on_a_class(error):
     def fails(placement):

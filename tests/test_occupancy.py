@@ -10,6 +10,7 @@ RUN = [{0: Span(0, 4, 0), 1: Span(0, 9, 3)}, {0: Span(4, 8, 0), 1: Span(9, 13, 1
 def test_a_rank_is_busy_while_it_neither_waits_nor_is_idle():
     assert busy_shares(RUN) == pytest.approx([8 / 13, 9 / 13])
     assert busy_shares([]) == []
+    assert busy_shares([{0: Span(0, 4, 2)}]) == [1.0], "a stage waits for its input before all else"
 
 
 def test_ranks_of_groups_are_busy_with_submissions_of_their_own():

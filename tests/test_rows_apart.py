@@ -179,9 +179,9 @@ def test_stop_while_rows_are_compared_is_no_error(of_comfyui, least):
 
 def test_images_are_shared_out_and_compared_once_for_each_form_of_model():
     known, stock = Admission(), unet("SDXL")
-    for rows in ([2, 2, FRAMES, 2, 2], [2, 2, 2, 2]):
+    for rows, width in (([2, 2, FRAMES, 2, 2], 8), ([2, 2, 2, 2], 8), ([2, 2, 2, 2], 16)):
         ours, pool = in_groups(DATA, unet("SDXL"), admission=known)
-        assert_same(sampled, ours, stock)
+        assert_same(partial(sampled, latent=torch.zeros(FRAMES, 4, 8, width)), ours, stock)
         assert [asked for _, asked, _ in pool.asked][: len(rows)] == rows
 
 

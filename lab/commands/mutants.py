@@ -1,7 +1,7 @@
 """Breaks the product in one line at a time, and says which faults its tests find.
 
-Each row of ``lab/mutants.json`` is a fault that would pass in silence, and the test files that must
-find it. Only those run, as many of their cases as run everywhere.
+Each row of ``lab/mutants.json`` is a fault that would pass in silence, and the tests that must find
+it. Only those run, as many of their cases as run everywhere, and those that open a page.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Literal
 from ...launcher.checkout import ROOT
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
+from ..comfyui.page import lack
 
 TABLE = ROOT / "lab" / "mutants.json"
 LIMIT_S = 300.0  # of one mutant's tests: a fault may make ranks hang
@@ -33,7 +34,10 @@ Found = Literal["found", "hangs", "not found"]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``instead`` stands where ``line`` stands in ``file``; some of ``tests`` must fail."""
+    """``instead`` stands where ``line`` stands in ``file``; some of ``tests`` must fail: a file of
+    ``tests/`` (``test_wire``), one of the laboratory's (``lab/test_parity``), or with ``::`` and a
+    name one test of it.
+    """
 
     room: str
     file: str
@@ -58,14 +62,24 @@ def read() -> list[Mutant]:
 
 
 def copied(folder: Path) -> Path:
-    """Copies what git tracks of the checkout, and what is new in it."""
+    """Copies what git tracks of the checkout, and what is new in it; the copy is a checkout too."""
     command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
     for name in filter(None, subprocess.run(command, capture_output=True, check=True).stdout.split(b"\0")):
         source, target = ROOT / os.fsdecode(name), folder / os.fsdecode(name)
-        if source.is_file() and "assets" not in target.parts:  # of the demo
+        if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
     return folder
+
+
+def place_of(test: str) -> tuple[str, str]:
+    """Returns the file of a test that a row names, from the root of a checkout, and the one test in
+    it that is meant; empty if all are.
+    """
+    name, _, one = test.partition("::")
+    folder = "lab/tests" if name.startswith("lab/") else "tests"
+    return f"{folder}/{name.removeprefix('lab/')}.py", one
 
 
 def tried(mutant: Mutant, copy: Path) -> Found:
@@ -84,12 +98,16 @@ def tried(mutant: Mutant, copy: Path) -> Found:
 
 
 def first_failure(tests: Sequence[str], copy: Path, limit_s: float | None = None) -> str:
-    """Runs these test files in a copy of the checkout; returns the first test that fails, empty
-    where all pass. Raises LaunchError where tests cannot run, and subprocess.TimeoutExpired.
+    """Runs these tests in a copy of the checkout; returns the first test that fails, empty where
+    all pass. Raises LaunchError where tests cannot run, and subprocess.TimeoutExpired.
     """
+    of_lab = [test for test in tests if test.startswith("lab/")]
+    if 0 < len(of_lab) < len(tests):  # one pytest takes the options of one conftest.py
+        others = [test for test in tests if test not in of_lab]
+        return first_failure(others, copy, limit_s) or first_failure(of_lab, copy, limit_s)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-rfE", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, *(f"tests/{name}.py" for name in tests)],
+        [*command, "--browser", *("::".join(filter(None, place_of(test))) for test in tests)],
         cwd=copy,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
@@ -148,6 +166,9 @@ def main(argv: Sequence[str], _host: ComfyInstall) -> int:
     if unknown := {*(options.room or ())} - {one.room for one in every}:
         parser.error(f"no room is called {', '.join(sorted(unknown))}")
     chosen = [one for one in every if not options.room or one.room in options.room]
+    if why := lack():
+        print(f"What only ComfyUI's page finds is left out: {why}")
+        chosen = [one for one in chosen if not one.file.startswith("web/")]
     if options.smallest:
         chosen = [min(chosen, key=lambda one: len(one.tests))]
     of_rooms: dict[str, Counter[Found]] = {}

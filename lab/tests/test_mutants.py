@@ -1,5 +1,6 @@
 """The list of faults is one of today's code."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -7,10 +8,12 @@ from pipemesh.lab.commands import mutants
 from pipemesh.launcher.checkout import ROOT
 from pipemesh.launcher.errors import LaunchError
 
+CONFTEST = "def pytest_addoption(parser):\n    parser.addoption('--browser', action='store_true')\n"
 
-def test_every_room_has_several_faults_and_all_together_more_than_a_hundred():
+
+def test_every_room_has_several_faults():
     counted = Counter(one.room for one in mutants.read())
-    assert len(counted) == 13 and min(counted.values()) >= 3 and counted.total() >= 100
+    assert min(counted.values()) >= 3, counted
 
 
 def test_every_fault_can_be_made_and_its_tests_are_there():
@@ -18,8 +21,12 @@ def test_every_fault_can_be_made_and_its_tests_are_there():
         text = (ROOT / one.file).read_text(encoding="utf-8")
         broken = one.broken(text)
         assert broken != text
-        compile(broken, one.file, "exec")
-        assert one.tests and all((ROOT / "tests" / f"{name}.py").is_file() for name in one.tests)
+        if one.file.endswith(".py"):
+            compile(broken, one.file, "exec")
+        assert one.tests
+        for file, name in map(mutants.place_of, one.tests):
+            tests = (ROOT / file).read_text(encoding="utf-8")
+            assert not name or re.search(rf"^(def |class )?{name.partition('[')[0]}\b", tests, re.M), name
 
 
 def test_a_line_that_is_not_there_is_named():
@@ -29,6 +36,7 @@ def test_a_line_that_is_not_there_is_named():
 
 def test_tests_that_cannot_run_or_fail_without_a_fault_are_no_fault_that_is_found(tmp_path):
     gone = mutants.Mutant("", "a.py", "return 1", "return 2", ("test_gone",))
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "a.py").write_text("return 1")
     with pytest.raises(LaunchError, match=r"^pytest could not run test_gone: .*tests/test_gone\.py"):
         mutants.tried(gone, tmp_path)
@@ -50,6 +58,6 @@ def test_a_fault_is_found_by_a_test_that_fails_and_is_mended_again(tmp_path, ins
     (tmp_path / "tests" / "test_a.py").write_text(
         "from a import one\ndef test_one():\n    assert one() == 1\n"
     )
-    (tmp_path / "conftest.py").write_text("")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     assert mutants.tried(mutants.Mutant("", "a.py", "return 1", instead, ("test_a",)), tmp_path) == found
     assert (tmp_path / "a.py").read_text() == "def one():\n    return 1\n"
