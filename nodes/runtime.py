@@ -28,7 +28,7 @@ from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.sampler_arguments import Asked
 from ..parallel_runtime.client.shared_evaluation import Admission
 from ..parallel_runtime.client.substitute import take_place
-from ..parallel_runtime.client.wait import NoWait, Wait
+from ..parallel_runtime.client.wait import Wait
 from ..parallel_runtime.crossing.attention import why_no_parts
 from ..parallel_runtime.errors import LayoutError
 from ..parallel_runtime.planner.counts import Counts
@@ -105,7 +105,7 @@ class Runtime:
         looks_ahead: Callable[[], bool] = lambda: True,
     ):
         self.notices = notices or Notices()
-        self.wait: Wait = waiting or NoWait()
+        self.wait = waiting or Wait()
         self._teller = Teller(self.wait, show)
         self._setup = replace(setup, tell=self._teller.tell)
         self.fault = fault

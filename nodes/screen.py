@@ -28,7 +28,7 @@ class NodeScreen:
     def is_seen(self) -> bool:
         return page_now() is not None
 
-    def begin(self, node: str) -> None:
+    def note_bar(self, node: str) -> None:
         """Notes how far the node's own bar is now."""
         self._left = bar_of(node)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..parallel_runtime.client.wait import Wait
 from ..pool.progress import Told
 from .notices import executed_now
 from .progress_event import Waited
@@ -25,7 +26,7 @@ CAME, OVER = (
 )
 
 
-class Waiting:
+class Waiting(Wait):
     """Shows the wait of one sampling at a time, again and again, so that a user sees it go on even
     if ComfyUI's own process works or a first step takes minutes.
 
@@ -56,7 +57,7 @@ class Waiting:
             if not where[0] or (self._over is not None and where == self._where):
                 return
             self._end()
-            self._screen.begin(where[0])
+            self._screen.note_bar(where[0])
             self._over, self._where, self._told, self._stays = self._pause(), where, BEGINS, ""
             self._began, self._shown = self._clock(), None
             threading.Thread(

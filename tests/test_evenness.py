@@ -14,7 +14,6 @@ from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
 from pipemesh.parallel_runtime.comm.traffic import Traffic, Unlike
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.parallel_runtime.methods.method import EvaluationFacts
 from pipemesh.parallel_runtime.methods.ring_attention import RingAttention
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.messages import EndRun, Failed, Forward
@@ -144,7 +143,7 @@ def handler(on_rank=lambda arguments, number: None, write=lambda output, out: Wr
     mesh = SimpleNamespace(rank=0, layout=Layout(), sequence=comm)
     made = RequestHandler(mesh, CPU, SimpleNamespace(), io)
     made.models["m"] = SimpleNamespace(
-        method=SimpleNamespace(facts=EvaluationFacts(), begin=lambda _part: None),
+        method=SimpleNamespace(block_s=dict, begin=lambda _part: None),
         patches_id="",
         kept=None,
         on_rank=on_rank,

@@ -12,6 +12,7 @@ from pipemesh.parallel_runtime.errors import NoRoom
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import EndRun, Memory, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.tree import encode_tree
+from pipemesh.parallel_runtime.worker import handler as handler_module
 from pipemesh.parallel_runtime.worker.arena_io import KeptConditioning
 from pipemesh.parallel_runtime.worker.device_memory import DeviceMemory
 from pipemesh.parallel_runtime.worker.handler import RequestHandler, Stand
@@ -26,8 +27,8 @@ from .fake_pools import fake_setup
 class Counted:
     """A rank's memory that counts what it is asked for."""
 
-    def __init__(self):
-        self.done = []
+    def __init__(self, is_tight=False):
+        self.done, self.is_tight = [], is_tight
 
     def give_back(self):
         self.done.append("give back")
@@ -41,15 +42,18 @@ class Counted:
     def little(self):
         return 64
 
-    def end_run(self, *, keeps_freed, needed):
-        self.done.append((keeps_freed, needed))
-
 
 @pytest.mark.parametrize(("layout", "keeps"), [(Layout(ulysses=2), True), (Layout(pipefusion=2), False)])
 @pytest.mark.parametrize("cleared", [(), (0,), (1,)])
-def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layout, keeps, cleared):
-    """A sequence's ranks on CPUs need it again at the next run, which would wait for the system."""
-    memory, ended, cuts = Counted(), [], []
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(
+    layout, keeps, cleared, is_tight, monkeypatch
+):
+    """A sequence's ranks on CPUs need it again at the next run, which would wait for the system.
+    What torch caches on a GPU stays too, unless somebody else there needs it.
+    """
+    memory, ended, cuts = Counted(is_tight), [], []
+    monkeypatch.setattr(handler_module, "give_back_freed", lambda: memory.done.append("freed"))
     handler = RequestHandler(
         SimpleNamespace(rank=0, layout=layout),
         torch.device("cpu"),
@@ -58,7 +62,8 @@ def test_only_stages_return_freed_memory_to_the_system_at_the_end_of_a_run(layou
     )
     handler.models["m"] = SimpleNamespace(method=SimpleNamespace(end_run=ended.append))
     handler.handle(EndRun(request=1, model="m", cleared=cleared, arena_bytes=128), [], None)
-    assert memory.done == [(keeps, 0 in cleared)]
+    emptied = ["empty the GPU's cache"] if is_tight or 0 in cleared else []
+    assert memory.done == [*([] if keeps else ["freed"]), *emptied]
     handler.handle(EndRun(request=2, model="m"), [], None)
     assert cuts == [128, 512], "shared memory behind what its owner names, or none of it"
     assert ended == [64, 64], "what little memory of messages may stay"
@@ -79,18 +84,15 @@ def test_shared_memory_and_prompts_are_let_go_of_though_a_node_s_cleanup_fails()
 
 
 @pytest.mark.parametrize(
-    ("free", "needed", "sharers", "is_emptied"),
-    [(30, False, 1, False), (30, True, 1, True), (30, False, 2, True), (10, False, 1, True)],
-    ids=["nobody", "the UI", "another rank", "hardly any is free"],
+    ("device", "free", "sharers", "is_tight"),
+    [("cuda", 30, 1, False), ("cuda", 30, 2, True), ("cuda", 10, 1, True), ("cpu", 10, 2, False)],
+    ids=["nobody", "another rank", "hardly any is free", "no GPU"],
 )
-def test_what_torch_caches_of_a_run_stays_where_nobody_else_needs_it(
-    monkeypatch, free, needed, sharers, is_emptied
+def test_what_torch_caches_of_a_run_is_for_others_on_a_gpu_that_is_tight(
+    monkeypatch, device, free, sharers, is_tight
 ):
-    emptied = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    DeviceMemory(torch.device("cuda"), 0, sharers).end_run(keeps_freed=True, needed=needed)
-    assert bool(emptied) == is_emptied
+    assert DeviceMemory(torch.device(device), 0, sharers).is_tight == is_tight
 
 
 def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():

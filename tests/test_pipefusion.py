@@ -373,10 +373,10 @@ def test_blocks_are_timed_in_the_first_evaluations_of_each_patch_and_never_of_al
     clock = BlockClock()
 
     def timed(part):
-        clock.start(part)
+        times = clock.start(part)
         clock.note(0, torch.device("cpu"))
         clock.note(0, torch.device("cpu"))
-        return list(block_seconds(clock.times))
+        return list(block_seconds(times))
 
     patch = Part(1, 0, (0, 4, False))
     assert [timed(Part(1, 0)), *(timed(patch) for _ in range(TIMED + 1))] == [[], *[[0]] * TIMED, []]

@@ -36,7 +36,7 @@ from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames
-from pipemesh.parallel_runtime.client.wait import NoWait
+from pipemesh.parallel_runtime.client.wait import Wait
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choice import plan, with_running
@@ -397,7 +397,7 @@ class PoolsHere:
     """A runtime whose pools are all in this process, one for each layout."""
 
     def __init__(self, stock):
-        self.wait, self.trials = NoWait(), no_trials()
+        self.wait, self.trials = Wait(), no_trials()
         self.stock, self.pools = stock, {}
         self.planning = planning()
 

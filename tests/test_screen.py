@@ -76,7 +76,7 @@ def bar():
 def test_steps_are_the_samplers_own_also_where_as_many_ranks_were_waited_for(server, bar):
     server("a browser")
     shown = NodeScreen()
-    shown.begin("3")
+    shown.note_bar("3")
     for ready in range(1, 5):
         shown.show(replace(WAITED, done=ready, total=4))
         assert not shown.is_sampling("3")

@@ -18,7 +18,7 @@ class Screen:
     def __init__(self):
         self.shown, self.ended, self.sampling = [], [], False
 
-    def begin(self, node):
+    def note_bar(self, node):
         self.sampling = False
 
     def is_sampling(self, node):

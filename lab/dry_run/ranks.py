@@ -150,7 +150,7 @@ class DryRanks(DryModel):
                         with nullcontext() if turns is None else turns.evaluation():
                             method.forward(forward, dict(self.arguments), TURN * (len(parts) + 1))
                     if turns is not None:
-                        mesh.sequence.end_run()
+                        mesh.sequence.free_buffers()
                         without_room = counts.memory.live
                         turns.end_run()
                         held += without_room - counts.memory.live

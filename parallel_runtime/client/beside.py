@@ -40,7 +40,7 @@ class Sampled:
     elements: int = 0
     needed: int = 0
 
-    def begin(self, latent: Sequence[int]) -> tuple[bool, Sampled]:
+    def note_latent(self, latent: Sequence[int]) -> tuple[bool, Sampled]:
         """Notes that room is asked for an evaluation of a ``latent`` of that shape, larger than
         those before. Returns whether it is the first evaluation, and a description with that shape.
         """

@@ -13,7 +13,7 @@ from .residency import Residency
 from .runs import Runs
 from .session import Handle, Sessions
 from .shared_evaluation import Admission
-from .wait import NoWait, Wait
+from .wait import Wait
 
 
 class RemotePool:
@@ -34,7 +34,7 @@ class RemotePool:
         """
         self.admission = admission or Admission()
         self.turn = turn or threading.Lock()
-        self.wait: Wait = wait or NoWait()
+        self.wait = wait or Wait()
         self.sessions = Sessions(handle)
         self.layout = handle.layout
         self.runs = Runs(self.sessions, beside_ui)

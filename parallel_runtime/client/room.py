@@ -25,7 +25,7 @@ def find_room(patcher: Any, latent: Sequence[int], bring_up: Callable[[Any], Non
     evaluation is sent all the same: a count may be too high.
     """
     remote, beside = patcher.remote, patcher.remote.pool.beside
-    is_first, sampled = remote.sampled.begin(latent)
+    is_first, sampled = remote.sampled.note_latent(latent)
     reloads = is_first or can_repeat(patcher)
     while short := beside.short(remote.model, sampled, measures=is_first):
         if not frees(patcher, short):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 
-class Wait(Protocol):
-    """May be begun again while it lasts, and ended when it is over."""
+class Wait:
+    """A wait, which nobody is shown here. May be begun again while it lasts, and ended when it is
+    over.
+    """
 
     def begin(self) -> None: ...
 
@@ -20,19 +22,6 @@ class Wait(Protocol):
         """Returns whether a page has queued the prompt. Scripts read every frame that they are
         sent, so they are shown nothing.
         """
-        ...
-
-
-class NoWait:
-    """A wait that nobody is shown."""
-
-    def begin(self) -> None: ...
-
-    def came(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def is_seen(self) -> bool:
         return False
 
 

@@ -26,25 +26,21 @@ MOST_COMPARED = 4096  # parts of runs: windows that shift are new parts at every
 
 
 class StopFlag:
-    """Leave an evaluation at the same attention on all ranks. Each rank sends its wish along once
+    """Leave one evaluation at the same attention on all ranks. Each rank sends its wish along once
     per attention; every rank decides when it has all of them.
 
     On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the CPU does not wait for the
     GPU; in an evaluation of few attentions, half of them later.
     """
 
-    def __init__(self, wants_stop: Callable[[], bool]):
-        self._wants_stop = wants_stop
+    def __init__(self, wants_stop: Callable[[], bool], attentions: int = 0):
+        self.wants_stop = wants_stop
         self._later: deque[LateValue] = deque()
-        self._look_ahead = 0
-
-    def begin(self, attentions: int) -> None:
-        self._later.clear()
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
 
     def wish(self) -> float:
         """Return this rank's cancel flag: 1 after a cancel, else 0."""
-        return float(self._wants_stop())
+        return float(self.wants_stop())
 
     def decide(self, flag: Flag) -> None:
         """Raise Stopped, on all ranks alike, if any rank was cancelled: ``flag`` is the largest of

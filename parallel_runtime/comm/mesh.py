@@ -115,7 +115,7 @@ class SequenceComm:
     def begin(self, attentions: int, part: Hashable) -> None:
         """Begin the evaluation of ``part``, of so many attentions: set the counters to zero."""
         self.traffic.clear()
-        self.stop.begin(attentions)
+        self.stop = StopFlag(self.stop.wants_stop, attentions)
         self._comparison.part = part
 
     @property
@@ -129,7 +129,7 @@ class SequenceComm:
         """The memory of messages."""
         return [buffer for part in self._movers for buffer in part.buffers]
 
-    def end_run(self, room: int = -1) -> None:
+    def free_buffers(self, room: int = -1) -> None:
         """Free the memory of messages unless it is at most ``room`` bytes."""
         if sum(buffer.nbytes for buffer in self.buffers) > room:
             for part in self._movers:

@@ -51,19 +51,19 @@ class CompiledBlocks:
                 block.forward = torch.compile(block.forward, **with_own_guards(**wanted["kwargs"]))
                 self._blocks.append(block)
 
-    def begin(self) -> None:
-        """Begin an evaluation: graphs call this model's attention."""
+    def attach(self) -> None:
+        """Have graphs call this model's attention until ``detach``."""
         self._attention.opaque = opaque_attention()
         opaque_attention().override = self._attention
 
-    def end(self) -> None:
+    def detach(self) -> None:
         opaque_attention().override = self._attention.opaque = None
 
     def remove(self) -> None:
         for block in self._blocks:
             del block.forward
         self._blocks.clear()
-        self.end()
+        self.detach()
 
 
 def records_graphs(

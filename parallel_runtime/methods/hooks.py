@@ -215,7 +215,8 @@ class TokenHooks:
                 self._rows.by_frame = keys_by_frame(group.branch, arguments)
             self._localize(arguments, by_tokens)
             self._attention.share(True)
-            self.patches.points.enter(self._rows, group, index)
+            if self.patches.points is not None:
+                self.patches.points.enter(self._rows, group, index)
             self._sharding.enter_block()
             return (), arguments
 

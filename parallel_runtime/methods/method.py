@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -13,17 +12,6 @@ from ..comm.mesh import SequenceComm
 from ..families.plan import TokenPlan
 from ..layout import Layout
 from ..patches import Part
-
-
-@dataclass(frozen=True)
-class EvaluationFacts:
-    """Figures of the evaluation at hand. ``block_s`` returns the seconds in each block that was
-    timed, when the device has come to the evaluation's end. ``kept_bytes`` returns those of all
-    that it keeps for later evaluations.
-    """
-
-    block_s: Callable[[], Mapping[int, float]] = dict
-    kept_bytes: Callable[[], int] = int
 
 
 class Rank(Protocol):
@@ -48,10 +36,13 @@ class Method:
     """Runs one model's evaluations together with the other ranks, which all call the same methods
     in the same order.
 
-    A method is made detached. Making it may cut the model down to what this rank runs.
+    A method is made detached. Making it may cut the model down to what this rank runs. ``block_s``
+    returns the seconds in each block that the evaluation at hand times, once the device has come to
+    its end; keep it before the next evaluation begins.
     """
 
     attentions = 0  # of an evaluation: at each of them all ranks may leave it
+    block_s: Callable[[], Mapping[int, float]] = dict
 
     def __init__(self, comm: SequenceComm):
         self._comm = comm
@@ -69,8 +60,7 @@ class Method:
 
     def begin(self, part: Part) -> None:
         """Open an evaluation. What was kept for one of another run, or of another attempt of this
-        one, is void: some ranks may have kept what others have not. Call before anything that can
-        raise, so that ``facts`` are of this evaluation.
+        one, is void: some ranks may have kept what others have not.
         """
         if (part.run, part.attempt) != (self.part.run, self.part.attempt):
             self.forget()
@@ -90,13 +80,13 @@ class Method:
 
     def end_run(self, room: int = -1) -> None:
         """Forget the run, and free the memory of messages unless it is at most ``room`` bytes."""
-        self._comm.end_run(room)
+        self._comm.free_buffers(room)
         self.forget()  # last, because it may raise
 
     @property
-    def facts(self) -> EvaluationFacts:
-        """Return the figures of the evaluation that ``begin`` opened."""
-        return EvaluationFacts()
+    def kept_bytes(self) -> int:
+        """Return the bytes of all that was kept for later evaluations of the run."""
+        return 0
 
 
 def free_frames(error: BaseException) -> None:

@@ -27,18 +27,19 @@ class NodePatches:
     next ``begin`` or to ``end``. Compiled blocks stay for the next run, until an evaluation no
     longer wants them. ``attention`` is the model's own attention, which graphs call. ``override``
     is the node's function that is called in place of an attention. Patches are called at
-    ``points``. ``entered`` counts the blocks that ran with their hooks.
+    ``points``, if the evaluation has any. ``entered`` counts the blocks that ran with their hooks.
     """
 
     def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding, attention: AttentionOverride):
         self._model = model
         self._plan = plan
+        self._sharding = sharding
         self._attention = attention
         self._compiled: CompiledBlocks | None = None
         self.entered = EnteredBlocks(type(model).__name__)
         self.override: Callable[..., Any] | None = None
         self._left_out: list[tuple[nn.Module, Any]] = []  # blocks, and what stood for their forward before
-        self.points = PatchPoints(model, plan, sharding)
+        self.points: PatchPoints | None = None
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begin an evaluation: return its ``transformer_options`` for the model. Of these,
@@ -46,8 +47,9 @@ class NodePatches:
         """
         options = dict(options)
         self.entered.count = 0
-        self.override = options.pop(OVERRIDE, None)
-        self._put_back()
+        self.override, self.points = options.pop(OVERRIDE, None), None
+        if self._left_out:
+            self._put_back()
         compilation, left_out = options.pop(COMPILE, None), options.pop(LEFT_OUT, ())
         if options.get("patches"):
             compilation = None  # a graph would keep the patches it was made with
@@ -55,18 +57,18 @@ class NodePatches:
             self._compile(compilation)
         if left_out:
             self._leave_out(left_out)
-        if patches := self.points.begin(options.pop("patches", {})):
-            options["patches"] = patches
+        if patches := options.pop("patches", {}):
+            self.points = PatchPoints(self._model, self._plan, self._sharding)
+            options["patches"] = self.points.called(patches)
         return options
 
     def end(self) -> None:
         """Free the memory of the run's patches."""
         self.entered.forget()
-        self.override = None
+        self.override = self.points = None
         if self._compiled is not None:
-            self._compiled.end()
+            self._compiled.detach()
         self._put_back()
-        self.points.begin({})
 
     def detach(self) -> None:
         """Leave the model as it was."""
@@ -79,7 +81,7 @@ class NodePatches:
         if self._compiled is None and wanted is not None:
             self._compiled = CompiledBlocks(self._model, self._plan, wanted, self._attention)
         if self._compiled is not None:
-            self._compiled.begin()
+            self._compiled.attach()
 
     def _put_back(self) -> None:
         """Let blocks that were left out compute again."""

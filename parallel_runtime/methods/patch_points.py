@@ -22,7 +22,7 @@ OPTIONS = ("transformer_options", "extra_options")  # the names under which patc
 
 
 class PatchPoints:
-    """Calls one model's patches, from ``begin`` of an evaluation on."""
+    """Calls one model's patches in one evaluation."""
 
     def __init__(self, model: nn.Module, plan: TokenPlan, sharding: Sharding):
         self._model = model
@@ -32,12 +32,11 @@ class PatchPoints:
         self._group: Blocks | None = None  # of the block at hand
         self._block = 0
 
-    def begin(self, patches: Mapping[str, list[tuple[str, Callable]]]) -> dict[str, list[Callable]]:
-        """Begin an evaluation; return the patches (name, function) of each point as the model calls
-        them. In a stage that is not the last, which leaves a forward in the middle, what a patch
-        with a network of its own notes from block to block ends with the evaluation.
+    def called(self, patches: Mapping[str, list[tuple[str, Callable]]]) -> dict[str, list[Callable]]:
+        """Return the patches (name, function) of each point as the model calls them. In a stage
+        that is not the last, which leaves a forward in the middle, what a patch with a network of
+        its own notes from block to block ends with the evaluation.
         """
-        self._rows = self._group = None
         fresh: dict[int, Callable] = {}
 
         def begun(name: str, patch: Callable) -> Callable:

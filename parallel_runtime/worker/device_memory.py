@@ -98,17 +98,15 @@ class DeviceMemory:
         """Returns how many bytes nobody misses: they may stay from run to run."""
         return self.now().free // self._sharers // LITTLE
 
-    def end_run(self, *, keeps_freed: bool, needed: bool) -> None:
-        """Returns the memory that torch caches to the GPU if it is ``needed`` by others there, if
-        several ranks share the GPU, or if the GPU is nearly full. Else it stays for the next run.
-        Without ``keeps_freed``, freed main memory goes back to the system too.
+    @property
+    def is_tight(self) -> bool:
+        """Returns whether others on the GPU lack what torch caches there: several ranks share it,
+        or it is nearly full.
         """
-        if not keeps_freed:
-            give_back_freed()
-        if self._device.type == "cuda" and (needed or self._sharers > 1 or self._is_nearly_full()):
-            self.empty_cache()
-
-    def _is_nearly_full(self) -> bool:
+        if self._device.type != "cuda":
+            return False
+        if self._sharers > 1:
+            return True
         with contextlib.suppress(RuntimeError):
             free, total = torch.cuda.mem_get_info(self._device)
             return free * FULL < total

@@ -23,6 +23,7 @@ from ..crossing.upscalers import build_upscaler
 from ..errors import Refused
 from ..families.plan import COMPILE
 from ..layout import ALONE
+from ..memory import give_back_freed
 from ..methods.method import free_frames
 from ..wire.messages import (
     Done,
@@ -218,7 +219,8 @@ class RequestHandler:
     def _end_run(self, request: EndRun) -> Done:
         """Frees the memory that the method kept for the run, and its conditioning. On CPUs, freed
         memory is kept for the next run, except a pipeline's keys and values, which are gigabytes.
-        Code of nodes runs after the cut: if it fails, the arena's owner still shrinks the arena.
+        So is what torch caches on a GPU, unless others there need it. Code of nodes runs after the
+        cut: if it fails, the arena's owner still shrinks the arena.
         """
         self._forget_conditioning()
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
@@ -230,7 +232,10 @@ class RequestHandler:
         needed = self._mesh.rank in request.cleared
         for sets in sets_of(self.models) if needed else ():
             sets.leave_gpu()
-        self._memory.end_run(keeps_freed=self._mesh.layout.stages == 1, needed=needed)
+        if self._mesh.layout.stages > 1:
+            give_back_freed()
+        if needed or self._memory.is_tight:
+            self._memory.empty_cache()
         return Done(request=request.request, memory=self._memory.now())
 
     def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
@@ -278,7 +283,7 @@ class RequestHandler:
         self._mesh.sequence.traffic.is_complete = True
         rank.tick()  # the answer waits until the GPU has computed it
         finish = self._io.write(output, request.out) if self._writes[request.width] else Written
-        traffic, facts = self._mesh.sequence.traffic, model.method.facts
+        traffic, block_s = self._mesh.sequence.traffic, model.method.block_s
         waited_s = {axis: spent_s for axis, spent_s in traffic.waited_s.items() if spent_s}
         sent_bytes = traffic.sent_bytes.total()
 
@@ -294,7 +299,7 @@ class RequestHandler:
                 compute_s=time.perf_counter() - began,
                 waited_s=waited_s,
                 sent_bytes=sent_bytes,
-                block_s=dict(facts.block_s()),
+                block_s=dict(block_s()),
             )
 
         if self._device.type == "cuda":
@@ -307,7 +312,7 @@ def kept_bytes(models: Iterable[ResidentModel | ResidentVAE], mesh: Mesh) -> int
     evaluations.
     """
     buffers = sum(buffer.nbytes for buffer in mesh.sequence.buffers)
-    return buffers + sum(model.method.facts.kept_bytes() for model in models)
+    return buffers + sum(model.method.kept_bytes for model in models)
 
 
 def sets_of(models: Mapping[str, ResidentModel | ResidentVAE]) -> list[PatchedSets]:

@@ -28,8 +28,9 @@ def block_seconds(times: Mapping[int, Sequence[Any]]) -> dict[int, float]:
 
 
 class BlockClock:
-    """Keeps the ``times`` at which each block of the present patch began and ended; empty if this
-    patch is not timed. On CUDA they are events, so that noting a time does not wait for the device.
+    """Times the blocks of one run. ``times``: when each block of the present patch began and ended;
+    empty if this patch is not timed. On CUDA they are events, so that noting a time does not wait
+    for the device.
     """
 
     def __init__(self, is_on: bool = True):
@@ -38,10 +39,12 @@ class BlockClock:
         self._is_timed = False
         self.times: defaultdict[int, list[float | torch.cuda.Event]] = defaultdict(list)
 
-    def start(self, part: Part) -> None:
+    def start(self, part: Part) -> Mapping[int, Sequence[Any]]:
+        """Begin a patch; return its times, which come as its blocks run."""
         self._begun[part] += 1
         self._is_timed = part.patch is not None and self._begun[part] <= self._limit
         self.times = defaultdict(list)
+        return self.times
 
     def note(self, block: int, device: torch.device) -> None:
         """Note the time before a block, then after it."""
@@ -52,7 +55,3 @@ class BlockClock:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
         self.times[block].append(now)
-
-    def end_run(self) -> None:
-        self._begun.clear()
-        self.times = defaultdict(list)

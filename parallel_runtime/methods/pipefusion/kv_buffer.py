@@ -81,8 +81,3 @@ class KVBuffers:
                 )
             buffer = self._buffers[self._part.branch, layer] = like.new_empty(shape)
         return buffer
-
-    def end_run(self) -> None:
-        self._buffers.clear()
-        self._left.clear()
-        self._filled.clear()

@@ -35,6 +35,7 @@ class PatchSharding(SequenceAttention):
     """Shards the rows of ``patch``, or all rows if it is None. ``layers_alone`` are the stage's
     attentions over streams that also attend alone. ``acts_behind`` names the (path of the
     container, block) behind which the host adds residuals and calls patches of nodes on this stage.
+    ``kv``: of the run at hand.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class PatchSharding(SequenceAttention):
         stage: Stage,
         comm: SequenceComm,
         rank: Rank,
-        kv: KVBuffers,
         layers_alone: int,
         acts_behind: frozenset[tuple[str, int]],
         kernels: Kernels,
@@ -54,7 +54,7 @@ class PatchSharding(SequenceAttention):
         self._layers_alone = layers_alone
         self._acts_behind = acts_behind
         self._rank = rank
-        self._kv = kv
+        self.kv = KVBuffers()
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards:
         patch, image = self.patch, self._plan.leave.stream
@@ -85,7 +85,7 @@ class PatchSharding(SequenceAttention):
         gathered = super().leave(rows, out_BlC)
         if self._plan.leaves_behind_blocks:
             patch = out_BlC if gathered is None else gathered
-            return self._kv.leave(patch, rows.active[stream][0], rows.all_tokens[stream])
+            return self.kv.leave(patch, rows.active[stream][0], rows.all_tokens[stream])
         batch, _, channels = out_BlC.shape
         whole = out_BlC.new_zeros(batch, rows.all_tokens[stream], channels)
         whole.narrow(1, *rows.active[stream]).copy_(out_BlC if gathered is None else gathered)
@@ -96,15 +96,15 @@ class PatchSharding(SequenceAttention):
         if self._comm.ring.size == 1:
             self._comm.stop.decide(flag)
         q_BhgD, *kv = qkv
-        layer, rows = self._kv.next_layer(), self._kept(call.rows, call.joint)
-        if layer == 0 and self._kv.is_new:
+        layer, rows = self.kv.next_layer(), self._kept(call.rows, call.joint)
+        if layer == 0 and self.kv.is_new:
             self._reserve(call.rows, q_BhgD, rows.tokens)
         if self._comm.ring.size > 1:
             fresh_2BhgD = qkv[1:] if isinstance(qkv, torch.Tensor) else torch.stack(kv)
             return self._around_the_ring(call, rows, layer, q_BhgD, fresh_2BhgD, flag)
         if not call.own_heads:
             return q_BhgD
-        buffer = self._kv.update(layer, kv, rows.taken[0], rows.tokens)
+        buffer = self.kv.update(layer, kv, rows.taken[0], rows.tokens)
         mask, order = self._mask_of_own_queries(call), call.host_order
         if order is None:
             return call.compute((q_BhgD, *buffer), mask)
@@ -124,7 +124,7 @@ class PatchSharding(SequenceAttention):
     ) -> torch.Tensor:
         """Attend to the rows of every place, and keep this place's part of them."""
         own, sizes = self._comm.ring.index, [tokens_in(ranges) for ranges in rows.sent]
-        buffer = self._kv.update(layer, fresh_2BhgD, rows.taken[own], rows.tokens)
+        buffer = self.kv.update(layer, fresh_2BhgD, rows.taken[own], rows.tokens)
         stale = [buffer.narrow(3, here, size) for here, _, size in rows.stale]
         sent_2BhKD = torch.cat([*stale, fresh_2BhgD], 3) if stale else fresh_2BhgD
         mask = self._mask_of_own_queries(call)
@@ -137,7 +137,7 @@ class PatchSharding(SequenceAttention):
         def keep(place: int, kv_2BhKD: torch.Tensor) -> None:
             if place != own:
                 fresh = kv_2BhKD.narrow(3, sizes[place] - rows.fresh[place], rows.fresh[place])
-                self._kv.update(layer, fresh, rows.taken[place], rows.tokens)
+                self.kv.update(layer, fresh, rows.taken[place], rows.tokens)
 
         return self._ring.attend(
             call, q_BhgD, sent_2BhKD, sizes, flag, None if mask is None else partial(mask_of, mask), keep

@@ -24,7 +24,7 @@ from ...stages import Stage, require_blocks
 from ..blocks import blocks_of
 from ..fit import require_fit
 from ..hooks import TokenHooks
-from ..method import EvaluationFacts, Method, Rank, free_frames
+from ..method import Method, Rank, free_frames
 from .clock import BlockClock, block_seconds
 from .kv_buffer import KVBuffers
 from .patch_sharding import PatchSharding
@@ -63,14 +63,11 @@ class PipeFusion(Method):
         acts_behind = frozenset((group.path, place) for index, _, place, group in blocks if index in acts)
         super().__init__(comm)
         self.attentions = stage.size + alone
-        self._clock = BlockClock(clocked)
-        self._kv = KVBuffers()
+        self._clocked = clocked
         self._messages = StageMessages(stage, link, rank.next_part)
-        self._sharding = PatchSharding(plan, stage, comm, rank, self._kv, alone, acts_behind, kernels)
+        self._sharding = PatchSharding(plan, stage, comm, rank, alone, acts_behind, kernels)
         self._hooks = TokenHooks(model, plan, self._sharding)
-        self._stage_hooks = StageHooks(
-            model, plan, stage, self._messages, self._clock, comm.stop if comm.size == 1 else None
-        )
+        self._stage_hooks = StageHooks(model, plan, stage, self._messages, BlockClock(clocked), comm)
 
     @staticmethod
     def check(model: nn.Module, plan: TokenPlan, layout: Layout) -> None:
@@ -93,8 +90,9 @@ class PipeFusion(Method):
         part = self.part
         self._messages.begin(part, number)
         try:
-            self._clock.start(part)
-            self._kv.start(part)
+            times = self._stage_hooks.clock.start(part)
+            self.block_s = partial(block_seconds, times)
+            self._sharding.kv.start(part)
             self._sharding.patch = Patch(*part.patch) if part.patch else None
             try:
                 output = forward(**self._hooks.arguments(arguments))
@@ -129,13 +127,14 @@ class PipeFusion(Method):
         self._comm.traffic.is_complete = self._messages.done.are_all
 
     def forget(self) -> None:
-        for kept in (self._hooks, self._kv, self._clock):
-            kept.end_run()
+        self._hooks.end_run()
+        self._sharding.kv = KVBuffers()
+        self._stage_hooks.clock = BlockClock(self._clocked)
         self._messages.end_run()
 
     @property
-    def facts(self) -> EvaluationFacts:
-        return EvaluationFacts(partial(block_seconds, self._clock.times), kept_bytes=self._kv.nbytes)
+    def kept_bytes(self) -> int:
+        return self._sharding.kv.nbytes()
 
 
 def has(block: nn.Module, path: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm.exchange import StopFlag
+from ...comm.mesh import SequenceComm
 from ...families.plan import Blocks, TokenPlan
 from ...stages import Stage
 from ..blocks import blocks_of, taken
@@ -50,8 +50,8 @@ class StageHooks:
     """Hooks on the blocks of one stage. Attach them after TokenHooks, whose hooks on a block must
     come first.
 
-    ``stop``: where one rank is the whole stage, a cancel is noticed as a patch enters. Else its
-    attention exchanges tell it.
+    ``clock``: of the run at hand. ``comm``: if one rank is the whole stage, a cancel is noticed as
+    a patch enters. Else its attention exchanges tell it.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class StageHooks:
         stage: Stage,
         messages: StageMessages,
         clock: BlockClock,
-        stop: StopFlag | None,
+        comm: SequenceComm,
     ):
         self._model = model
         self._plan = plan
         self._stage = stage
         self._messages = messages
-        self._clock = clock
-        self._stop = stop
+        self.clock = clock
+        self._comm = comm
         self._handles: list[Any] = []
         self._receiver: Stub | None = None
 
@@ -84,15 +84,17 @@ class StageHooks:
     def _attach_own(self, index: int, block: nn.Module, group: Blocks) -> None:
         if index == self._stage.first:
             self._handles.append(block.register_forward_pre_hook(self._entering(group), with_kwargs=True))
-        clock, messages = self._clock, self._messages
-        self._handles.append(block.register_forward_pre_hook(lambda *_: clock.note(index, messages.device)))
+        messages = self._messages
+        self._handles.append(
+            block.register_forward_pre_hook(lambda *_: self.clock.note(index, messages.device))
+        )
         # As the block returns it: before TokenHooks give it other rows
         if index == self._stage.end - 1 and not self._stage.is_last:
             self._handles.append(
                 block.register_forward_hook(lambda *given: messages.send_hidden(given[-1]), prepend=True)
             )
         self._handles.append(
-            block.register_forward_hook(lambda *_: clock.note(index, messages.device), prepend=True)
+            block.register_forward_hook(lambda *_: self.clock.note(index, messages.device), prepend=True)
         )
 
     def detach(self) -> None:
@@ -106,7 +108,7 @@ class StageHooks:
     def _entering(self, group: Blocks) -> Callable:
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
             self._messages.device = taken(arguments, group.returns[0]).device
-            if self._stop is not None:
-                self._stop.decide(self._stop.wish())
+            if self._comm.size == 1:
+                self._comm.stop.decide(self._comm.stop.wish())
 
         return hook
