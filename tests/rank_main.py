@@ -60,7 +60,7 @@ def calls(layout, comm):
     for cls in (Ring, StandinRing):
         watch(cls, "_pass_on", lambda current, arriving: (current.numel(), arriving.numel()))
     forwards, made = Forwards(192), {}
-    for name, groups in (("real", comm), ("standin", standin(layout, comm.rank))):
+    for name, groups in (("real", comm), ("standin", standin(layout, comm.world.rank))):
         forwards.through(groups)
         made[name] = {"calls": list(seen), "sent_bytes": groups.traffic.sent_bytes.total()}
         seen.clear()
@@ -107,7 +107,7 @@ def grouped(_layout, comm):
     method = SequenceParallel(model, PLAN, comm)
     method.attach()
     together = method.forward(model, {"x": x, "transformer_options": {}}, 1)
-    return float((together - alone).abs().max()) if comm.rank == 0 else 0.0
+    return float((together - alone).abs().max()) if comm.world.rank == 0 else 0.0
 
 
 def unlike(layout, comm):
@@ -119,7 +119,7 @@ def unlike(layout, comm):
     alone = model(x[:, :13], {})
     method = SequenceParallel(model, PLAN, comm)
     method.attach()
-    is_last, own, said = comm.rank == layout.world_size - 1, comm.shares, []
+    is_last, own, said = comm.world.rank == layout.world_size - 1, comm.shares, []
     others = Shares((*[1] * (layout.world_size - 1), 3))
     asked = [9, 15, others, 13, 13, 9, 13, 13, 15, 13]
     for number, one in enumerate(asked):
@@ -130,7 +130,7 @@ def unlike(layout, comm):
         try:
             arguments = {"x": x[:, : tokens if is_last else 13], "transformer_options": {}}
             together = method.forward(model, arguments, number + 1)
-            said.append(float((together - alone).abs().max()) if comm.rank == 0 else 0.0)
+            said.append(float((together - alone).abs().max()) if comm.world.rank == 0 else 0.0)
         except Unlike as unlike:
             said.append(str(unlike.error))
     return said

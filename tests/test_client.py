@@ -395,7 +395,7 @@ def test_where_another_machine_is_to_load_a_file_all_check_it_before_any_loads_i
 def test_the_least_recently_used_model_makes_room_for_another():
     pool = Ledger(room=2)
     client = remote(pool, "a", "b")
-    assert client.residency.is_ready(model_of(client, "a"), "")  # b is the older one now
+    assert client.sessions.live.is_ready(model_of(client, "a"), "")  # b is the older one now
     load(client, "c")
     assert pool.models == ["a", "c"]
     assert not client.residency.held(model_of(client, "b"))

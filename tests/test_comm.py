@@ -50,14 +50,18 @@ def joined():
 def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
     comm = joined(layout, rank)
     shown = [[int(cell) for cell in line.split(":")[1].split()] for line in layout.grid().splitlines()]
-    assert shown[comm.ring.index][comm.ulysses.rank] == rank == comm.rank
+    assert shown[comm.ring.index][comm.ulysses.rank] == rank == comm.world.rank
     if layout.ulysses > 1:
         assert dist.get_process_group_ranks(comm.ulysses.group) == shown[comm.ring.index]
     if layout.ring > 1:
         assert dist.get_process_group_ranks(comm.ring._group) == [row[comm.ulysses.rank] for row in shown]
     assert comm.ring._ranks[comm.ring._next] == shown[(comm.ring.index + 1) % layout.ring][comm.ulysses.rank]
     assert comm.ring._ranks[comm.ring._previous] == shown[comm.ring.index - 1][comm.ulysses.rank]
-    assert (comm.ulysses.size, comm.ring.size, comm.size) == (layout.ulysses, layout.ring, layout.world_size)
+    assert (comm.ulysses.size, comm.ring.size, comm.world.size) == (
+        layout.ulysses,
+        layout.ring,
+        layout.world_size,
+    )
 
 
 def test_the_group_of_all_ranks_serves_an_axis_that_has_them_all_and_weights_have_their_own(monkeypatch):

@@ -317,36 +317,36 @@ def test_a_layout_that_a_method_cannot_run_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("receives", "sends", "are_all"),
+    ("receives", "sends", "some"),
     [
-        (True, True, [False, False, True]),
-        (True, False, [False, True, True]),
-        (False, True, [False, False, True]),
-        (False, False, [True, True, True]),
+        (True, True, [True, True, False]),
+        (True, False, [True, False, False]),
+        (False, True, [True, True, False]),
+        (False, False, [False, False, False]),
     ],
     ids=["in the middle", "last", "first", "only"],
 )
-def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, sends, are_all):
+def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, sends, some):
     messages = StageMessages(SimpleNamespace(is_first=not receives, is_last=not sends), None, None)
-    assert messages.done.are_all
+    assert not messages.left.any
     for run in (1, 1, 2):
         messages.begin(Part(run, 0), NUMBER)
-        done = messages.done
-        seen = [done.are_all]
-        done.received()
-        seen.append(done.are_all)
-        done.sent()
-        assert [*seen, done.are_all] == are_all
+        left = messages.left
+        seen = [left.any]
+        left.receive = False
+        seen.append(left.any)
+        left.send = False
+        assert [*seen, left.any] == some
 
 
 def test_a_patch_is_refused_while_messages_of_its_run_are_pending_and_another_run_is_not():
     messages = StageMessages(SimpleNamespace(is_first=False, is_last=False), None, None)
     messages.begin(Part(1, 0), NUMBER)
-    messages.done.received()
+    messages.left.receive = False
     with pytest.raises(ModelError, match="A patch before this one failed"):
         messages.begin(Part(1, 0), NUMBER)
     messages.begin(Part(2, 0), NUMBER)
-    assert not messages.done.are_all
+    assert messages.left.any
 
 
 class Apart(torch.nn.Module):

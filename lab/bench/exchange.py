@@ -60,7 +60,7 @@ class Attentions:
         self._comm = comm
         self._sharding = SequenceSharding(plan, comm, lambda: None, TORCHS)
         self._tokens = dict.fromkeys(plan.streams, TOKENS)
-        local = len(plan.streams) * TOKENS // comm.size
+        local = len(plan.streams) * TOKENS // comm.world.size
         self._q, self._k, self._v = torch.randn(3, 1, HEADS, local, DIM)
         self.evaluate()  # in which ranks compare their tokens
 

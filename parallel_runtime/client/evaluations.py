@@ -52,9 +52,12 @@ class Work:
 
 
 class Evaluations:
-    """Computes every model's evaluations on one pool handle."""
+    """Computes every model's evaluations on one pool handle. ``session``: in which some are in
+    flight, even if its pool was lost meanwhile, which they tell of; None: none is.
+    """
 
     def __init__(self, sessions: Sessions, residency: Residency):
+        self.session: Session | None = None
         self._sessions = sessions
         self._residency = residency
 
@@ -104,9 +107,7 @@ class Evaluations:
         ``written.is_right``. ``began`` is the time of the first attempt. Raises PoolFailed.
         """
         arguments = work.arguments
-        session = self._sessions.latest
-        if session is None or not session.tickets:
-            session = self._sessions.live
+        session = self.session or self._sessions.live
         if session is None:
             raise PoolFailed(
                 "The pool was lost in the middle of a run: run again, a fresh one will be started."
@@ -129,6 +130,7 @@ class Evaluations:
         number, device = session.pool.next_request(), latents[0].device
         ticket = Ticket(number, run, part, written, frame, device, began)
         session.tickets.append(ticket)
+        self.session = session
         request = Forward(
             request=number,
             model=run.model.name,
@@ -152,8 +154,10 @@ class Evaluations:
         abandoned.
         """
         output, replies = self._await_output(ticket, interrupted)
-        block_s = (reply.block_s for reply in replies.values())
-        ticket.run.model.balance.learn(ticket.part, block_s, self._sessions.speeds_of_stages(replies))
+        timed = {rank: reply.block_s for rank, reply in replies.items() if reply.block_s}
+        if timed:
+            speeds = self._sessions.speeds_of_stages(timed)
+            ticket.run.model.balance.learn(ticket.part, timed.values(), speeds)
         ticket.run.evaluations.append(
             measured(ticket.began, [replies], ticket.part, ticket.written.arguments)
         )
@@ -161,7 +165,7 @@ class Evaluations:
 
     def _await_output(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
         """Waits for the output. Raises what ``collect`` raises."""
-        session = self._sessions.latest
+        session = self.session
         if session is None or ticket not in session.tickets:  # it was abandoned with another run's
             raise PoolFailed(
                 "An evaluation of another MODEL in the same pool failed, and ended this one: run again."
@@ -198,7 +202,7 @@ class Evaluations:
 
     def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
         """Calls the ranks back from all evaluations in flight, however long they need for that."""
-        session = self._sessions.latest
+        session = self.session
         assert session is not None and session.tickets == tickets
         session.pool.call_back()
         for ticket in tickets:
@@ -208,8 +212,7 @@ class Evaluations:
 
     def abandon(self) -> None:
         """Ends all requests that were submitted and not collected."""
-        session = self._sessions.latest
-        if session is not None and session.tickets:
+        if (session := self.session) is not None:
             session.pool.abandon()
             for ticket in list(session.tickets):
                 ticket.run.names.failed += 1
@@ -218,6 +221,7 @@ class Evaluations:
 
     def _done_with(self, session: Session, ticket: Ticket) -> None:
         session.tickets.remove(ticket)
+        self.session = session if session.tickets else None
         session.conditioning.collected.update(ticket.written.versions)
         ticket.out.release()
         if not any(other.written is ticket.written for other in session.tickets):

@@ -7,6 +7,7 @@ several into one batch, its rows are computed apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -132,16 +133,16 @@ class InGroups:
         batches = tuple(constants.batch_of(call.arguments) for call in calls)
         if self._rows is not None:
             self._rows.require_several(batches, self.conds.prompts)
-        session = pool.sessions.latest
+        session = pool.sessions.live
         speeds = session.group_speeds if session is not None else ()
         held = session.models.get(self._model) if session is not None else None
         # Parts of blocks are gathered within a group
         apart = not self._can_join or (held is not None and held.weights.kept == "sharded")
         plan = self._plan(batches, pool.layout.groups, (1,) if apart else pool.layout.widths, speeds)
-        works = []
+        works, pieces_of = [], Counter(share.evaluation for share in plan.shares)
         for number, start, end, group in plan.shares:
             rows, branch = calls[number].arguments, calls[number].branch
-            if end - start < batches[number].rows:
+            if pieces_of[number] > 1:
                 rows = take(rows, start, end, batches[number], constants.names)
                 branch = replace(branch, rows=(start, end))
             works.append(Work(rows, branch, pool.layout.members(group, plan.width), plan.width))

@@ -49,18 +49,22 @@ class PipelineBackend:
         """Starts it for every group that computes some of its rows. A group computes the same rows
         in all of the run, because it keeps their keys and values.
         """
-        run, layout, session = self._pool.runs.of(self._model), self._pool.layout, self._pool.sessions.latest
+        run, layout, session = self._pool.runs.of(self._model), self._pool.layout, self._pool.sessions.live
         batch, branch = self.constants.batch_of(call.arguments), call.branch
         speeds, tickets = session.group_speeds if session is not None else (), []
         with one_thread():
-            for start, end in self._pieces(
+            pieces = self._pieces(
                 batch,
                 layout.parts_of_batches,
                 tuple(sorted(speeds, reverse=True)) if len(speeds) == layout.parts_of_batches else (),
-            ):
-                own = branch if end - start == batch.rows else replace(branch, rows=(start, end))
+            )
+            for start, end in pieces:
+                rows, own = call.arguments, branch
+                if len(pieces) > 1:
+                    rows = self._rows(rows, start, end, batch)
+                    own = replace(branch, rows=(start, end))
                 group = run.names.group_of(own, batch.weight * (end - start), layout.groups, speeds)
-                work = Work(self._rows(call.arguments, start, end, batch), own, layout.members(group))
+                work = Work(rows, own, layout.members(group))
                 tickets.append(self._pool.evaluations.submit(run, work, astuple(patch) if patch else None))
         return tickets
 
@@ -68,8 +72,6 @@ class PipelineBackend:
         """Returns the arguments of some rows. All patches of an evaluation get the same object, by
         which their written arguments are found again.
         """
-        if end - start == batch.rows:
-            return arguments
         if self._taken[0] is not arguments:
             self._taken = arguments, {}
         if (start, end) not in self._taken[1]:

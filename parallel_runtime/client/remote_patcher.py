@@ -265,9 +265,9 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
             wait_for((model.check or remote.check_weights()).require_unchanged)
         while True:
             try:
-                session, sampled = remote.pool.sessions.latest, remote.sampled
+                sampled = remote.sampled
                 # Else nothing has changed, but for a loss that those in flight tell of
-                if session is None or not session.tickets:
+                if remote.pool.evaluations.session is None:
                     bring_up(patcher)
                     if latent and sampled is not None and math.prod(latent[2:]) > sampled.elements:
                         find_room(patcher, latent, bring_up)
@@ -294,19 +294,19 @@ def bring_up(patcher: RemotePatcher) -> None:
     if patcher.patches_id != name:
         patcher.patches_id = name
     pool, model = patcher.remote.pool, patcher.remote.model
-    residency = pool.residency
-    pool.sessions.settle(interrupted)
-    if pool.sessions.latest is not None and pool.sessions.latest.owed:
+    residency, sessions = pool.residency, pool.sessions
+    sessions.settle(interrupted)
+    if (session := sessions.live) is not None and session.owed:
         pool.runs.end_owed()
     if model.run is not None and model.run.names.load:
         require_state(residency, pool.runs, model)
-    while not residency.is_ready(model, patcher.patches_id):
+    while (session := sessions.live) is None or not session.is_ready(model, patcher.patches_id):
         state = partial(state_source, patcher, patcher.remote.source.weights)
         wish = WeightsWish(
             patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model), patcher.remote.left_free
         )
         residency.load(model, patcher.remote.source, state, interrupted, wish)
-        if not residency.is_ready(model, patcher.patches_id):
+        if (session := sessions.live) is not None and not session.is_ready(model, patcher.patches_id):
             patches, takes_turns = pack_patches(with_hooks(patcher, hook_patches)), bool(patcher.hook_patches)
             residency.set_weight_patches(
                 model, patcher.patches_id, patches, patcher.objects, interrupted, comes_back=takes_turns

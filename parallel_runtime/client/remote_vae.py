@@ -141,7 +141,7 @@ class RemoteVAE:
             source.weights.note_sent(tree["state"])
             return tree
 
-        while not pool.residency.is_ready(model, ""):
+        while (session := pool.sessions.live) is None or not session.is_ready(model, ""):
             pool.residency.load(model, source, state, interrupted)
         return pool, model, source
 
@@ -201,10 +201,11 @@ class RemoteVAE:
                     model, partial(pool.evaluations.dispatch, run, works, wants_stop)
                 )
 
-            assert pool.sessions.latest is not None
+            if session is None:  # the pool was lost: the error says so
+                return computed(interrupted)
             picture = Picture(work, len(ranks), tuple(samples.shape))
-            with trying(pool.sessions.latest, model, picture):
-                if len(ranks) == 1 or session is None:  # of tiles ComfyUI shows how many are done
+            with trying(session, model, picture):
+                if len(ranks) == 1:  # of tiles ComfyUI shows how many are done
                     return computed(interrupted)
                 # The last rank's, which is asked for nothing more, as the one with the picture is
                 total = self._steps.get(kind, 0) if pool.wait.is_seen() else 0

@@ -77,22 +77,6 @@ class Residency:
         session = self._sessions.live
         return session.models.get(model) if session is not None else None
 
-    def is_ready(self, model: PooledModel, patches_id: str) -> bool:
-        """Returns whether every rank holds the model under exactly these weight patches. Then it
-        counts as just used.
-        """
-        session = self._sessions.live
-        resident = session.models.get(model) if session is not None else None
-        if (
-            session is None
-            or resident is None
-            or resident.state is not ResidentState.READY
-            or resident.patches_id != patches_id
-        ):
-            return False
-        session.models[model] = session.models.pop(model)
-        return True
-
     def load(
         self,
         model: PooledModel,
@@ -165,7 +149,7 @@ class Residency:
         ``PatchedWeights`` has them; ``comes_back``: sets take turns, so ranks keep what they
         computed. Raises ModelError, Refused, PoolFailed, RunCancelled.
 
-        Nothing is done where the pool was lost since the model was loaded: ``is_ready`` tells.
+        Nothing is done where the pool was lost since the model was loaded: its session tells.
         """
         session = self._open(interrupted)
         resident = session.models.get(model)

@@ -151,6 +151,16 @@ class Session:
         told = zip(self.pool.facts.names, self.pool.memory, strict=True)
         return [(memory.free + memory.kept) // sharers[name] for name, memory in told]
 
+    def is_ready(self, model: PooledModel, patches_id: str) -> bool:
+        """Returns whether every rank holds the model under exactly these weight patches. Then it
+        counts as just used.
+        """
+        resident = self.models.get(model)
+        if resident is None or resident.state is not ResidentState.READY or resident.patches_id != patches_id:
+            return False
+        self.models[model] = self.models.pop(model)
+        return True
+
     @property
     def free_bytes(self) -> int:
         """Returns the free bytes of the rank that has least, as it last told."""
@@ -190,7 +200,8 @@ class Sessions:
     def __init__(self, handle: Handle):
         self._handle = handle
         self.layout = handle.layout
-        self.latest: Session | None = None  # its pool may be gone
+        # Of the last pool, which may be gone: ``Beside`` asks what ranks had that ran out of memory
+        self.latest: Session | None = None
         self.at_close: list[Callable[[], None]] = []  # called once a pool is closed
 
     @property

@@ -80,17 +80,10 @@ class SequenceComm:
         if self.weights is not None:
             self.weights.width = width
 
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
     def share_weights(self, group: dist.ProcessGroup | None) -> ShardGather:
         """Have weights gathered in ``group``, which is of the ranks of this sequence."""
-        self.weights = gather = ShardGather(group, self.rank, self.size, via_cpu=self.world.via_cpu)
+        world = self.world
+        self.weights = gather = ShardGather(group, world.rank, world.size, via_cpu=world.via_cpu)
         gather.traffic = self.traffic
         return gather
 
@@ -104,12 +97,12 @@ class SequenceComm:
         """Return whether any rank of the sequence wishes it. All of them must ask, in the middle of
         an evaluation. Raises Stopped on all ranks alike.
         """
-        if self.size == 1:
+        if self.world.size == 1:
             return wish
         own = torch.tensor([float(wish)], device=self.device)
-        all_of = own.new_empty(self.size)
-        into = runs_of(all_of, 0, [1] * self.size)
-        self.stop.decide(self.world.all_to_all([to_all(own, self.size)], into, self.stop.wish()))
+        all_of = own.new_empty(self.world.size)
+        into = runs_of(all_of, 0, [1] * self.world.size)
+        self.stop.decide(self.world.all_to_all([to_all(own, self.world.size)], into, self.stop.wish()))
         return bool(all_of.any())
 
     def begin(self, attentions: int, part: Hashable) -> None:
@@ -234,7 +227,7 @@ def open_connections(
         if mover.size > 1:
             with naming(f"The {axis} group of", layout.group(axis, rank)):
                 first(token).item()  # NCCL tells of a failure here
-    if sequence.size > 1 and sequence.ulysses.size < sequence.size:
+    if sequence.world.size > 1 and sequence.ulysses.size < sequence.world.size:
         with naming("The sequence of", layout.sequence(rank)):
             sequence.world.largest(token).item()
     for before, after in pairwise(layout.of_stages(rank)):

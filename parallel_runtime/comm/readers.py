@@ -77,5 +77,5 @@ def readers_of(mesh: Mesh) -> Readers | None:
     if sequence.device.type != "cuda" or layout.world_size // layout.stages == 1:
         return None
     if layout.groups == 1:
-        return Readers(sequence.world.group, sequence.rank, sequence.size)
+        return Readers(sequence.world.group, sequence.world.rank, sequence.world.size)
     return Readers(None, mesh.rank, layout.world_size) if layout.stages == 1 else None

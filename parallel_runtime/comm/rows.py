@@ -23,19 +23,19 @@ class RowExchange:
 
     @property
     def size(self) -> int:
-        return self._comm.size
+        return self._comm.world.size
 
     def place(self, own: int) -> tuple[int, int, int]:
         """Return the first row, the end and the count of all rows of a picture of which this rank
         has ``own`` rows: 8, 16 and 20 for the second rank of three that have 8, 8 and 4.
         """
         sizes = self.of_all(own)
-        start = sum(sizes[: self._comm.rank])
+        start = sum(sizes[: self._comm.world.rank])
         return start, start + own, sum(sizes)
 
     def of_all(self, own: int) -> tuple[int, ...]:
         """Return every rank's rows of a picture of which this rank has ``own``."""
-        return self.bands.scaled(self._comm.rank, own)
+        return self.bands.scaled(self._comm.world.rank, own)
 
     def exchange(self, to: Sequence[torch.Tensor], come: Sequence[torch.Tensor]) -> None:
         """Send each rank its part of ``to``, and receive the part of each rank in ``come``. Raises
@@ -54,7 +54,7 @@ class RowExchange:
         """Return a band, and the rows above and below it that its neighbours have; None beyond the
         picture.
         """
-        rank, last = self._comm.rank, self._comm.size - 1
+        rank, last = self._comm.world.rank, self._comm.world.size - 1
         if rank < last:  # the zero row that the model adds below: a neighbour has the real one
             x = x.narrow(ROWS, 0, x.shape[ROWS] - x.shape[ROWS] % window.stride)
         rows = x.shape[ROWS]
@@ -82,9 +82,9 @@ class RowExchange:
     def gathered(self, output: torch.Tensor) -> torch.Tensor:
         """Return all rows on the first rank, its own on others."""
         nothing = output.narrow(ROWS, 0, 0)
-        to, come = [nothing] * self._comm.size, [nothing] * self._comm.size
+        to, come = [nothing] * self._comm.world.size, [nothing] * self._comm.world.size
         to[0] = output
-        if self._comm.rank:
+        if self._comm.world.rank:
             self.exchange(to, come)
             return output
         sizes = self.of_all(output.shape[ROWS])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..comm.device_copies import to_device
-from ..families.plan import Along, Blocks, Boundary, BranchTokens, Leave, Ranges, TokenPlan
+from ..families.plan import Along, Blocks, BranchTokens, Leave, TokenPlan
 from ..forward import binder
 from .blocks import as_BLC, as_given, blocks_of, entry_of, forward_of, put, taken
 from .entries import MethodHook
@@ -213,7 +213,8 @@ class TokenHooks:
             if self._rows is not None and group.branch is not None:
                 self._rows.attending = next(iter(group.tokens.values()))
                 self._rows.by_frame = keys_by_frame(group.branch, arguments)
-            self._localize(arguments, by_tokens)
+            if self._rows is not None:
+                self._rows.cut(arguments, by_tokens)
             self._attention.share(True)
             if self.patches.points is not None:
                 self.patches.points.enter(self._rows, group, index)
@@ -234,7 +235,7 @@ class TokenHooks:
             if self._rows is not None:
                 arguments[argument] = self._rows.localized(tokens, streams)
                 self._rows.attending, self._rows.by_frame = streams, None
-            self._localize(arguments, branch.along)
+                self._rows.cut(arguments, branch.along)
             self._attention.share(True)
             self._sharding.enter_block()
             return (), arguments
@@ -277,19 +278,13 @@ class TokenHooks:
         for arg, streams in group.tokens.items():
             put(arguments, arg, as_given(self._rows.slice(tokens[arg], 1, streams), (-1, 1, 1)[: len(grid)]))
 
-    def _localize(self, arguments: dict[str, Any], items: Sequence[Along | Ranges | Boundary]) -> None:
-        if self._rows is None:
-            return
-        for item in items:
-            if arguments.get(item.arg) is not None:
-                arguments[item.arg] = self._rows.cut(arguments[item.arg], item)
-
     def _entering_leave(self, module: nn.Module) -> Callable:
         bind, by_tokens = binder(forward_of(module)), (*self._plan.leave.along, *self._plan.leave.ranges)
 
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = bind(args, kwargs)
-            self._localize(arguments, by_tokens)
+            if self._rows is not None:
+                self._rows.cut(arguments, by_tokens)
             return (), arguments
 
         return hook

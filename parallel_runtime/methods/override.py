@@ -79,10 +79,6 @@ class AttentionCall(NamedTuple):
         needs_order = getattr(self.attention, "needs_order", False)
         return self.joint.rank_major() if needs_order and len(self.joint.streams) > 1 else None
 
-    @property
-    def own_heads(self) -> int:
-        return self.own.stop - self.own.start
-
     def compute(self, qkv: QKV, mask: torch.Tensor | None) -> torch.Tensor:
         """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""
         q, k, v = qkv
@@ -91,7 +87,7 @@ class AttentionCall(NamedTuple):
         if self.before is not None:
             k, v = (torch.cat(parts, 2) for parts in zip(self.before, (k, v), strict=True))
         return self.attention(
-            q, k, v, self.own_heads, mask, skip_reshape=True, skip_output_reshape=True, **self.options
+            q, k, v, q.shape[1], mask, skip_reshape=True, skip_output_reshape=True, **self.options
         )
 
     def _frame_by_frame(self, more: KeysByFrame, q, k, v) -> torch.Tensor:

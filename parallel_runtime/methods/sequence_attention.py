@@ -114,7 +114,7 @@ class SequenceAttention(ABC):
         """Attend with queries that every rank has whole to keys that are cut: each rank to its own
         keys, and all merge the same parts in the same order.
         """
-        if not isinstance(rows, Shards) or self._comm.size == 1:
+        if not isinstance(rows, Shards) or self._comm.world.size == 1:
             return attention(q, k, v, heads, mask, **kwargs)
         if mask is not None:
             raise ModelError(
@@ -131,7 +131,7 @@ class SequenceAttention(ABC):
         k_BHlD, v_BHlD = joint.drop_anchors(k_BHlD, 2), joint.drop_anchors(v_BHlD, 2)
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels, host)
         own = torch.cat((part.out.float(), part.lse.unsqueeze(-1)), -1)
-        parts = own.new_empty(self._comm.size, *own.shape)
+        parts = own.new_empty(self._comm.world.size, *own.shape)
         self._comm.stop.decide(self._from_all(own, [parts], self._comm.stop.wish()))
         whole = reduce(
             self._kernels.merge,
@@ -209,7 +209,7 @@ class SequenceAttention(ABC):
         of ``into``. Return the largest cancel flag.
         """
         self._on_progress()
-        return self._comm.world.all_to_all([to_all(own, self._comm.size)], into, wish)
+        return self._comm.world.all_to_all([to_all(own, self._comm.world.size)], into, wish)
 
     def all_rows(self, rows: Rows, local_BlC: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
         """Return all rows of ``streams``, in the host's order, of which ``local_BlC`` are the local
@@ -218,7 +218,7 @@ class SequenceAttention(ABC):
         assert isinstance(rows, Shards)
         joint = rows.joint(streams)
         rows_BgC = own = joint.drop_anchors(local_BlC, 1)
-        if self._comm.size > 1:
+        if self._comm.world.size > 1:
             rows_BgC = own.new_empty(own.shape[0], sum(joint.counts), own.shape[2])
             self._from_all(own, runs_of(rows_BgC, 1, joint.counts))
         whole = own.new_empty(own.shape[0], joint.all_tokens, own.shape[2])

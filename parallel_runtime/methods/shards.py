@@ -132,11 +132,17 @@ class Rows:
         source = torch.arange(total, device=tensor.device) // run
         return tensor.index_select(item.dim, self.slice(source, 0, item.streams))
 
-    def cut(self, value: Any, item: Along | Ranges | Boundary) -> Any:
-        """Cut an argument of a block to the local rows."""
-        if isinstance(item, Along):
-            return self.along(value, item)
-        return self.ranges(value, item) if isinstance(item, Ranges) else self.boundary(value, item)
+    def cut(self, arguments: dict[str, Any], items: Sequence[Along | Ranges | Boundary]) -> None:
+        """Cut the arguments of a block that ``items`` name to the local rows."""
+        for item in items:
+            if (value := arguments.get(item.arg)) is None:
+                continue
+            if isinstance(item, Along):
+                arguments[item.arg] = self.along(value, item)
+            elif isinstance(item, Ranges):
+                arguments[item.arg] = self.ranges(value, item)
+            else:
+                arguments[item.arg] = self.boundary(value, item)
 
     def ranges(self, ranges: list, item: Ranges) -> list[tuple]:
         """Cut token ranges of whole streams to the local rows. Raises ModelError where the plan

@@ -77,14 +77,15 @@ class SequenceSharding(SequenceAttention):
     """Gives each rank of the sequence its share of every stream; attention sees all of them."""
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards | None:
-        if self._comm.size == 1:
+        world = self._comm.world
+        if world.size == 1:
             return None
         self._comm.compare(tuple(all_tokens.items()), sum(all_tokens.values()))
-        return Shards(all_tokens, self._comm.rank, self._comm.size, weights=self._comm.shares.tokens)
+        return Shards(all_tokens, world.rank, world.size, weights=self._comm.shares.tokens)
 
     def enter_block(self) -> None:
         self._on_progress()
-        if self._comm.size == 1:
+        if self._comm.world.size == 1:
             self._comm.stop.decide(self._comm.stop.wish())
 
     def acts_behind(self, path: str, block: int) -> bool:
@@ -97,7 +98,7 @@ class SequenceSharding(SequenceAttention):
         if self._comm.ring.size > 1:
             return self._around_the_ring(call, qkv, mask, flag)
         self._comm.stop.decide(flag)
-        if not call.own_heads:
+        if not qkv[0].shape[1]:  # it has no heads of its own
             return qkv[0]
         if order is not None:
             mask = host_mask

@@ -102,12 +102,12 @@ class BandsOfRows(Method):
         """
         samples = arguments["samples"]
         self._comm.compare(tuple(samples.shape), samples.numel())
-        rows, size = samples.shape[ROWS], self._comm.size
+        rows, size = samples.shape[ROWS], self._comm.world.size
         weights = self._comm.shares.tokens or ()
         bands = Bands.of(rows, arguments["unit"], size, weights) if size > 1 else Bands((rows,))
         if bands is None:
             raise Refused(f"{rows} rows cannot be cut into bands for {size} ranks.")
-        self._rows.bands, rank = bands, self._comm.rank
+        self._rows.bands, rank = bands, self._comm.world.rank
         own = samples.narrow(ROWS, bands.start(rank), bands.rows[rank])
         strides = arguments.get("strides") or torch.empty_like(own, device="meta").stride()
         own = own.new_empty_strided(own.shape, strides).copy_(own)  # another copy than the arena's
@@ -121,9 +121,9 @@ class BandsOfRows(Method):
         cancelled, it raises Stopped here.
         """
         self._on_progress()
-        if self._comm.size == 1:
+        if self._comm.world.size == 1:
             self._comm.stop.decide(self._comm.stop.wish())
-        return self._comm.size == 1
+        return self._comm.world.size == 1
 
     def _convolve(
         self, added: int, module: nn.Conv2d, own: ModuleForward, x: torch.Tensor, *args: Any, **kwargs: Any
@@ -192,7 +192,7 @@ class BandsOfRows(Method):
         """Return the statistics ``mine`` of every rank, each (ranks, B, C), and each rank's share
         of all rows. ``mine`` (known, B, C) holds this rank's statistics of its ``rows``.
         """
-        every = mine.new_empty((self._comm.size, *mine.shape))
+        every = mine.new_empty((self._comm.world.size, *mine.shape))
         self._rows.exchange(list(mine.expand(every.shape)), list(every))
         sizes = torch.tensor(self._rows.of_all(rows), dtype=mine.dtype)
         return every.unbind(1), to_device(sizes / sizes.sum(), mine.device).view(-1, 1, 1)

@@ -123,7 +123,7 @@ class ResidentModel:
         blocks = len(list(blocks_of(transformer, plan)))
         ranks = self._mesh.layout.world_size
         return KeptTokens(
-            plan.kept, self.device, Sharers(lambda: sequence.size, sequence.any_wishes, blocks, ranks)
+            plan.kept, self.device, Sharers(lambda: sequence.world.size, sequence.any_wishes, blocks, ranks)
         )
 
     def detach(self) -> None:

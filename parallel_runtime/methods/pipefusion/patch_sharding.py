@@ -57,13 +57,13 @@ class PatchSharding(SequenceAttention):
         self.kv = KVBuffers()
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards:
-        patch, image = self.patch, self._plan.leave.stream
+        patch, image, world = self.patch, self._plan.leave.stream, self._comm.world
         active = None
         if patch is not None:
             active = {stream: (0, count if patch.first else 0) for stream, count in all_tokens.items()}
             active[image] = (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)
         self._comm.compare(tuple(all_tokens.items()), sum(all_tokens.values()))
-        return Shards(all_tokens, self._comm.rank, self._comm.size, active, self._comm.shares.tokens)
+        return Shards(all_tokens, world.rank, world.size, active, self._comm.shares.tokens)
 
     def enter_block(self) -> None:
         self._rank.tick()
@@ -102,7 +102,7 @@ class PatchSharding(SequenceAttention):
         if self._comm.ring.size > 1:
             fresh_2BhgD = qkv[1:] if isinstance(qkv, torch.Tensor) else torch.stack(kv)
             return self._around_the_ring(call, rows, layer, q_BhgD, fresh_2BhgD, flag)
-        if not call.own_heads:
+        if not q_BhgD.shape[1]:  # it has no heads of its own
             return q_BhgD
         buffer = self.kv.update(layer, kv, rows.taken[0], rows.tokens)
         mask, order = self._mask_of_own_queries(call), call.host_order
@@ -168,7 +168,7 @@ class PatchSharding(SequenceAttention):
             return None
         ranks = range(first, first + self._comm.ulysses.size)
         return call.rows.memoise(
-            mask, ("queries", call.own_heads), lambda: mask_of_own_queries(mask, call, ranks)
+            mask, ("queries", call.heads.total), lambda: mask_of_own_queries(mask, call, ranks)
         )
 
     def _reserve(self, rows: Shards, like: torch.Tensor, tokens: int) -> None:

@@ -99,7 +99,7 @@ class PipeFusion(Method):
                 self._messages.check()
             except StageDone:
                 output = None
-            if not self._messages.done.are_all:
+            if self._messages.left.any:
                 raise Refused(
                     "This model's forward left out a block at which a stage of the pipeline receives or"
                     " sends: set pipefusion to 1."
@@ -111,7 +111,7 @@ class PipeFusion(Method):
             raise
         except (Exception, Unlike) as error:
             # Those that leave the whole stage: else its other ranks wait for this one
-            if self._comm.size == 1 or isinstance(error, (NoRoom, Unlike)):
+            if self._comm.world.size == 1 or isinstance(error, (NoRoom, Unlike)):
                 free_frames(error)
                 self._go_through()
             raise
@@ -124,7 +124,7 @@ class PipeFusion(Method):
             self._messages.go_through()
         except Exception:  # noqa: BLE001 the failure that came first is told
             return
-        self._comm.traffic.is_complete = self._messages.done.are_all
+        self._comm.traffic.is_complete = not self._messages.left.any
 
     def forget(self) -> None:
         self._hooks.end_run()

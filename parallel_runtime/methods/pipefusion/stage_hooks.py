@@ -108,7 +108,7 @@ class StageHooks:
     def _entering(self, group: Blocks) -> Callable:
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
             self._messages.device = taken(arguments, group.returns[0]).device
-            if self._comm.size == 1:
+            if self._comm.world.size == 1:
                 self._comm.stop.decide(self._comm.stop.wish())
 
         return hook

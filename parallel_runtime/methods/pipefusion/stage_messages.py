@@ -7,6 +7,7 @@ how long a message is from an earlier one of the same part; the first is announc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -32,34 +33,19 @@ class Hidden(NamedTuple):
         return cls(sum(t.numel() for t in tokens), tokens[0].dtype)
 
 
-class MessagesDone:
-    """The messages of one patch. ``receives`` and ``sends``: whether the stage has a stage before
-    and after it.
+@dataclass
+class MessagesLeft:
+    """The messages that are left of one patch: whether the stage has still to ``receive`` and to
+    ``send``. ``is_lost``: it is not known which message of the link is this patch's.
     """
 
-    def __init__(self, receives: bool, sends: bool):
-        self._receives = self.must_receive = receives
-        self.must_send = sends
-        self.is_lost = False  # whether it is not known which message of the link is this patch's
-
-    def receiving(self) -> None:
-        """Note that ``received`` follows, unless it fails half way."""
-        self.is_lost = True
-
-    def received(self) -> None:
-        self.must_receive = self.is_lost = False
-
-    def misread(self) -> None:
-        """Take back ``received``: it was another patch's message, and this one's is in the link."""
-        self.must_receive, self.is_lost = self._receives, True
-
-    def sent(self) -> None:
-        self.must_send = False
+    receive: bool = False
+    send: bool = False
+    is_lost: bool = False
 
     @property
-    def are_all(self) -> bool:
-        """Whether none is left."""
-        return not (self.must_receive or self.must_send)
+    def any(self) -> bool:
+        return self.receive or self.send
 
 
 class StageMessages:
@@ -69,7 +55,7 @@ class StageMessages:
 
     def __init__(self, stage: Stage, link: StageLink, next_part: Callable[[], Part | None]):
         self._ends = not stage.is_first, not stage.is_last  # where it receives, and sends
-        self.done = MessagesDone(receives=False, sends=False)
+        self.left = MessagesLeft()
         self._link = link
         self._next_part = next_part
         self._part = Part(0, 0)
@@ -83,9 +69,9 @@ class StageMessages:
         """Open a patch, of that request. Raises ModelError after a patch of the same run whose
         messages are still in the link: this one would find them.
         """
-        if part.run == self._part.run and not self.done.are_all:
+        if part.run == self._part.run and self.left.any:
             raise ModelError("A patch before this one failed on its way through the stages: run again.")
-        self.done = MessagesDone(*self._ends)
+        self.left = MessagesLeft(*self._ends)
         self._part, self.number = part, number
 
     def receive_hidden(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,11 +80,11 @@ class StageMessages:
         """
         hidden, self.device = Hidden.of(tokens), tokens[0].device
         self._link.prepare(hidden.numel + 1, hidden.dtype, self.device)
-        self.done.receiving()
+        self.left.is_lost = True  # until the message is here
         rows = self._link.receive(
             self.number, *hidden, self.device, is_announced=self._received.get(self._part) != hidden
         )
-        self.done.received()
+        self.left.receive = self.left.is_lost = False
         if rows is None:
             return [torch.zeros_like(t) for t in tokens]
         self._received[self._part] = came = Hidden.of([rows])
@@ -125,30 +111,30 @@ class StageMessages:
         rows = torch.cat([t.reshape(-1) for t in tokens])
         self._link.send(self.number, rows, is_announced=self._sent.get(self._part) != hidden)
         self._sent[self._part] = hidden
-        self.done.sent()
+        self.left.send = False
         raise StageDone
 
     def take(self) -> None:
         """Take the message of a patch that failed here, or that all leave, if one is to come."""
-        if self.done.must_receive and not self.done.is_lost:
-            self.done.receiving()
+        if self.left.receive and not self.left.is_lost:
+            self.left.is_lost = True
             came = self._link.discard(self._received.get(self._part), self.device)
             if came is not None:
                 self._received[self._part] = Hidden(*came)
-            self.done.received()
+            self.left.receive = self.left.is_lost = False
 
     def go_through(self) -> None:
         """Receive and send the messages that are left of an unfinished patch: nobody uses its
         rows.
         """
         self.take()
-        if self.done.must_send:
+        if self.left.send:
             known = self._sent.get(self._part)
             if known is None:
                 self._link.announce_nothing()
             else:
                 self._link.send(self.number, torch.zeros(known.numel, dtype=known.dtype, device=self.device))
-            self.done.sent()
+            self.left.send = False
 
     def check(self) -> None:
         """Raise RuntimeError if a received patch belonged to another request. Call it before an
@@ -157,8 +143,12 @@ class StageMessages:
         try:
             self._link.check()
         except RuntimeError:
-            self.done.misread()
+            self._misread()
             raise
+
+    def _misread(self) -> None:
+        """Note that another patch's message was taken, and this one's is in the link."""
+        self.left.receive, self.left.is_lost = self._ends[0], True
 
     def end_run(self) -> None:
         """Raises RuntimeError as ``check`` does."""
@@ -167,5 +157,5 @@ class StageMessages:
         try:
             self._link.free_buffers()
         except RuntimeError:
-            self.done.misread()
+            self._misread()
             raise
