@@ -20,8 +20,6 @@ PLAN = TokenPlan(
 def config(size: Size) -> Config:
     double_layers, single_layers = size.blocks
     return {
-        "in_channels": 4,
-        "out_channels": 4,
         "dim": size.hidden,
         "n_heads": size.heads,
         "n_double_layers": double_layers,

@@ -32,7 +32,6 @@ RADIANCE = replace(
 def config(size: Size) -> Config:
     double_blocks, single_blocks = size.blocks
     return {
-        "image_model": "chroma",
         "in_channels": 64,
         "out_channels": 64,
         "context_in_dim": size.text_dim,
@@ -69,7 +68,7 @@ def radiance_config(size: Size) -> Config:
         "use_x0": True,
         "use_sequential_txt_ids": True,
     }
-    pixels = {"image_model": "chroma_radiance", "in_channels": 3, "out_channels": 3, "patch_size": 4}
+    pixels = {"in_channels": 3, "out_channels": 3, "patch_size": 4}
     return {**config(size), **pixels, **head}
 
 

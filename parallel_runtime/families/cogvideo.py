@@ -28,11 +28,9 @@ PLAN = TokenPlan(
 
 def config(size: Size, **form: Any) -> Config:
     return {
-        "image_model": "cogvideox",
         "num_attention_heads": size.heads,
         "attention_head_dim": size.head_dim,
         "in_channels": 16,
-        "out_channels": 16,
         "time_embed_dim": 32,
         "text_embed_dim": size.text_dim,
         "num_layers": size.blocks[0],

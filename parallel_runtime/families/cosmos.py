@@ -40,7 +40,6 @@ PLAN = TokenPlan(
 
 def config(size: Size, channels: int = 16) -> Config:
     return {
-        "image_model": "cosmos_predict2",
         "max_img_h": 240,
         "max_img_w": 240,
         "max_frames": 128,

@@ -26,7 +26,6 @@ PLAN = TokenPlan(
 
 def config(size: Size) -> Config:
     return {
-        "image_model": "ernie",
         "hidden_size": size.hidden,
         "num_attention_heads": size.heads,
         "num_layers": size.blocks[0],

@@ -45,7 +45,6 @@ AXES = {16: (4, 6, 6), 32: (8, 12, 12), 64: (8, 28, 28), 128: (16, 56, 56)}
 def config(size: Size) -> Config:
     double_blocks, single_blocks = size.blocks
     return {
-        "image_model": "flux",
         "in_channels": 16,
         "out_channels": 16,
         "patch_size": 2,
@@ -75,7 +74,6 @@ def config_2(size: Size) -> Config:
     """
     return {
         **config(size),
-        "image_model": "flux2",
         "in_channels": 128,
         "out_channels": 128,
         "patch_size": 1,

@@ -38,7 +38,6 @@ def config(size: Size) -> Config:
     """
     double_blocks, single_blocks = size.blocks
     return {
-        "image_model": "hidream",
         "attention_head_dim": size.head_dim,
         "axes_dims_rope": [8, 4, 4],
         "caption_channels": [size.text_dim, size.text_dim],
@@ -48,7 +47,6 @@ def config(size: Size) -> Config:
         "llama_layers": list(range(double_blocks + single_blocks)),
         "num_attention_heads": size.heads,
         "num_routed_experts": 2,
-        "num_activated_experts": 2,
         "num_layers": double_blocks,
         "num_single_layers": single_blocks,
         "patch_size": 2,

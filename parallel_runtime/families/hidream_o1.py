@@ -53,7 +53,7 @@ def config(size: Size) -> Config:
         "depth": 1,
         "num_position_embeddings": 16,
     }
-    return {"image_model": "hidream_o1", "text_config_overrides": text, "vision_config_overrides": vision}
+    return {"text_config_overrides": text, "vision_config_overrides": vision}
 
 
 def prompts(_latent: torch.Tensor, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:

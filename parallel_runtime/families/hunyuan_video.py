@@ -32,7 +32,6 @@ PLAN = TokenPlan(
 def config(size: Size, **form: Any) -> Config:
     double_blocks, single_blocks = size.blocks
     return {
-        "image_model": "hunyuan_video",
         "in_channels": 16,
         "out_channels": 16,
         "vec_in_dim": size.pooled_dim,

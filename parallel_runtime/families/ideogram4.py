@@ -26,17 +26,13 @@ PLAN = TokenPlan(
 
 def config(size: Size) -> Config:
     return {
-        "image_model": "ideogram4",
-        "in_channels": 128,
         "num_layers": size.blocks[0],
         "num_attention_heads": size.heads,
         "attention_head_dim": size.head_dim,
         "intermediate_size": 96,
         "adaln_dim": 32,
         "llm_features_dim": size.text_dim,
-        "rope_theta": 5000000,
         "mrope_section": [4, 2, 2],
-        "norm_eps": 1e-5,
     }
 
 

@@ -27,8 +27,6 @@ PLAN = TokenPlan(
 
 def config(size: Size) -> Config:
     return {
-        "image_model": "joyimage",
-        "in_channels": 16,
         "hidden_size": size.hidden,
         "num_attention_heads": size.heads,
         "text_dim": size.text_dim,

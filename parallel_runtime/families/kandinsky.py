@@ -27,21 +27,14 @@ PLAN = TokenPlan(
 
 
 def config(size: Size) -> Config:
-    """The video form: its input has 16 channels of the latent, 16 of a given image, and one of the
-    image's mask.
-    """
+    """The video form, whose input has a given image and its mask beside the latent."""
     return {
-        "image_model": "kandinsky5",
-        "in_visual_dim": 16,
-        "out_visual_dim": 16,
-        "visual_embed_dim": 4 * 33,
         "in_text_dim": size.text_dim,
         "in_text_dim2": size.pooled_dim,
         "time_dim": 32,
         "model_dim": size.hidden,
         "ff_dim": 96,
         "axes_dims": (4, 6, 6),
-        "num_text_blocks": 2,
         "num_visual_blocks": size.blocks[0],
     }
 

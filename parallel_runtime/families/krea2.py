@@ -32,7 +32,6 @@ TEXT_LAYERS = 4  # of the text encoder, side by side in a prompt's tokens
 
 def config(size: Size) -> Config:
     return {
-        "image_model": "krea2",
         "features": size.hidden,
         "tdim": 32,
         "txtdim": size.text_dim // TEXT_LAYERS,

@@ -30,7 +30,6 @@ TEXT_LAYERS = (5, 11, 17, 23)  # of the text encoder, side by side in a prompt's
 
 def config(size: Size) -> Config:
     return {
-        "image_model": "lens",
         "num_layers": size.blocks[0],
         "attention_head_dim": size.head_dim,
         "num_attention_heads": size.heads,

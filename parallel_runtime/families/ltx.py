@@ -93,24 +93,20 @@ AV_PLAN = TokenPlan(
 
 
 def config(size: Size) -> Config:
-    widths = {"in_channels": 128, "cross_attention_dim": size.hidden, "caption_channels": size.text_dim}
+    widths = {"cross_attention_dim": size.hidden, "caption_channels": size.text_dim}
     heads = {"num_attention_heads": size.heads, "attention_head_dim": size.head_dim}
-    return {"image_model": "ltxv", **widths, **heads, "num_layers": size.blocks[0]}
+    return {**widths, **heads, "num_layers": size.blocks[0]}
 
 
 def av_config(size: Size) -> Config:
     """The form of 2.3: gated attention, text modulated by the timestep."""
     heads = {"audio_num_attention_heads": size.heads, "audio_attention_head_dim": size.head_dim // 2}
     connectors = {"connector_num_attention_heads": 4, "connector_attention_head_dim": size.text_dim // 4}
-    positions = {
-        "audio_positional_embedding_max_pos": [20],
-        "rope_type": "split",
-        "frequencies_precision": "float64",
-    }
+    positions = {"rope_type": "split", "frequencies_precision": "float64"}
     positions |= {"use_middle_indices_grid": True, "causal_temporal_positioning": True}
     gates = {"apply_gated_attention": True, "cross_attention_adaln": True}
     audio = {"audio_cross_attention_dim": size.hidden // 2, **heads, **connectors, **positions, **gates}
-    return {**config(size), "image_model": "ltxav", **audio}
+    return {**config(size), **audio}
 
 
 # Of 2.5: no biases in the feed-forward layers, plain text, and a mark on frames that stand alone

@@ -18,7 +18,6 @@ PLAN = replace(
 
 def config(size: Size) -> Config:
     return {
-        "image_model": "mage_flow",
         "num_layers": size.blocks[0],
         "attention_head_dim": size.head_dim,
         "num_attention_heads": size.heads,

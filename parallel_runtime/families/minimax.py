@@ -34,7 +34,6 @@ PLAN = TokenPlan(
 
 def config(size: Size) -> Config:
     return {
-        "image_model": "minimax_h3",
         "hidden_size": size.hidden,
         "num_layers": size.blocks[0],
         "token_refiner_num_layers": 1,

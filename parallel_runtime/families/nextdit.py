@@ -50,7 +50,6 @@ AXES = {16: [4, 6, 6], 64: [16, 24, 24], 96: [32, 32, 32], 128: [32, 48, 48]}  #
 def config(size: Size, **others: Any) -> Config:
     """Lumina 2, whose queries share keys."""
     return {
-        "image_model": "lumina2",
         "in_channels": 16,
         "dim": size.hidden,
         "n_layers": size.blocks[0],
@@ -91,7 +90,7 @@ def ming_config(size: Size) -> Config:
 def pixel_config(size: Size) -> Config:
     """Pixels in place of latents, decoded token by token behind the blocks."""
     own = {"in_channels": 3, "patch_size": 4, "decoder_hidden_size": 32, "decoder_num_res_blocks": 1}
-    return {**z_image_config(size), "image_model": "zimage_pixel", **own}
+    return {**z_image_config(size), **own}
 
 
 # Sizes in a list, where ComfyUI has a tuple: a tuple is a shape to draw

@@ -58,9 +58,8 @@ BOOGU = TokenPlan(
 )
 
 
-def config(size: Size, image_model: str = "omnigen2", **others: Any) -> Config:
+def config(size: Size, **others: Any) -> Config:
     return {
-        "image_model": image_model,
         "hidden_size": size.hidden,
         "num_layers": size.blocks[-1],
         "num_refiner_layers": 1,
@@ -77,7 +76,7 @@ def omnigen2_config(size: Size) -> Config:
 
 
 def boogu_config(size: Size) -> Config:
-    return config(size, "boogu", instruction_feat_dim=size.text_dim, num_double_stream_layers=size.blocks[0])
+    return config(size, instruction_feat_dim=size.text_dim, num_double_stream_layers=size.blocks[0])
 
 
 WIDE = {"num_refiner_layers": 2, "num_kv_heads": 7, "multiple_of": 256, "axes_dim_rope": (40, 40, 40)}

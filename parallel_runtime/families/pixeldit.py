@@ -35,12 +35,10 @@ PID = replace(
 def config(size: Size) -> Config:
     """Patches of 4 x 4 pixels."""
     return {
-        "image_model": "pixeldit_t2i",
         "num_groups": size.heads,
         "hidden_size": size.hidden,
         "patch_depth": size.blocks[0],
         "patch_size": 4,
-        "pixel_hidden_size": 16,
         "pixel_attn_hidden_size": 32,
         "pixel_num_groups": 2,
         "txt_embed_dim": size.text_dim,
@@ -48,8 +46,8 @@ def config(size: Size) -> Config:
 
 
 def pid_config(size: Size) -> Config:
-    picture = {"lq_latent_channels": 16, "lq_hidden_dim": 16, "lq_num_res_blocks": 1, "pit_lq_inject": True}
-    return {**config(size), "image_model": "pid", **picture}
+    picture = {"lq_hidden_dim": 16, "lq_num_res_blocks": 1, "pit_lq_inject": True}
+    return {**config(size), **picture}
 
 
 # The extras of the PiD node: a latent of the picture, and how much noise it has

@@ -42,8 +42,6 @@ PLAN = TokenPlan(
 
 def config(size: Size, **form: Any) -> Config:
     return {
-        "image_model": "qwen_image",
-        "in_channels": 64,
         "num_layers": size.blocks[0],
         "attention_head_dim": size.head_dim,
         "num_attention_heads": size.heads,

@@ -29,7 +29,6 @@ def config(size: Size) -> Config:
     return {
         "in_channels": 16,
         "out_channels": 16,
-        "patch_size": 2,
         "depth": size.heads,
         "input_size": None,
         "adm_in_channels": size.pooled_dim,
@@ -39,9 +38,6 @@ def config(size: Size) -> Config:
         },
         "num_patches": 1024,
         "pos_embed_max_size": 32,
-        "pos_embed_scaling_factor": None,
-        "qk_norm": None,
-        "x_block_self_attn_layers": [],
     }
 
 

@@ -58,7 +58,6 @@ ONE_TIMESTEP = replace(PLAN, blocks=(PLAIN,), leave=Leave(path="head", stream="i
 def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: str = "t2v") -> Config:
     """``extra_channels`` follow the latent's channels: a given image and its mask."""
     return {
-        "image_model": "wan2.1",
         "model_type": model_type,
         "dim": size.hidden,
         "ffn_dim": 128,
@@ -67,12 +66,6 @@ def config(size: Size, channels: int = 16, extra_channels: int = 0, model_type: 
         "in_dim": channels + extra_channels,
         "out_dim": channels,
         "text_dim": size.text_dim,
-        "freq_dim": 256,  # the only one that ComfyUI reads from files
-        "patch_size": (1, 2, 2),
-        "window_size": (-1, -1),
-        "qk_norm": True,
-        "cross_attn_norm": True,
-        "eps": 1e-6,
     }
 
 
@@ -96,7 +89,7 @@ def released(
     **changes: Any,
 ) -> Released:
     size = Size(heads=heads, head_dim=128, blocks=(blocks,), text_dim=4096)
-    changes = {"ffn_dim": ffn, "freq_dim": 256, **changes}
+    changes = {"ffn_dim": ffn, **changes}
     return Released(name=name, size=size, text=512, extent=extent, changes=changes)
 
 
