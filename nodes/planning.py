@@ -28,8 +28,9 @@ from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.sampler_arguments import Asked
 from ..parallel_runtime.client.windows import windows_of
 from ..parallel_runtime.errors import RunCancelled
-from ..parallel_runtime.families import plan_or_whole, takes_rows_for_frames
+from ..parallel_runtime.families import plan_or_whole
 from ..parallel_runtime.families.plan import TokenPlan
+from ..parallel_runtime.families.unplanned_models import takes_rows_for_frames
 from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.memory import system_memory
 from ..parallel_runtime.planner.choice import Plan, legal_layouts, plan, sizes_of, with_running

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from .errors import Refused
-from .families import plan_or_whole, why_no_plan
+from .families import plan_or_whole
 from .families.plan import TokenPlan
+from .families.unplanned_models import class_path, why_no_plan
 from .layout import OF_A_GROUP, OF_THE_POOL, Layout, listed
 
 ON_ONE_GPU = "run this sampler on one GPU (bypass PipeMesh Parallelize and turn auto mode off)"
@@ -36,7 +37,7 @@ def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> No
 
 def no_plan(diffusion_model: torch.nn.Module) -> str:
     kind = type(diffusion_model)
-    why = why_no_plan(kind) if kind.__module__.startswith("comfy.") else of_a_pack(kind)
+    why = why_no_plan(class_path(kind)) if kind.__module__.startswith("comfy.") else of_a_pack(kind)
     known = "docs/FAMILIES.md of the repository has the models with one"
     return f"{kind.__name__} has no token plan ({why}; {known})"
 

@@ -92,7 +92,6 @@ class Model(torch.nn.Module):
 
 PLAN = TokenPlan(
     family="grouped",
-    models=(),
     streams=("x",),
     blocks=(Blocks(path="blocks", tokens={"x": ("x",)}),),
     leave=Leave(path="last", stream="x"),

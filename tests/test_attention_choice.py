@@ -23,7 +23,7 @@ from pipemesh.parallel_runtime.crossing.attention import why_no_parts
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import plan_for
-from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, classes_of
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import Part
@@ -44,7 +44,7 @@ from .test_patches_by_name import as_comfyui_chooses, halved, with_override
 H3 = next(
     family.samples[0].name
     for family in FAMILIES
-    if any("MiniMaxH3Model" in model for model in family.plans[0].models)
+    if any("MiniMaxH3Model" in model for model in classes_of(family.plans[0]))
 )
 SAGE = '''
 """In place of SageAttention: a quarter of exact attention, and a note of the heads and tokens."""

@@ -18,7 +18,7 @@ from pipemesh.parallel_runtime.crossing.block_code import can_serve
 from pipemesh.parallel_runtime.crossing.named_code import options_by_name
 from pipemesh.parallel_runtime.crossing.options import OF_COMFYUI
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLANS
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLANS, classes_of
 from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
@@ -33,7 +33,6 @@ from .models import IdleRank, asked_of
 
 PLAN = TokenPlan(
     family="plain",
-    models=(),
     streams=("img",),
     blocks=(Blocks(path="blocks", tokens={"x": ("img",)}, control="output"),),
     leave=Leave(path="head", stream="img"),
@@ -180,9 +179,9 @@ def planned(model):
     return "".join(inspect.getsource(one) for one in kind.__mro__ if one.__module__.startswith("comfy.ldm."))
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.models[0].rpartition(":")[2])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: classes_of(plan)[0].rpartition(":")[2])
 def test_what_a_forward_reads_of_residuals_options_and_patches_is_planned_or_refused(plan):
-    for model in plan.models:
+    for model in classes_of(plan):
         pytest.importorskip(model.partition(":")[0], reason="of a newer ComfyUI")
         source = planned(model)
         residuals = set(re.findall(r"control\w*(?:\.get\(|\[)[\"'](\w+)[\"']", source))

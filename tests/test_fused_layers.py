@@ -13,7 +13,7 @@ import torch
 from comfy.ldm.lumina.model import FeedForward
 from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
-from pipemesh.parallel_runtime.families.catalogue import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, classes_of
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.watch.fingerprint import host_files
 from pipemesh.parallel_runtime.weights.quantisation import is_quantised
@@ -33,7 +33,7 @@ LAYOUTS = {"2": Layout(ulysses=2), "3": Layout(ring=3), "stages": Layout(ring=2,
 
 def calls_the_helper(family):
     """Whether code of the family's models may call it."""
-    kinds = [plan.models[0] for plan in family.plans]
+    kinds = [classes_of(plan)[0] for plan in family.plans]
     return ("comfy.ops", HELPER) in host_files(Path(COMFYUI)).reached(*kinds)
 
 
@@ -97,7 +97,9 @@ def assert_equal(monkeypatch, layout, weights, path, calls, patches):
 
 
 LUMINA = next(
-    family.samples[0].name for family in FAMILIES if family.plans[0].models[0].startswith("comfy.ldm.lumina")
+    family.samples[0].name
+    for family in FAMILIES
+    if classes_of(family.plans[0])[0].startswith("comfy.ldm.lumina")
 )
 
 

@@ -364,7 +364,6 @@ class LeavesBehindBlocks(torch.nn.Module):
 
     PLAN = TokenPlan(
         family="leaves",
-        models=(),
         streams=("txt", "img"),
         blocks=(
             Blocks(path="apart", tokens={"txt": ("txt",), "img": ("img",)}, returns=("img", "txt")),

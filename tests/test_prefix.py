@@ -27,7 +27,6 @@ LAYOUTS = [
 ]
 PLAN = TokenPlan(
     family="prompted",
-    models=(),
     streams=("img",),
     blocks=(
         Blocks(

@@ -25,7 +25,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
 from pipemesh.parallel_runtime.crossing.source import describe_source
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, SAMPLES, classes_of
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.weights.background_check import BackgroundCheck
 from pipemesh.parallel_runtime.worker.preparation import PRODUCTS, answer_alike
@@ -157,7 +157,7 @@ PRODUCT = [
 
 def prepares_text(plan):
     """Whether ComfyUI calls the transformer for it, in its own process."""
-    module, name = plan.models[0].split(":")
+    module, name = classes_of(plan)[0].split(":")
     return hasattr(getattr(import_module(module), name), METHOD)
 
 

@@ -12,7 +12,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.crossing.prepared_text import METHOD
-from pipemesh.parallel_runtime.families.catalogue import FAMILIES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, classes_of
 
 from .fake_device import DEVICE, ui_on_it
 from .models import load, run, with_lora
@@ -144,7 +144,7 @@ def test_at_the_next_run_comfyui_makes_no_room_for_weights_that_a_rank_on_its_de
 
 
 def prepares_text(plan):
-    named = (name.split(":") for name in plan.models)
+    named = (name.split(":") for name in classes_of(plan))
     return all(hasattr(getattr(import_module(module), name), METHOD) for module, name in named)
 
 

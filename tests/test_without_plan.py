@@ -13,9 +13,10 @@ import torch
 from pipemesh.lab.commands.parity import conditioning, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import UNTRIED, plan_for, plan_or_whole
+from pipemesh.parallel_runtime.families import plan_for, plan_or_whole
 from pipemesh.parallel_runtime.families.catalogue import PLAIN
 from pipemesh.parallel_runtime.families.sample import Form, Size
+from pipemesh.parallel_runtime.families.unplanned_models import UNTRIED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.refusals import ON_ONE_GPU
 from pipemesh.pool.trial.tiny_samples import POOLED_DIM

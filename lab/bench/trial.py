@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from ...parallel_runtime.families import FILES
+from ...parallel_runtime.families import file_of
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ...pool.devices import Device
 from ...pool.trial.process import try_in_process
@@ -31,7 +31,7 @@ def bench(options: Options) -> Iterator[Figure]:
         found.append(try_in_process(setup, partial(Device, "cpu"), kind, lambda now: None)[0])
 
     for kind in options.choose(classes(), classes()[:1]):
-        case = f"{FILES[kind]} {kind.partition(':')[2]}"
+        case = f"{file_of(kind)} {kind.partition(':')[2]}"
         is_asked_for = not options.only or any(word in case for word in options.only)
         if not is_asked_for or not read(kind):
             continue

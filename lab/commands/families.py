@@ -14,9 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...parallel_runtime.families import NOT_AT_HAND, NOT_YET, ON_ONE_GPU, WHOLE, WITHOUT_PLAN
-from ...parallel_runtime.families.catalogue import PLANS, REGISTERED
+from ...parallel_runtime.families import FILES
+from ...parallel_runtime.families.catalogue import REGISTERED, classes_of
 from ...parallel_runtime.families.plan import TokenPlan
+from ...parallel_runtime.families.unplanned_models import (
+    NOT_AT_HAND,
+    NOT_YET,
+    ON_ONE_GPU,
+    TRIED_WHOLE,
+    WITHOUT_PLAN,
+)
 
 HOSTS = Path(__file__).parents[1] / "hosts.json"  # ComfyUI's version -> its transformers
 Hosts = Mapping[str, Sequence[str]]
@@ -91,7 +98,7 @@ def rows() -> list[Row]:
 
 
 def row_of(plan: TokenPlan, samples: Sequence[str]) -> Row:
-    return Row(plan.family, plan.models, tuple(samples), "exact", *under_pipefusion(plan))
+    return Row(plan.family, tuple(classes_of(plan)), tuple(samples), "exact", *under_pipefusion(plan))
 
 
 def under_pipefusion(plan: TokenPlan) -> tuple[str, str]:
@@ -142,11 +149,10 @@ def in_groups(classes: Sequence[str]) -> dict[str, str]:
     """Returns why each of the models that groups of one rank compute whole is never cut, by
     ``module:Class``.
     """
-    planned = {model for plan in PLANS for model in plan.models}
     return {
         name: WITHOUT_PLAN.get(name, NOT_YET)
         for name in classes
-        if name not in planned and name not in ON_ONE_GPU
+        if name not in FILES and name not in ON_ONE_GPU
     }
 
 
@@ -200,7 +206,7 @@ def markdown(table: Sequence[Row], hosts: Hosts) -> str:
         f"|---|---|---|{rule}",
     ]
     lines += [
-        f"| `{short(name)}` | {why} | {'yes' if name in WHOLE.models else 'no'} | {there([name], hosts)} |"
+        f"| `{short(name)}` | {why} | {'yes' if name in TRIED_WHOLE else 'no'} | {there([name], hosts)} |"
         for name, why in sorted(in_groups(classes).items(), key=lambda item: (item[1] == NOT_YET, item[0]))
     ]
     lines += ["", "## On one GPU", "", *ONE_GPU.splitlines()]

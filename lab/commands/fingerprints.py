@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
-from ...parallel_runtime.families.catalogue import PLANS
+from ...parallel_runtime.families import FILES
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ...pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 
@@ -21,7 +21,7 @@ NOTHING = KnownHosts((), {})
 
 
 def classes() -> list[str]:
-    return sorted({model for plan in PLANS for model in plan.models if plan.blocks})
+    return sorted(FILES)
 
 
 def with_host(known: KnownHosts, version: str, root: Path, kinds: Sequence[str] | None = None) -> KnownHosts:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...launcher.errors import LaunchError
-from ...parallel_runtime.families import ON_ONE_GPU, WHOLE, WITHOUT_PLAN
-from ...parallel_runtime.families.catalogue import FAMILIES
+from ...parallel_runtime.families.catalogue import FAMILIES, classes_of
+from ...parallel_runtime.families.unplanned_models import ON_ONE_GPU, TRIED_WHOLE, WITHOUT_PLAN
 from ...parallel_runtime.watch.fingerprint import HostFiles
 from ..unpack import UnpackError, unpack
 from .drafted import draft
@@ -47,7 +47,7 @@ def lines(old: Path, new: Path, kinds: Sequence[str]) -> Iterator[str]:
     of_most = {name for name, count in shared.items() if count > len(changes) // 2}
     alike: dict[tuple[str, ...], list[str]] = {}  # what differs -> the classes in which it does
     for kind in [
-        one for family in FAMILIES for plan in family.plans for one in plan.models if one in changes
+        one for family in FAMILIES for plan in family.plans for one in classes_of(plan) if one in changes
     ]:
         parts = zip(("changed", "new", "gone"), changes[kind], strict=True)
         told = tuple(f"    {word} {name}" for word, part in parts for name in part if name not in of_most)
@@ -57,7 +57,7 @@ def lines(old: Path, new: Path, kinds: Sequence[str]) -> Iterator[str]:
     yield "Code of most families that differs:"
     yield from (f"  {name}" for name in sorted(of_most))
     yield "New classes of transformers:"
-    known = {*classes(), *WHOLE.models, *WITHOUT_PLAN, *ON_ONE_GPU}
+    known = {*classes(), *TRIED_WHOLE, *WITHOUT_PLAN, *ON_ONE_GPU}
     older, newer = transformers(old), transformers(new)
     for kind in sorted(newer.keys() - known - older.keys()):
         yield f"  {kind}"

@@ -38,7 +38,7 @@ from pipemesh.launcher.errors import LaunchError
 from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.errors import PipeMeshError
-from pipemesh.parallel_runtime.families import FILES
+from pipemesh.parallel_runtime.families import file_of
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.tests.conftest import ALL
 from pipemesh.tests.models import evaluate
@@ -312,7 +312,7 @@ def test_the_trial_bench_has_the_seconds_of_each_class_that_is_asked_for(monkeyp
     monkeypatch.setattr(trial, "try_in_process", lambda *given: asked.append(given[2]) or (True, ""))
     figures = list(trial.bench(Options(host=host(), rounds=2, only=("LTX",))))
     assert [kind.rpartition(":")[2] for kind in asked] == ["LTXAVModel", "LTXVModel"]
-    names = [f"{FILES[kind]} {kind.rpartition(':')[2]}" for kind in asked]
+    names = [f"{file_of(kind)} {kind.rpartition(':')[2]}" for kind in asked]
     each = ("fingerprint_s", "trial_s", "is_same")
     assert [(one.case, one.metric) for one in figures] == [
         *((name, metric) for name in names for metric in each),

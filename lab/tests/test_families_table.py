@@ -10,9 +10,10 @@ from pipemesh.lab.commands import families
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import Refused
-from pipemesh.parallel_runtime.families import NOT_YET, ON_ONE_GPU, WITHOUT_PLAN, why_no_plan
+from pipemesh.parallel_runtime.families import FILES
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, PLANS, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Together
+from pipemesh.parallel_runtime.families.unplanned_models import NOT_YET, ON_ONE_GPU, WITHOUT_PLAN, why_no_plan
 from pipemesh.tests.conftest import COMFYUI
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ def test_docs_families_is_what_the_registry_says():
 @pytest.mark.host
 def test_every_class_of_a_plan_and_every_one_without_is_a_tested_hosts():
     hosts = {name for classes in families.tested_hosts().values() for name in classes}
-    planned = {model for plan in PLANS for model in plan.models}
+    planned = set(FILES)
     assert len(hosts) > 40
     ahead = {model for row in families.rows() if row.ahead for model in row.models}
     assert planned <= hosts | {*families.OF_NO_TYPE, *ahead} and not hosts & ahead
@@ -85,7 +86,7 @@ def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys,
 
 
 def test_an_unknown_class_has_no_plan_yet():
-    assert why_no_plan(dict) == NOT_YET
+    assert why_no_plan("builtins:dict") == NOT_YET
 
 
 def test_a_model_that_no_stage_can_hold_a_part_of_is_refused_before_anything_starts(client):

@@ -12,7 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from ...parallel_runtime.client.remote_patcher import RemotePatcher
 from ...parallel_runtime.client.sampler_arguments import Asked
 from ...parallel_runtime.errors import Refused
-from ...parallel_runtime.families import FRAMES_ALONE, takes_rows_for_frames
+from ...parallel_runtime.families.unplanned_models import FRAMES_ALONE, takes_rows_for_frames
 from ...parallel_runtime.refusals import require_whole_groups
 from ..planning import PlannedLayout, Sampling, placed
 from ..runtime import Runtime

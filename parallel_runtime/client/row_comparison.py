@@ -12,7 +12,7 @@ import torch
 
 from ..branches import Batch
 from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
-from ..families import FRAMES_ALONE, class_path
+from ..families.unplanned_models import FRAMES_ALONE, class_path
 from ..tolerance import ROWS_OF_BATCH
 from .first_of import FirstOf
 from .shared_evaluation import Judge, SharedEvaluation

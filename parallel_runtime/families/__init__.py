@@ -10,20 +10,9 @@ from importlib import import_module
 from typing import Any
 
 from .plan import BranchCache, TokenPlan
-from .unplanned_models import FRAMES_ALONE as FRAMES_ALONE
-from .unplanned_models import NOT_AT_HAND as NOT_AT_HAND
-from .unplanned_models import NOT_YET as NOT_YET
-from .unplanned_models import ON_ONE_GPU as ON_ONE_GPU
-from .unplanned_models import UNTRIED as UNTRIED
-from .unplanned_models import WHOLE as WHOLE
-from .unplanned_models import WITHOUT_PLAN as WITHOUT_PLAN
-from .unplanned_models import class_path as class_path
-from .unplanned_models import takes_rows_for_frames as takes_rows_for_frames
-from .unplanned_models import whole_plan
-from .unplanned_models import why_named_without as why_named_without
-from .unplanned_models import why_no_plan as why_no_plan
+from .unplanned_models import class_path, whole_plan
 
-FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its family
+FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its family, :name if it is not PLAN
     "comfy.ldm.flux.model:Flux": "flux",
     "comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper": "sd3",
     "comfy.ldm.wan.model:WanModel": "wan",
@@ -42,57 +31,67 @@ FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its famil
     "comfy.ldm.qwen_image21.model:QwenImage21Transformer2DModel": "qwen_image21",
     "comfy.ldm.hunyuan_video.model:HunyuanVideo": "hunyuan_video",
     "comfy.ldm.chroma.model:Chroma": "chroma",
-    "comfy.ldm.chroma_radiance.model:ChromaRadiance": "chroma",
+    "comfy.ldm.chroma_radiance.model:ChromaRadiance": "chroma:RADIANCE",
     "comfy.ldm.hidream.model:HiDreamImageTransformer2DModel": "hidream",
     "comfy.ldm.hidream_o1.model:HiDreamO1Transformer": "hidream_o1",
     "comfy.ldm.joyimage.model:JoyImageTransformer3DModel": "joyimage",
     "comfy.ldm.lumina.model:NextDiT": "nextdit",
-    "comfy.ldm.lumina.model:NextDiTPixelSpace": "nextdit",
+    "comfy.ldm.lumina.model:NextDiTPixelSpace": "nextdit:PIXELS",
     "comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel": "omnigen2",
-    "comfy.ldm.boogu.model:BooguTransformer2DModel": "omnigen2",
+    "comfy.ldm.boogu.model:BooguTransformer2DModel": "omnigen2:BOOGU",
     "comfy.ldm.krea2.model:SingleStreamDiT": "krea2",
     "comfy.ldm.mage_flow.model:MageFlowTransformer2DModel": "mage_flow",
     "comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel": "ideogram4",
     "comfy.ldm.ernie.model:ErnieImageModel": "ernie",
     "comfy.ldm.lens.model:LensTransformer2DModel": "lens",
     "comfy.ldm.lightricks.model:LTXVModel": "ltx",
-    "comfy.ldm.lightricks.av_model:LTXAVModel": "ltx",
+    "comfy.ldm.lightricks.av_model:LTXAVModel": "ltx:AV_PLAN",
     "comfy.ldm.minimax.model:MiniMaxH3Model": "minimax",
     "comfy.ldm.cosmos.predict2:MiniTrainDIT": "cosmos",
     "comfy.ldm.anima.model:Anima": "cosmos",
     "comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel": "cogvideo",
     "comfy.ldm.pixeldit.model:PixDiT_T2I": "pixeldit",
-    "comfy.ldm.pixeldit.pid:PidNet": "pixeldit",
+    "comfy.ldm.pixeldit.pid:PidNet": "pixeldit:PID",
     "comfy.ldm.pixart.pixartms:PixArtMS": "pixart",
     "comfy.ldm.aura.mmdit:MMDiT": "aura",
 }
 
 
 def family_in(file: str) -> Any:
-    """The Family of a file, which names it as the file is called."""
+    """Returns the Family of a file, which names it as the file is called."""
     return getattr(import_module(f".{file}", __name__), file.upper())
 
 
+def file_of(kind: str) -> str:
+    """Returns the file of the family that has a plan for a class, ``module:Class``."""
+    return FILES[kind].partition(":")[0]
+
+
+def plan_named(kind: str) -> TokenPlan | None:
+    """Returns the plan of a class, ``module:Class``."""
+    if kind not in FILES:
+        return None
+    file, _, name = FILES[kind].partition(":")
+    return getattr(import_module(f".{file}", __name__), name or "PLAN")
+
+
 def plan_for(model_class: type) -> TokenPlan | None:
-    """The plan of a ComfyUI model class. A subclass has its own forward and so needs its own
+    """Returns the plan of a class of ComfyUI's. A subclass has its own forward and so needs its own
     plan.
     """
-    name = class_path(model_class)
-    if name not in FILES:
-        return None
-    return next(plan for plan in family_in(FILES[name]).plans if name in plan.models)
+    return plan_named(class_path(model_class))
 
 
 def kept_by(kind: str) -> BranchCache | None:
     """Returns the kept tokens of a class, ``module:Class``, whose models a node has keep tokens;
     None for other classes.
     """
-    plans = family_in(FILES[kind]).plans if kind in FILES else ()
-    return next((plan.kept for plan in plans if kind in plan.models), None)
+    plan = plan_named(kind)
+    return plan.kept if plan is not None else None
 
 
 def plan_or_whole(model_class: type) -> TokenPlan | None:
-    """The plan of a ComfyUI model class; one without blocks for a class whose forward groups of one
-    rank each compute whole.
+    """Returns the plan of a class of ComfyUI's; one without blocks for a class whose forward groups
+    of one rank each compute whole.
     """
     return plan_for(model_class) or whole_plan(model_class)

@@ -7,7 +7,6 @@ from .sample import Config, Family, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
     family="aura",
-    models=("comfy.ldm.aura.mmdit:MMDiT",),
     streams=("c", "x"),
     blocks=(
         Blocks(path="double_layers", tokens={"c": ("c",), "x": ("x",)}),

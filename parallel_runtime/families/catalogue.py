@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from . import FILES, family_in
+from . import FILES, family_in, file_of, plan_named
 from .plan import TokenPlan
 from .sample import Family, Released, Sample, Size
 
-REGISTERED: tuple[Family, ...] = tuple(family_in(file) for file in dict.fromkeys(FILES.values()))
+REGISTERED: tuple[Family, ...] = tuple(family_in(file) for file in dict.fromkeys(map(file_of, FILES)))
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in REGISTERED for plan in family.plans)
 # Those of the ComfyUI at hand
 FAMILIES: tuple[Family, ...] = tuple(filter(None, map(Family.here, REGISTERED)))
@@ -24,6 +24,11 @@ RELEASED: Mapping[str, tuple[Sample, Released]] = {
     one.name: (sample, one) for sample in SAMPLES.values() for one in sample.form.released
 }
 PLAIN = next(iter(SAMPLES))  # for what any family will do
+
+
+def classes_of(plan: TokenPlan) -> list[str]:
+    """Returns the classes of ComfyUI's that have this plan, as ``module:Class``."""
+    return [kind for kind in FILES if plan_named(kind) is plan]
 
 
 def sample_with(size: str) -> tuple[Sample, Size]:

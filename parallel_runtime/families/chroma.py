@@ -16,14 +16,12 @@ from .sample import Config, Family, Masks, Released, Size, Tiny, sample
 PLAN = replace(
     flux.PLAN,
     family="chroma",
-    models=("comfy.ldm.chroma.model:Chroma",),
     blocks=(flux.DOUBLE, flux.SINGLE),
 )
 
 RADIANCE = replace(
     PLAN,
     family="chroma-radiance",
-    models=("comfy.ldm.chroma_radiance.model:ChromaRadiance",),
     leave=Leave(path="single_blocks", stream="img"),
     together=Together(always="the last layer of Chroma Radiance, which looks at neighbouring pixels"),
 )

@@ -12,7 +12,6 @@ IMG = ("img",)
 
 PLAN = TokenPlan(
     family="cogvideo",
-    models=("comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",),
     streams=("txt", "img"),
     blocks=(
         Blocks(

@@ -18,7 +18,6 @@ LLLITE = tuple(
 
 PLAN = TokenPlan(
     family="cosmos",
-    models=("comfy.ldm.cosmos.predict2:MiniTrainDIT", "comfy.ldm.anima.model:Anima"),
     streams=IMG,
     blocks=(
         Blocks(
@@ -75,7 +74,7 @@ TO_VIDEO = Released(
 COSMOS = Family(
     plans=(PLAN,),
     unreleased={
-        PLAN.models[1]: "Cosmos-Predict 2 of 2B behind a text adapter, which ComfyUI's own process computes"
+        "comfy.ldm.anima.model:Anima": "Cosmos-Predict 2 behind a text adapter, which stays in ComfyUI"
     },
     samples=(
         sample(

@@ -9,7 +9,6 @@ JOINT = ("img", "txt")
 
 PLAN = TokenPlan(
     family="ernie",
-    models=("comfy.ldm.ernie.model:ErnieImageModel",),
     streams=JOINT,
     blocks=(
         Blocks(

@@ -28,7 +28,6 @@ IMAGE_RANGES = (Ranges(arg="modulation_dims_img", streams=("img",)),)
 
 PLAN = TokenPlan(
     family="flux",
-    models=("comfy.ldm.flux.model:Flux",),
     streams=JOINT,
     blocks=(
         replace(DOUBLE, ranges=IMAGE_RANGES, patches=REFERENCES_KEPT),

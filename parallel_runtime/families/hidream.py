@@ -16,7 +16,6 @@ TXT = ("txt",)
 
 PLAN = TokenPlan(
     family="hidream",
-    models=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
     streams=JOINT,
     blocks=(
         Blocks(

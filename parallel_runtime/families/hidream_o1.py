@@ -17,7 +17,6 @@ STEP = 151673  # the token that becomes the step
 
 PLAN = TokenPlan(
     family="hidream-o1",
-    models=("comfy.ldm.hidream_o1.model:HiDreamO1Transformer",),
     streams=IMG,
     blocks=(
         Blocks(

@@ -19,7 +19,6 @@ from .sample import Config, Family, Masks, Released, Size, Tiny, random_extras, 
 
 PLAN = TokenPlan(
     family="hunyuan-video",
-    models=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
     streams=flux.JOINT,
     blocks=(
         replace(flux.DOUBLE, ranges=flux.IMAGE_RANGES),

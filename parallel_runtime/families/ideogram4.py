@@ -9,7 +9,6 @@ JOINT = ("txt", "img")
 
 PLAN = TokenPlan(
     family="ideogram4",
-    models=("comfy.ldm.ideogram4.model:Ideogram4Transformer2DModel",),
     streams=JOINT,
     blocks=(
         Blocks(

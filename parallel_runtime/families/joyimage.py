@@ -12,7 +12,6 @@ IMG = ("img",)
 
 PLAN = TokenPlan(
     family="joyimage",
-    models=("comfy.ldm.joyimage.model:JoyImageTransformer3DModel",),
     streams=("img", "txt"),
     blocks=(
         Blocks(

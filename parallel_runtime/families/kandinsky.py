@@ -12,7 +12,6 @@ IMG, CROSS = ("visual_embed",), ("cross_attention",)
 
 PLAN = TokenPlan(
     family="kandinsky",
-    models=("comfy.ldm.kandinsky5.model:Kandinsky5",),
     streams=IMG,
     blocks=(
         Blocks(

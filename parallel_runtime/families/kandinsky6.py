@@ -17,7 +17,6 @@ VIDEO = ("visual_embed",)
 
 PLAN = TokenPlan(
     family="kandinsky6",
-    models=("comfy.ldm.kandinsky6.model:Kandinsky6NativeAVDiT",),
     streams=VIDEO,
     blocks=(
         Blocks(

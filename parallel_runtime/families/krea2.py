@@ -13,7 +13,6 @@ JOINT = ("txt", "img")
 
 PLAN = TokenPlan(
     family="krea2",
-    models=("comfy.ldm.krea2.model:SingleStreamDiT",),
     streams=JOINT,
     blocks=(
         Blocks(

@@ -9,7 +9,6 @@ JOINT = ("img", "txt")
 
 PLAN = TokenPlan(
     family="lens",
-    models=("comfy.ldm.lens.model:LensTransformer2DModel",),
     streams=JOINT,
     blocks=(
         Blocks(

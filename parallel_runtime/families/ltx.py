@@ -45,9 +45,8 @@ def along_video(*arguments: str) -> tuple[Along, ...]:
 
 GUIDE = Along(arg="self_attention_mask", dim=-1, streams=VIDEO, within=dense)
 LEAVE = Leave(path="transformer_blocks", stream="video")
-LTXV_PLAN = TokenPlan(
+PLAN = TokenPlan(
     family="ltx",
-    models=("comfy.ldm.lightricks.model:LTXVModel",),
     streams=VIDEO,
     blocks=(
         Blocks(
@@ -64,7 +63,6 @@ LTXV_PLAN = TokenPlan(
 )
 AV_PLAN = TokenPlan(
     family="ltx",
-    models=("comfy.ldm.lightricks.av_model:LTXAVModel",),
     streams=VIDEO,
     blocks=(
         Blocks(
@@ -169,7 +167,7 @@ LTX_2 = Released(
 
 
 LTX = Family(
-    plans=(LTXV_PLAN, AV_PLAN),
+    plans=(PLAN, AV_PLAN),
     samples=(
         sample("ltxv", "LTXV", config, LTXV_13B, latents=LATENTS, prompt_extras=text_mask),
         sample("ltxv-guided", "LTXV", config, latents=LATENTS, prompt_extras=guides, noise_mask=given_guide),

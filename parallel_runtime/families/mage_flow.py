@@ -11,7 +11,6 @@ from .sample import PIXELS, Config, Family, Masks, Released, Size, random_extras
 PLAN = replace(
     qwen_image.PLAN,
     family="mage_flow",
-    models=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",),
     blocks=(qwen_image.BLOCKS,),
 )
 

@@ -16,7 +16,6 @@ ALL = ("tokens",)
 
 PLAN = TokenPlan(
     family="minimax",
-    models=("comfy.ldm.minimax.model:MiniMaxH3Model",),
     streams=ALL,
     blocks=(
         Blocks(

@@ -19,7 +19,6 @@ SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
 
 PLAN = TokenPlan(
     family="nextdit",
-    models=("comfy.ldm.lumina.model:NextDiT",),
     streams=JOINT,
     blocks=(
         Blocks(
@@ -40,7 +39,6 @@ PLAN = TokenPlan(
 
 PIXELS = replace(
     PLAN,
-    models=("comfy.ldm.lumina.model:NextDiTPixelSpace",),
     leave=Leave(path="layers", stream="img", streams=JOINT),
 )
 
@@ -120,7 +118,7 @@ z_image = partial(sample, tiny=Tiny(head_dim=64))
 NEXTDIT = Family(
     plans=(PLAN, PIXELS),
     unreleased={
-        PIXELS.models[0]: "its files say how large a patch of pixels is, and no released one is published"
+        "comfy.ldm.lumina.model:NextDiTPixelSpace": "no released file says how large its patches are"
     },
     samples=(
         z_image("z-image", "ZImage", z_image_config, Z_IMAGE),

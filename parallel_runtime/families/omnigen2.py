@@ -17,7 +17,6 @@ REFINED = Together(refiners=("noise_refiner",))
 
 PLAN = TokenPlan(
     family="omnigen2",
-    models=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",),
     streams=JOINT,
     blocks=(
         Blocks(
@@ -33,7 +32,6 @@ PLAN = TokenPlan(
 
 BOOGU = TokenPlan(
     family="boogu",
-    models=("comfy.ldm.boogu.model:BooguTransformer2DModel",),
     streams=JOINT,
     blocks=(
         Blocks(

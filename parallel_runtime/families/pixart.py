@@ -7,7 +7,6 @@ from .sample import Config, Family, Released, Size, sample
 
 PLAN = TokenPlan(
     family="pixart",
-    models=("comfy.ldm.pixart.pixartms:PixArtMS",),
     streams=("x",),
     blocks=(Blocks(path="blocks", tokens={"x": ("x",)}, without_options="attn"),),
     leave=Leave(path="final_layer", stream="x"),

@@ -20,16 +20,13 @@ BLOCKS = Blocks(
 )
 PLAN = TokenPlan(
     family="pixeldit",
-    models=("comfy.ldm.pixeldit.model:PixDiT_T2I",),
     streams=("y", "x"),
     blocks=(BLOCKS,),
     leave=Leave(path="patch_blocks", stream="x"),
     together=Together(always="its blocks of pixels, which look at the whole picture"),
 )
 GATES = Insert(path="lq_proj.gate_modules.*", along=(Along(arg="lq", dim=1, streams=("x",)),))
-PID = replace(
-    PLAN, family="pid", models=("comfy.ldm.pixeldit.pid:PidNet",), blocks=(replace(BLOCKS, inserts=(GATES,)),)
-)
+PID = replace(PLAN, family="pid", blocks=(replace(BLOCKS, inserts=(GATES,)),))
 
 
 def config(size: Size) -> Config:

@@ -306,8 +306,8 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan:
-    """How one forward is cut along its tokens. ``models``: the ComfyUI classes that have it, as
-    ``module:Class``, exactly these. ``streams``: in the order in which attention sees them.
+    """How one forward is cut along its tokens. ``streams``: in the order in which attention sees
+    them.
 
     ``also_attend_alone``: streams that blocks also attend over by themselves. ``together``:
     where PipeFusion cannot let patches run apart. ``patch_size``: the model's attribute that says
@@ -317,11 +317,10 @@ class TokenPlan:
     are missing: they stay in ComfyUI's process.
 
     A plan without blocks is of a model whose forward is never cut: each group of ranks computes it
-    whole on one of them. One that names no models is of those that nobody has tried so.
+    whole on one of them. Without ``is_tried`` it is of those that nobody has tried so.
     """
 
     family: str
-    models: tuple[str, ...]
     streams: tuple[str, ...]
     blocks: tuple[Blocks, ...]
     leave: Leave
@@ -329,10 +328,7 @@ class TokenPlan:
     together: Together = Together()
     patch_size: str | int | tuple[str, ...] = "patch_size"
     rebuilt: tuple[str, ...] = ()
-
-    @property
-    def is_tried(self) -> bool:
-        return bool(self.models)
+    is_tried: bool = True
 
     @property
     def why_no_stages(self) -> str:

@@ -22,7 +22,6 @@ BLOCKS = Blocks(
 )
 PLAN = TokenPlan(
     family="qwen-image",
-    models=("comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",),
     streams=("txt", "img"),
     blocks=(
         replace(

@@ -10,7 +10,6 @@ from .sample import Config, Family, Released, Size, random_extras, sample
 BOTH = ("prompt", "img")
 PLAN = TokenPlan(
     family="qwen-image-2.1",
-    models=("comfy.ldm.qwen_image21.model:QwenImage21Transformer2DModel",),
     streams=("img",),
     blocks=(
         Blocks(

@@ -9,7 +9,6 @@ from .sample import Config, Family, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
     family="sd3",
-    models=("comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",),
     streams=("context", "x"),
     blocks=(
         Blocks(

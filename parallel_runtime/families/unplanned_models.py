@@ -55,15 +55,15 @@ FRAMES_ALONE = (
 )
 
 # Of models that groups of one rank each compute, with branches and images shared out among them
+TRIED_WHOLE = ("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",)
 WHOLE = TokenPlan(
     family="unet",
-    models=("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",),
     streams=(),
     blocks=(),
     leave=Leave(path="", stream=""),
     patch_size=1,
 )
-UNTRIED = replace(WHOLE, family="untried", models=())  # of those that nobody has tried so
+UNTRIED = replace(WHOLE, family="untried", is_tried=False)
 
 
 def class_path(model_class: type) -> str:
@@ -80,7 +80,7 @@ def whole_plan(model_class: type) -> TokenPlan | None:
     GPU.
     """
     name = class_path(model_class)
-    if name in WHOLE.models:
+    if name in TRIED_WHOLE:
         return WHOLE
     # Ranks import ComfyUI alone: a class that a pack made is not the one that they build
     is_comfyuis = model_class.__module__.startswith("comfy.ldm.") and (
@@ -89,11 +89,6 @@ def whole_plan(model_class: type) -> TokenPlan | None:
     return UNTRIED if is_comfyuis and name not in ON_ONE_GPU else None
 
 
-def why_no_plan(model_class: type) -> str:
-    """Returns why a transformer has no token plan, in words for users."""
-    return why_named_without(class_path(model_class))
-
-
-def why_named_without(name: str) -> str:
-    """As ``why_no_plan``, of a class named ``module:Class``."""
-    return {**WITHOUT_PLAN, **ON_ONE_GPU}.get(name, NOT_YET)
+def why_no_plan(kind: str) -> str:
+    """Returns why a transformer of a class, ``module:Class``, has no token plan, for users."""
+    return {**WITHOUT_PLAN, **ON_ONE_GPU}.get(kind, NOT_YET)

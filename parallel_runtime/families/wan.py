@@ -46,7 +46,6 @@ PLAIN = Blocks(path="blocks", tokens={"x": IMG}, along=(FREQS,), local=("cross_a
 BLOCKS = replace(PLAIN, along=(FREQS, E), patches=PATCHES, points=POINTS)
 PLAN = TokenPlan(
     family="wan",
-    models=("comfy.ldm.wan.model:WanModel",),
     streams=IMG,
     blocks=(BLOCKS,),
     leave=Leave(path="head", stream="img", along=(E,)),

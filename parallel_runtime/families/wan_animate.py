@@ -16,7 +16,6 @@ FACE = Insert(path="face_adapter.fuser_blocks.*", frames=Frames(stream="img", ea
 PLAN = replace(
     wan.PLAN,
     family="wan_animate",
-    models=("comfy.ldm.wan.model_animate:AnimateWanModel",),
     blocks=(replace(wan.BLOCKS, inserts=(FACE,)),),
 )
 

@@ -33,7 +33,6 @@ HW = Boundary(arg="hw", streams=wan.IMG)
 PLAN = replace(
     wan.PLAN,
     family="wan_animate2",
-    models=(f"{MODULE}:WanAnimate2Model",),
     streams=(*wan.IMG, "pose"),
     blocks=(replace(wan.BLOCKS, entry="forward_gen", branch=POSE, ranges=(HW,), patches=(), points={}),),
 )
@@ -53,5 +52,5 @@ CACHED = replace(ANIMATE2, name="wan-animate2-cached", form=replace(FORM, keeps=
 WAN_ANIMATE2 = Family(
     plans=(PLAN,),
     samples=(ANIMATE2, CACHED),
-    unreleased={PLAN.models[0]: "its blocks are called twice, which a dry run does not count"},
+    unreleased={f"{MODULE}:WanAnimate2Model": "its blocks are called twice, which a dry run does not count"},
 )

@@ -11,7 +11,7 @@ import torch
 from . import wan
 from .sample import VIDEO, Family, sample
 
-PLAN = replace(wan.ONE_TIMESTEP, family="wan_camera", models=("comfy.ldm.wan.model:CameraWanModel",))
+PLAN = replace(wan.ONE_TIMESTEP, family="wan_camera")
 
 
 def path(latent: torch.Tensor) -> dict[str, Any]:

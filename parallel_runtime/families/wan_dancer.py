@@ -16,7 +16,6 @@ MUSIC = Insert(path="music_injector", frames=Frames(stream="img", each={"audio_e
 PLAN = replace(
     wan.PLAN,
     family="wan_dancer",
-    models=("comfy.ldm.wan.model_wandancer:WanDancerModel",),
     blocks=(replace(wan.BLOCKS, inserts=(MUSIC,)),),
     leave=replace(wan.PLAN.leave, instead="head_global"),
 )

@@ -16,7 +16,6 @@ SOUND = Insert(path="blocks.*.audio_cross_attn_wrapper", frames=Frames(stream="i
 PLAN = replace(
     wan.PLAN,
     family="wan_humo",
-    models=("comfy.ldm.wan.model:HumoWanModel",),
     blocks=(replace(wan.BLOCKS, local=("cross_attn", "audio_cross_attn_wrapper"), inserts=(SOUND,)),),
 )
 

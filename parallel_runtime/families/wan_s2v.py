@@ -19,7 +19,6 @@ SPEECH = Insert(
 PLAN = replace(
     wan.PLAN,
     family="wan_s2v",
-    models=("comfy.ldm.wan.model:WanModel_S2V",),
     blocks=(replace(wan.BLOCKS, inserts=(SPEECH,)),),
 )
 

@@ -14,7 +14,6 @@ from .sample import VIDEO, Family, Sample, sample
 PLAN = replace(
     wan.PLAN,
     family="wan_scail",
-    models=("comfy.ldm.wan.model:SCAILWanModel", "comfy.ldm.wan.model:SCAIL2WanModel"),
 )
 
 

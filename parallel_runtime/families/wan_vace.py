@@ -13,7 +13,6 @@ VACE = replace(wan.PLAIN, path="vace_blocks", tokens={"c": wan.IMG, "x": wan.IMG
 PLAN = replace(
     wan.ONE_TIMESTEP,
     family="wan_vace",
-    models=("comfy.ldm.wan.model:VaceWanModel",),
     blocks=(wan.PLAIN, VACE),
 )
 

@@ -25,7 +25,8 @@ import torch
 from ...parallel_runtime.client.first_of import FirstOf
 from ...parallel_runtime.client.shared_evaluation import Judge, SharedEvaluation
 from ...parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused, RunCancelled
-from ...parallel_runtime.families import FILES, class_path, family_in, plan_for
+from ...parallel_runtime.families import FILES, family_in, file_of, plan_for
+from ...parallel_runtime.families.unplanned_models import class_path
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
 from ...parallel_runtime.watch.python_file import tree_text
@@ -124,11 +125,8 @@ class Verdicts:
 
 def host_code(comfyui: Path, kept: Verdicts) -> HostCode:
     """Returns how the models of the ComfyUI in a folder stand."""
-    from ...parallel_runtime.families.catalogue import PLANS
-
     known, files = known_hosts(), HostFiles(comfyui)
-    kinds = [kind for plan in PLANS for kind in plan.models if plan.blocks]
-    found = [one for one in map(files.fingerprint, kinds) if one.functions]
+    found = [one for one in map(files.fingerprint, FILES) if one.functions]
     unknown = [one for one in found if not known.has(one)]
     judged = [one for one in map(kept.of, unknown) if one is not None]
     return HostCode(
@@ -243,7 +241,7 @@ class HostTrials:
         if judged is None or model is None:
             return judged
         config = type(model.model_config)
-        samples = family_in(FILES[class_path(transformer)]).samples
+        samples = family_in(file_of(class_path(transformer))).samples
         is_compared = config.__name__ in [one.form.config_class for one in samples if one.is_here]
         if not is_compared and (new := self._known().new_among((type(model), config))):
             raise Refused(

@@ -13,9 +13,10 @@ import comfy.supported_models
 import comfy.utils
 import torch
 
-from ....parallel_runtime.families import why_named_without
-from ....parallel_runtime.families.catalogue import NOT_HERE, PLANS, SAMPLES
+from ....parallel_runtime.families import FILES
+from ....parallel_runtime.families.catalogue import NOT_HERE, SAMPLES
 from ....parallel_runtime.families.sample import Form, Sample, Size
+from ....parallel_runtime.families.unplanned_models import why_no_plan
 from ...quantised_files import FORMATS, quantised_state
 from ..surgery import EXACT
 from .names import DTYPES, MODELS, UNPLANNED, ModelShape, NotStoodFor, UnknownName, known, known_whole
@@ -33,11 +34,9 @@ def require_sample(shape: ModelShape) -> Sample:
     if shape.sample in NOT_HERE:
         raise NotStoodFor(NOT_HERE[shape.sample])
     model_class = UNPLANNED.get(shape.sample, "")
-    if not model_class or any(model_class in plan.models for plan in PLANS):
+    if not model_class or model_class in FILES:
         raise UnknownName(f"the registry has no sample {shape.sample}")
-    raise NotStoodFor(
-        f"{model_class.rpartition(':')[2]} has no token plan ({why_named_without(model_class)})"
-    )
+    raise NotStoodFor(f"{model_class.rpartition(':')[2]} has no token plan ({why_no_plan(model_class)})")
 
 
 def form_of(shape: ModelShape) -> tuple[Form, Size]:
