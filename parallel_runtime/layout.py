@@ -20,18 +20,17 @@ from .errors import LayoutError
 class Axis:
     """One axis of the grid of ranks.
 
-    ``within``: what the ranks along it are within: one ``sequence``, whose tokens they share; one
-    ``group``, which computes a whole forward; or the ``pool``, so that they belong to groups that
-    compute forwards of their own. ``colour``: of waits for the axis' messages in the panel;
-    empty if its ranks send each other none. ``row`` names a row of the printed grid, where that is
-    not ``name``. ``output_at_end``: the output is on its last rank, not its first.
-    ``is_approximate``: above 1 the image differs a little. ``merges_parts``: ranks along it attend
-    to a part of the keys at a time. ``parts_batches``: the images of a batch go to its groups.
+    ``within``: what the ranks along it share: one ``sequence``, the tokens of which they share out;
+    one ``group``, which computes a whole forward; or the ``pool``, so that they belong to groups
+    that compute forwards of their own and send each other no messages. ``row`` names a row of the
+    printed grid, if ``name`` does not. ``output_at_end``: the output is on its last rank, not its
+    first. ``is_approximate``: above 1 the image differs a little. ``merges_parts``: ranks along it
+    attend to a part of the keys at a time. ``parts_batches``: the images of a batch go to its
+    groups.
     """
 
     name: str
     within: Literal["sequence", "group", "pool"]
-    colour: str = ""
     row: str = ""
     output_at_end: bool = False
     is_approximate: bool = False
@@ -40,17 +39,12 @@ class Axis:
 
 
 AXES = (  # innermost first: ranks that are neighbours on the first are numbered in a row
-    Axis("ulysses", "sequence", colour="#f2a6a6"),
-    Axis("ring", "sequence", colour="#7a1f5c", merges_parts=True),
-    Axis("pipefusion", "group", colour="#d33f49", row="stage", output_at_end=True, is_approximate=True),
+    Axis("ulysses", "sequence"),
+    Axis("ring", "sequence", merges_parts=True),
+    Axis("pipefusion", "group", row="stage", output_at_end=True, is_approximate=True),
     Axis("cfg", "pool", row="branch"),
     Axis("data", "pool", parts_batches=True),
 )
-COLOURS = {  # of waits for messages, by what the messages are for; outermost axis first
-    **{axis.name: axis.colour for axis in reversed(AXES) if axis.colour},
-    "weights": "#8c564b",
-    "gather": "#f7d488",
-}
 THAT_MERGE = tuple(axis.name for axis in AXES if axis.merges_parts)
 OF_A_SEQUENCE = tuple(axis.name for axis in AXES if axis.within == "sequence")
 ALONE = 0  # in place of a width: a rank that computes a whole forward by itself, whatever its group is

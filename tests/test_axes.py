@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pipemesh.parallel_runtime.layout import COLOURS
+from pipemesh.lab.bench.run_picture import panel_colours
+from pipemesh.parallel_runtime.layout import OF_A_GROUP
 
 from .conftest import ALL
 
@@ -39,7 +40,7 @@ HUNKS = (
         "parallel_runtime/layout.py",
         """    Axis("data", "pool", parts_batches=True),
 """,
-        """    Axis("echo", "pool", colour="#123456"),
+        """    Axis("echo", "pool"),
 """,
     ),
     Hunk("parallel_runtime/layout.py", "    data: int = 1\n", "    echo: int = 1\n"),
@@ -58,19 +59,11 @@ HUNKS = (
         'at the first run and stay ready.",\n  "inputs": {\n',
         '   "echo": {"name": "echo (echo)", "tooltip": "How many groups say the same."},\n',
     ),
-    Hunk("web/panel.js", "const AXES = { ", 'echo: "#123456", '),
 )
 
 
-def panel_colours(root: Path = ROOT) -> dict[str, str]:
-    (table,) = re.findall(
-        r"^const AXES = \{(.*?)\};", (root / "web/panel.js").read_text(encoding="utf-8"), re.M
-    )
-    return dict(re.findall(r'(\w+): "(#\w+)"', table))
-
-
-def test_the_panel_has_the_colours_of_the_table():
-    assert panel_colours() == COLOURS
+def test_the_panel_has_a_colour_for_each_axis_whose_ranks_send_messages():
+    assert panel_colours().keys() == {*OF_A_GROUP, "weights", "gather"}
 
 
 def test_the_recipe_of_a_new_axis_names_every_file_that_is_edited():
@@ -92,7 +85,9 @@ def copy(tmp_path):
 
 def tried(copy: Path) -> subprocess.CompletedProcess[str]:
     """Run the tests of the sixth axis in a copy of the pack."""
-    colours = f"tests/test_axes.py::{test_the_panel_has_the_colours_of_the_table.__name__}"
+    colours = (
+        f"tests/test_axes.py::{test_the_panel_has_a_colour_for_each_axis_whose_ranks_send_messages.__name__}"
+    )
     command = (
         sys.executable,
         "-m",
@@ -106,7 +101,7 @@ def tried(copy: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=copy, env=os.environ, capture_output=True, text=True, check=False)
 
 
-def test_a_sixth_axis_takes_its_table_its_input_and_its_colour(copy):
+def test_a_sixth_axis_takes_its_table_its_input_and_its_texts(copy):
     assert len(HUNKS) <= 8
     for hunk in HUNKS:
         hunk.apply(copy)

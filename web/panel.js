@@ -9,7 +9,7 @@ const GIB = 2 ** 30;
 const SOON_MS = 300; // events that come together are one look
 const EVERY_MS = 5000; // while the panel is open, for what no event tells of: a worker that dies between runs
 const EVENTS = ["status", "executing", "progress_state", "execution_success", "execution_error", "execution_interrupted", "pipemesh.notice"];
-const AXES = { pipefusion: "#d33f49", ulysses: "#f2a6a6", ring: "#7a1f5c", weights: "#8c564b", gather: "#f7d488" }; // as in layout.py
+const AXES = { pipefusion: "#d33f49", ulysses: "#f2a6a6", ring: "#7a1f5c", weights: "#8c564b", gather: "#f7d488" };
 const STYLE = `
 .pipemesh { box-sizing: border-box; height: 100%; overflow: auto; padding: 12px; color: var(--fg-color); font-size: 13px; line-height: 1.45;
   overflow-wrap: break-word; }

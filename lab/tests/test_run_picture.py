@@ -16,9 +16,9 @@ from pipemesh.lab.bench.run_picture import (
     WIDTH,
     bars_from,
     draw_run,
+    panel_colours,
 )
 from pipemesh.parallel_runtime.client.run import Evaluation
-from pipemesh.parallel_runtime.layout import COLOURS
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 
@@ -84,7 +84,7 @@ def test_a_wait_for_messages_is_a_strip_before_the_bar_that_it_was_for():
     )
     strips = [bar for bar in bars_of(image, 1, height=BAR - 2) if bar[0] != ImageColor.getrgb(WHOLE)]
     assert [bar[0] for bar in strips] == [
-        ImageColor.getrgb(COLOURS[axis]) for axis in ("ulysses", "pipefusion")
+        ImageColor.getrgb(panel_colours()[axis]) for axis in ("ulysses", "pipefusion")
     ]
     assert [bar[1:] for bar in strips] == [pytest.approx(times, abs=0.05) for times in ((1, 3), (3, 4))]
     assert [bar[0] for bar in bars_of(image, 1)] == [ImageColor.getrgb(WHOLE)]

@@ -89,9 +89,8 @@ def place_of(module: types.ModuleType) -> Reference:
     file = Path(str(module.__file__)).resolve()
     if root in KERNELS:
         return [root, module.__name__, file_hash(file)]
-    host = host_folder()
-    of_host = any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS)
-    folder = host if of_host else next(filter(file.is_relative_to, packs()), None)
+    of_host = is_of_host(file)
+    folder = host_folder() if of_host else next(filter(file.is_relative_to, packs()), None)
     if folder is None:
         raise NotReferable(
             f"ranks import code of ComfyUI and of node packs that you name in {PACKS_VARIABLE}, and {file} is"
@@ -104,6 +103,11 @@ def place_of(module: types.ModuleType) -> Reference:
             " ComfyUI"
         )
     return [HOST if of_host else str(folder), str(file.relative_to(folder)), hash_]
+
+
+def is_of_host(file: Path) -> bool:
+    """Returns whether a file is ComfyUI's own code, which ranks have too."""
+    return any(file.is_relative_to(host_folder() / folder) for folder in HOST_FOLDERS)
 
 
 def is_of_pack(module: types.ModuleType | None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from ..refusals import patch_name
 from ..watch.fingerprint import host_files
 from ..watch.python_file import host_folder, module_of, root_of
-from .code import HOST_FOLDERS, KERNELS, TORCH, name_of
+from .code import KERNELS, TORCH, is_of_host, name_of
 
 DOTTED = re.compile(r"\bcomfy\w*(?:\.\w+)+")  # names of modules, among others
 
@@ -63,18 +63,13 @@ def may_read(thing: Any, option: Any) -> bool:
     if root_of(thing) in (TORCH, *KERNELS):
         return False
     module = module_of(thing)
-    if module is None or not is_of_host(module) or not isinstance(option, str):
+    if module is None or not is_of_host(_file_of(module)) or not isinstance(option, str):
         return True
-    inside = (sys.modules.get(one) for one in DOTTED.findall(file_text(module)))
-    named = {module, *map(module_of, vars(module).values()), *inside}
+    inside = map(sys.modules.get, DOTTED.findall(_file_of(module).read_text(encoding="utf-8")))
+    files = {*map(_file_of, (module, *map(module_of, vars(module).values()), *inside))}
     name = re.compile(rf"\b{re.escape(option.rstrip('0123456789') or option)}\d*\b")
-    return any(name.search(file_text(one)) for one in named if is_of_host(one))
+    return any(name.search(one.read_text(encoding="utf-8")) for one in files if is_of_host(one))
 
 
-def file_text(module: types.ModuleType | None) -> str:
-    return Path(str(getattr(module, "__file__", ""))).read_text(encoding="utf-8")
-
-
-def is_of_host(module: types.ModuleType | None) -> bool:
-    file, host = Path(str(getattr(module, "__file__", ""))), host_folder()
-    return any(file.is_relative_to(host / folder) for folder in HOST_FOLDERS)
+def _file_of(module: types.ModuleType | None) -> Path:
+    return Path(str(getattr(module, "__file__", "")))

@@ -46,21 +46,14 @@ class Ranges:
     another; an end of None is the last token's.
 
     ``after`` names a stream that comes first in the same tensor: ComfyUI shifts the ranges by its
-    local length, except a begin of 0.
-
-    ``rows``: what else a range has may be a tensor with a row per token of the range.
+    local length, except a begin of 0. ``rows``: what else a range has, without ``after``, may be
+    a tensor with a row per token of the range.
     """
 
     arg: str
     streams: tuple[str, ...]
     after: str | None = None
     rows: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rows and self.after is not None:
-            raise ValueError(
-                f"The ranges of {self.arg} are shifted behind {self.after}, and so cannot have rows."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

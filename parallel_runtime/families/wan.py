@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
+from .plan import Along, BlockPatch, Blocks, Insert, Leave, TokenPlan
 from .sample import (
     VIDEO,
     Config,
@@ -50,6 +50,13 @@ PLAN = TokenPlan(
     blocks=(BLOCKS,),
     leave=Leave(path="head", stream="img", along=(E,)),
 )
+
+
+def with_insert(family: str, insert: Insert, **blocks: Any) -> TokenPlan:
+    """Returns the plan of a model that has this insert in or between the blocks of Wan."""
+    return replace(PLAN, family=family, blocks=(replace(BLOCKS, inserts=(insert,), **blocks),))
+
+
 # Of models with one timestep for all frames
 ONE_TIMESTEP = replace(PLAN, blocks=(PLAIN,), leave=Leave(path="head", stream="img"))
 

@@ -2,7 +2,6 @@
 the motion of the face in their own frame.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +12,7 @@ from .plan import Frames, Insert
 from .sample import Family, sample
 
 FACE = Insert(path="face_adapter.fuser_blocks.*", frames=Frames(stream="img", each={"motion_vec": 1}))
-PLAN = replace(
-    wan.PLAN,
-    family="wan_animate",
-    blocks=(replace(wan.BLOCKS, inserts=(FACE,)),),
-)
+PLAN = wan.with_insert("wan_animate", FACE)
 
 
 def animate_extras(latent: torch.Tensor) -> dict[str, Any]:

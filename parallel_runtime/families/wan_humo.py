@@ -2,7 +2,6 @@
 sound of its own frame, 16 sound tokens. A reference's tokens come last, and have silence.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +12,7 @@ from .plan import Frames, Insert
 from .sample import Family, sample
 
 SOUND = Insert(path="blocks.*.audio_cross_attn_wrapper", frames=Frames(stream="img", each={"audio": 16}))
-PLAN = replace(
-    wan.PLAN,
-    family="wan_humo",
-    blocks=(replace(wan.BLOCKS, local=("cross_attn", "audio_cross_attn_wrapper"), inserts=(SOUND,)),),
-)
+PLAN = wan.with_insert("wan_humo", SOUND, local=("cross_attn", "audio_cross_attn_wrapper"))
 
 
 def sound(latent: torch.Tensor) -> dict[str, Any]:

@@ -16,11 +16,7 @@ SPEECH = Insert(
     path="audio_injector",
     frames=Frames(stream="img", each={"audio_emb": 1, "audio_emb_global": 1}, count="seq_len"),
 )
-PLAN = replace(
-    wan.PLAN,
-    family="wan_s2v",
-    blocks=(replace(wan.BLOCKS, inserts=(SPEECH,)),),
-)
+PLAN = wan.with_insert("wan_s2v", SPEECH)
 
 
 def config(size: Size) -> Config:

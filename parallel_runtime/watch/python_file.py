@@ -206,12 +206,7 @@ def python_file(module: types.ModuleType | None) -> PythonFile:
     path = getattr(module, "__file__", None)
     if module is None or path is None or not path.endswith(".py"):
         return NOTHING
-    return read_once(Path(path), module.__package__ or "")
-
-
-@lru_cache(maxsize=64)
-def read_once(path: Path, package: str) -> PythonFile:
-    return read_module(path, package)
+    return _read_once(Path(path), module.__package__ or "")
 
 
 def read_module(path: Path, package: str) -> PythonFile:
@@ -247,6 +242,9 @@ def read_module(path: Path, package: str) -> PythonFile:
             imported.setdefault(name, []).append(place)
     all_of = [module for module, _ in imported.pop("*", [])][::-1]
     return PythonFile(bound, imported, all_of, [tree_text(node) for node in rest])
+
+
+_read_once = lru_cache(maxsize=64)(read_module)
 
 
 def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, Place]]:

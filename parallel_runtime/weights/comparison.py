@@ -82,7 +82,7 @@ class Weights:
         mapped = mapped_files()
         for slot in doubtful:
             mm.throw_exception_if_processing_interrupted()
-            same = theirs.has(slot)
+            same = theirs(slot)
             mark = WeightMark(slot.tensor, mapped)
             if same is None:
                 content = mark.checksum or checksum(slot.tensor)
@@ -118,12 +118,14 @@ class Weights:
             for slot in found
         }
 
-    def _open(self, model: Any) -> CheckpointContent | NoContent | None:
-        """Returns the content to compare with. None if there is none yet, or if the file was
-        overwritten since: then the run is refused when it begins.
+    def _open(self, model: Any) -> Callable[[WeightSlot], bool | None] | None:
+        """Returns the function that says whether a weight equals its content in the file (None if
+        it is in no file). If ranks have a checkpoint mapped that was deleted or replaced, whatever
+        may have been written to since the last comparison counts as changed. Returns None if there
+        is nothing to compare with yet, or if the file was overwritten: its run is refused.
         """
         if self._file is None:
-            return NoContent(None) if self._own else None
+            return (lambda slot: None) if self._own else None
         if not self._seen:
             check_file(self._file)
         try:
@@ -133,8 +135,8 @@ class Weights:
         try:
             check_file(self._file)
         except Refused:
-            return NoContent(False)
-        return CheckpointContent(model, self._file)
+            return lambda slot: False
+        return CheckpointContent(model, self._file).has
 
 
 class WeightMark:
@@ -221,19 +223,6 @@ def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
     steps = torch.arange(max(rows.shape), device=rows.device)
     chosen = rows[steps % rows.shape[0], steps % rows.shape[1]]
     return version, hashlib.blake2b(chosen.cpu().numpy().tobytes(), digest_size=16).digest()
-
-
-class NoContent:
-    """Stands for a file that is not there: ``answer`` is None for a model without one. A checkpoint
-    was deleted or replaced while ranks have it mapped: what may have been written to since it was
-    last compared counts as changed.
-    """
-
-    def __init__(self, answer: bool | None):
-        self._answer = answer
-
-    def has(self, slot: WeightSlot) -> bool | None:
-        return self._answer
 
 
 def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:
