@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...parallel_runtime.errors import LayoutError
-from ...parallel_runtime.families.catalogue import FAMILIES, RELEASED
-from ...parallel_runtime.families.sample import Family, Released
+from ...parallel_runtime.families.catalogue import FAMILIES, RELEASED, Family
+from ...parallel_runtime.families.sample import Released
 from ...parallel_runtime.layout import Layout
 from . import dry_table
 from .plan import parsed_size

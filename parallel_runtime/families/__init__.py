@@ -1,5 +1,6 @@
-"""The registry of model families: one file per family, and a line here for each class of ComfyUI's
-that it has a plan for. The file is imported when a MODEL of such a class is looked at.
+"""The registry of model families: one file per family, with plans and ``SAMPLES``, and a line here
+for each class of ComfyUI's that it has a plan for. The file is imported when a MODEL of such a
+class is looked at.
 
 Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES`` of
 ``catalogue.py``, and what is tried once for every word of the vocabulary its ``REPRESENTATIVES``.
@@ -57,9 +58,9 @@ FILES: Mapping[str, str] = {  # a class that has a plan -> the file of its famil
 }
 
 
-def family_in(file: str) -> Any:
-    """Returns the Family of a file, which names it as the file is called."""
-    return getattr(import_module(f".{file}", __name__), file.upper())
+def module_in(file: str) -> Any:
+    """Returns the module of a family, by its file."""
+    return import_module(f".{file}", __name__)
 
 
 def file_of(kind: str) -> str:
@@ -72,7 +73,7 @@ def plan_named(kind: str) -> TokenPlan | None:
     if kind not in FILES:
         return None
     file, _, name = FILES[kind].partition(":")
-    return getattr(import_module(f".{file}", __name__), name or "PLAN")
+    return getattr(module_in(file), name or "PLAN")
 
 
 def plan_for(model_class: type) -> TokenPlan | None:
@@ -80,6 +81,11 @@ def plan_for(model_class: type) -> TokenPlan | None:
     plan.
     """
     return plan_named(class_path(model_class))
+
+
+def samples_for(kind: str) -> list[Any]:
+    """Returns the samples of the family of a class, ``module:Class``, that this ComfyUI has."""
+    return [sample for sample in module_in(file_of(kind)).SAMPLES if sample.is_here]
 
 
 def kept_by(kind: str) -> BranchCache | None:

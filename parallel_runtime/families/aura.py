@@ -3,7 +3,7 @@ the single ones.
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Released, Size, Tiny, sample
+from .sample import Config, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
     family="aura",
@@ -36,16 +36,13 @@ RELEASED = Released(
     changes={"max_seq": 64 * 64},
 )
 
-AURA = Family(
-    plans=(PLAN,),
-    samples=(
-        sample(
-            "auraflow",
-            "AuraFlow",
-            config,
-            RELEASED,
-            tiny=Tiny(blocks=(2, 3)),
-            latents={"even": (1, 4, 16, 12), "odd": (1, 4, 13, 18)},
-        ),
+SAMPLES = (
+    sample(
+        "auraflow",
+        "AuraFlow",
+        config,
+        RELEASED,
+        tiny=Tiny(blocks=(2, 3)),
+        latents={"even": (1, 4, 16, 12), "odd": (1, 4, 13, 18)},
     ),
 )

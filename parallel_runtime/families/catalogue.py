@@ -1,12 +1,40 @@
 """All families, in the order of the registry, for code that goes through every one of them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from . import FILES, family_in, file_of, plan_named
+from . import FILES, file_of, module_in, plan_named
 from .plan import TokenPlan
-from .sample import Family, Released, Sample, Size
+from .sample import Released, Sample, Size
 
-REGISTERED: tuple[Family, ...] = tuple(family_in(file) for file in dict.fromkeys(map(file_of, FILES)))
+
+@dataclass(frozen=True)
+class Family:
+    """All that a family's file says. ``unreleased``: the classes without a released model, and why.
+    ``ahead``: the code of ComfyUI's that it was tried on before a tested version had its classes.
+    """
+
+    plans: tuple[TokenPlan, ...]
+    samples: tuple[Sample, ...]
+    unreleased: Mapping[str, str]
+    ahead: str
+
+    @classmethod
+    def of(cls, file: str) -> Family:
+        plans = {FILES[kind]: plan_named(kind) for kind in FILES if file_of(kind) == file}
+        module = module_in(file)
+        unreleased, ahead = getattr(module, "UNRELEASED", {}), getattr(module, "AHEAD", "")
+        return cls(tuple(filter(None, plans.values())), module.SAMPLES, unreleased, ahead)
+
+    def here(self) -> Family | None:
+        """Returns the family with the samples of the ComfyUI at hand; None if that has none."""
+        samples = tuple(sample for sample in self.samples if sample.is_here)
+        return replace(self, samples=samples) if samples else None
+
+
+REGISTERED: tuple[Family, ...] = tuple(map(Family.of, dict.fromkeys(map(file_of, FILES))))
 PLANS: tuple[TokenPlan, ...] = tuple(plan for family in REGISTERED for plan in family.plans)
 # Those of the ComfyUI at hand
 FAMILIES: tuple[Family, ...] = tuple(filter(None, map(Family.here, REGISTERED)))

@@ -11,7 +11,7 @@ import torch
 
 from . import flux
 from .plan import Leave, Together
-from .sample import Config, Family, Masks, Released, Size, Tiny, sample
+from .sample import Config, Masks, Released, Size, Tiny, sample
 
 PLAN = replace(
     flux.PLAN,
@@ -93,17 +93,14 @@ RELEASED_RADIANCE = replace(
 
 TINY = Tiny(blocks=(2, 2))
 
-CHROMA = Family(
-    plans=(PLAN, RADIANCE),
-    samples=(
-        sample("chroma", "Chroma", config, RELEASED, tiny=TINY, masks=Masks()),
-        sample(
-            "chroma-radiance",
-            "ChromaRadiance",
-            radiance_config,
-            RELEASED_RADIANCE,
-            tiny=TINY,
-            latents={"even": (1, 3, 16, 12), "odd": (1, 3, 12, 20)},
-        ),
+SAMPLES = (
+    sample("chroma", "Chroma", config, RELEASED, tiny=TINY, masks=Masks()),
+    sample(
+        "chroma-radiance",
+        "ChromaRadiance",
+        radiance_config,
+        RELEASED_RADIANCE,
+        tiny=TINY,
+        latents={"even": (1, 3, 16, 12), "odd": (1, 3, 12, 20)},
     ),
 )

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import VIDEO, Config, Family, Released, Size, random_extras, sample
+from .sample import VIDEO, Config, Released, Size, random_extras, sample
 
 IMG = ("img",)
 
@@ -45,10 +45,7 @@ RELEASED = Released(
 GIVEN = random_extras(concat_latent_image=(1, 32, ...))  # a video to change, and where
 INPAINT = partial(config, in_channels=48, patch_size_t=2, ofs_embed_dim=32)
 
-COGVIDEO = Family(
-    plans=(PLAN,),
-    samples=(
-        sample("cogvideox", "CogVideoX_T2V", config, RELEASED, latents=VIDEO),
-        sample("cogvideox-1.5-inpaint", "CogVideoX_Inpaint", INPAINT, latents=VIDEO, prompt_extras=GIVEN),
-    ),
+SAMPLES = (
+    sample("cogvideox", "CogVideoX_T2V", config, RELEASED, latents=VIDEO),
+    sample("cogvideox-1.5-inpaint", "CogVideoX_Inpaint", INPAINT, latents=VIDEO, prompt_extras=GIVEN),
 )

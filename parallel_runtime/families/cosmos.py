@@ -8,7 +8,7 @@ prepares itself; its adapter has one size, too large for a sample.
 from functools import partial
 
 from .plan import Along, BlockPatch, Blocks, Leave, TokenPlan
-from .sample import VIDEO, Config, Family, Released, Size, keep_first_frame, sample
+from .sample import VIDEO, Config, Released, Size, keep_first_frame, sample
 
 IMG = ("img",)
 LLLITE = tuple(
@@ -71,26 +71,21 @@ TO_VIDEO = Released(
     changes={"adaln_lora_dim": 256},
 )
 
-COSMOS = Family(
-    plans=(PLAN,),
-    unreleased={
-        "comfy.ldm.anima.model:Anima": "Cosmos-Predict 2 behind a text adapter, which stays in ComfyUI"
-    },
-    samples=(
-        sample(
-            "cosmos-predict2",
-            "CosmosT2IPredict2",
-            config,
-            TEXT_TO_IMAGE,
-            latents={"even": (1, 16, 1, 16, 6), "odd": (1, 16, 1, 9, 6)},
-        ),
-        sample(
-            "cosmos-predict2-i2v",
-            "CosmosI2VPredict2",
-            partial(config, channels=17),
-            TO_VIDEO,
-            latents=VIDEO,
-            noise_mask=keep_first_frame,
-        ),
+SAMPLES = (
+    sample(
+        "cosmos-predict2",
+        "CosmosT2IPredict2",
+        config,
+        TEXT_TO_IMAGE,
+        latents={"even": (1, 16, 1, 16, 6), "odd": (1, 16, 1, 9, 6)},
+    ),
+    sample(
+        "cosmos-predict2-i2v",
+        "CosmosI2VPredict2",
+        partial(config, channels=17),
+        TO_VIDEO,
+        latents=VIDEO,
+        noise_mask=keep_first_frame,
     ),
 )
+UNRELEASED = {"comfy.ldm.anima.model:Anima": "Cosmos-Predict 2 behind a text adapter, which stays in ComfyUI"}

@@ -3,7 +3,7 @@ latent pixel. Its attention calls ComfyUI's without ``transformer_options``.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import PIXELS, Config, Family, Released, Size, sample
+from .sample import PIXELS, Config, Released, Size, sample
 
 JOINT = ("img", "txt")
 
@@ -42,4 +42,4 @@ RELEASED = Released(
 )
 
 INPUTS = {"latents": PIXELS, "stands_for": ("Blocks.without_options",)}
-ERNIE = Family(plans=(PLAN,), samples=(sample("ernie", "ErnieImage", config, RELEASED, **INPUTS),))
+SAMPLES = (sample("ernie", "ErnieImage", config, RELEASED, **INPUTS),)

@@ -5,7 +5,7 @@ joined in the single ones.
 from dataclasses import replace
 
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, TokenPlan
-from .sample import Config, Family, FileForm, Form, Masks, Released, Sample, Size, Tiny, random_extras, sample
+from .sample import Config, FileForm, Form, Masks, Released, Sample, Size, Tiny, random_extras, sample
 
 JOINT = ("txt", "img")
 CACHE = "comfy_extras.nodes_flux"
@@ -106,32 +106,29 @@ FILE = FileForm(
     named=lambda name: name.replace("_norm.weight", "_norm.scale"),
 )
 
-FLUX = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="flux",
-            form=Form(config_class="FluxSchnell", config=config, file=FILE, released=(DEV,)),
-            # 12 divides by every world size that parity tries, 5 by none
-            tiny=Tiny(heads=(12, 5), blocks=(2, 2)),
-            larger={
-                "demo": Size(heads=4, head_dim=128, blocks=(4, 20)),
-                "bench": Size(heads=2, head_dim=128, blocks=(8, 16)),
-                "deep": Size(heads=2, head_dim=64, blocks=(19, 38), text_dim=4096),
-                "large": Size(heads=16, head_dim=128, blocks=(2, 16)),
-            },
-            masks=Masks(),
-            stands_for=("joined streams", "masks", "bf16"),
-        ),
-        sample(
-            "flux2",
-            "Flux2",
-            config_2,
-            DEV_2,
-            **INPUTS_2,
-            masks=Masks(side=1, text=512),
-            stands_for=("Ranges",),
-        ),
-        sample("flux2-edit", "Flux2", config_2, **INPUTS_2, prompt_extras=REFERENCE),
+SAMPLES = (
+    Sample(
+        name="flux",
+        form=Form(config_class="FluxSchnell", config=config, file=FILE, released=(DEV,)),
+        # 12 divides by every world size that parity tries, 5 by none
+        tiny=Tiny(heads=(12, 5), blocks=(2, 2)),
+        larger={
+            "demo": Size(heads=4, head_dim=128, blocks=(4, 20)),
+            "bench": Size(heads=2, head_dim=128, blocks=(8, 16)),
+            "deep": Size(heads=2, head_dim=64, blocks=(19, 38), text_dim=4096),
+            "large": Size(heads=16, head_dim=128, blocks=(2, 16)),
+        },
+        masks=Masks(),
+        stands_for=("joined streams", "masks", "bf16"),
     ),
+    sample(
+        "flux2",
+        "Flux2",
+        config_2,
+        DEV_2,
+        **INPUTS_2,
+        masks=Masks(side=1, text=512),
+        stands_for=("Ranges",),
+    ),
+    sample("flux2-edit", "Flux2", config_2, **INPUTS_2, prompt_extras=REFERENCE),
 )

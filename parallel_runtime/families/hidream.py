@@ -8,7 +8,7 @@ model that read the prompt. E1 puts the given picture beside the latent.
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Released, Size, Tiny, TokenParts, random_extras, sample
+from .sample import Config, Released, Size, Tiny, TokenParts, random_extras, sample
 
 JOINT = ("img", "txt")
 ROPE = (Along(arg="rope", dim=1, streams=JOINT),)
@@ -70,10 +70,7 @@ RELEASED = Released(
 )
 TINY = Tiny(blocks=(2, 2))
 
-HIDREAM = Family(
-    plans=(PLAN,),
-    samples=(
-        sample("hidream-i1", "HiDream", config, RELEASED, tiny=TINY, prompt_extras=prompt),
-        sample("hidream-e1", "HiDream", config, tiny=TINY, prompt_extras=edit),
-    ),
+SAMPLES = (
+    sample("hidream-i1", "HiDream", config, RELEASED, tiny=TINY, prompt_extras=prompt),
+    sample("hidream-e1", "HiDream", config, tiny=TINY, prompt_extras=edit),
 )

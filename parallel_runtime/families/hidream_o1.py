@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Prefix, Together, TokenPlan
-from .sample import Config, Family, Released, Size, Tiny, sample
+from .sample import Config, Released, Size, Tiny, sample
 
 IMG = ("img",)  # and the token of the step before them, and references behind them
 BOTH = ("prompt", *IMG)
@@ -78,10 +78,7 @@ RELEASED = Released(
 )
 INPUTS = {"tiny": Tiny(blocks=(4,)), "latents": {"even": (1, 3, 96, 160), "odd": (1, 3, 96, 128)}}
 
-HIDREAM_O1 = Family(
-    plans=(PLAN,),
-    samples=(
-        sample("hidream-o1", "HiDreamO1", config, RELEASED, prompt_extras=prompts, **INPUTS),
-        sample("hidream-o1-edit", "HiDreamO1", config, prompt_extras=edit, **INPUTS),
-    ),
+SAMPLES = (
+    sample("hidream-o1", "HiDreamO1", config, RELEASED, prompt_extras=prompts, **INPUTS),
+    sample("hidream-o1-edit", "HiDreamO1", config, prompt_extras=edit, **INPUTS),
 )

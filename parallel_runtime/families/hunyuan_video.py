@@ -15,7 +15,7 @@ import torch
 
 from . import flux
 from .plan import Leave, Ranges, TokenPlan
-from .sample import Config, Family, Masks, Released, Size, Tiny, random_extras, sample
+from .sample import Config, Masks, Released, Size, Tiny, random_extras, sample
 
 PLAN = TokenPlan(
     family="hunyuan-video",
@@ -94,42 +94,39 @@ RELEASED = Released(
 
 TINY = Tiny(blocks=(2, 2))
 
-HUNYUAN_VIDEO = Family(
-    plans=(PLAN,),
-    samples=(
-        sample(
-            "hunyuan-video",
-            "HunyuanVideo",
-            config,
-            RELEASED,
-            tiny=TINY,
-            latents=VIDEO,
-            masks=Masks(text_only=True),
-            prompt_extras=GUIDED,
-        ),
-        sample(
-            "hunyuan-video-reference",
-            "HunyuanVideo",
-            config,
-            tiny=TINY,
-            latents=VIDEO,
-            prompt_extras=reference,
-        ),
-        sample(
-            "hunyuan-video-1.5",
-            "HunyuanVideo15",
-            partial(config, **NEXT),
-            tiny=TINY,
-            latents={"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)},
-            prompt_extras=picture,
-        ),
-        sample(
-            "hunyuan-image",
-            "HunyuanImage21",
-            partial(config, **IMAGE),
-            tiny=TINY,
-            latents={"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)},
-            prompt_extras=random_extras(**GLYPHS),
-        ),
+SAMPLES = (
+    sample(
+        "hunyuan-video",
+        "HunyuanVideo",
+        config,
+        RELEASED,
+        tiny=TINY,
+        latents=VIDEO,
+        masks=Masks(text_only=True),
+        prompt_extras=GUIDED,
+    ),
+    sample(
+        "hunyuan-video-reference",
+        "HunyuanVideo",
+        config,
+        tiny=TINY,
+        latents=VIDEO,
+        prompt_extras=reference,
+    ),
+    sample(
+        "hunyuan-video-1.5",
+        "HunyuanVideo15",
+        partial(config, **NEXT),
+        tiny=TINY,
+        latents={"even": (1, 32, 3, 4, 4), "odd": (1, 32, 3, 3, 5)},
+        prompt_extras=picture,
+    ),
+    sample(
+        "hunyuan-image",
+        "HunyuanImage21",
+        partial(config, **IMAGE),
+        tiny=TINY,
+        latents={"even": (1, 64, 8, 6), "odd": (1, 64, 5, 7)},
+        prompt_extras=random_extras(**GLYPHS),
     ),
 )

@@ -3,7 +3,7 @@ latent pixel. A negative without a text is the image alone.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import PIXELS, Config, Family, Masks, Released, Size, sample
+from .sample import PIXELS, Config, Masks, Released, Size, sample
 
 JOINT = ("txt", "img")
 
@@ -43,4 +43,4 @@ RELEASED = Released(
 )
 
 INPUTS = {"latents": PIXELS, "masks": Masks(text_only=True)}
-IDEOGRAM4 = Family(plans=(PLAN,), samples=(sample("ideogram4", "Ideogram4", config, RELEASED, **INPUTS),))
+SAMPLES = (sample("ideogram4", "Ideogram4", config, RELEASED, **INPUTS),)

@@ -6,7 +6,7 @@ rows leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import ONE_FRAME, Config, Family, Released, Size, Tiny, random_extras, sample
+from .sample import ONE_FRAME, Config, Released, Size, Tiny, random_extras, sample
 
 IMG = ("img",)
 
@@ -44,4 +44,4 @@ RELEASED = Released(
 
 REFERENCES = random_extras(reference_latents=[(1, 16, 1, 9, 8), (1, 16, 1, 4, 8)])
 INPUTS = {"tiny": Tiny(blocks=(4,)), "latents": ONE_FRAME, "prompt_extras": REFERENCES}
-JOYIMAGE = Family(plans=(PLAN,), samples=(sample("joyimage-edit", "JoyImage", config, RELEASED, **INPUTS),))
+SAMPLES = (sample("joyimage-edit", "JoyImage", config, RELEASED, **INPUTS),)

@@ -6,7 +6,7 @@ of the video again, so they leave there.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import Config, Family, Released, Size, TokenParts, sample
+from .sample import Config, Released, Size, TokenParts, sample
 
 IMG, CROSS = ("visual_embed",), ("cross_attention",)
 
@@ -51,4 +51,4 @@ RELEASED = Released(
 
 LATENTS = {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)}
 INPUTS = {"latents": LATENTS, "stands_for": ("leaves_behind_blocks",)}
-KANDINSKY = Family(plans=(PLAN,), samples=(sample("kandinsky5", "Kandinsky5", config, RELEASED, **INPUTS),))
+SAMPLES = (sample("kandinsky5", "Kandinsky5", config, RELEASED, **INPUTS),)

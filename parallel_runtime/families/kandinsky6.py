@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Extent, Family, Released, Size, TokenParts, sample
+from .sample import Config, Extent, Released, Size, TokenParts, sample
 
 VIDEO = ("visual_embed",)
 
@@ -81,11 +81,8 @@ INPUTS = {
     "latents": {"even": ((1, 16, 3, 8, 6), (1, 5, 40)), "odd": ((1, 16, 3, 5, 6), (1, 4, 40))},
 }
 
-KANDINSKY6 = Family(
-    plans=(PLAN,),
-    ahead="ComfyUI's 4ab48ceb over 0.33.0",
-    samples=(
-        sample("kandinsky6", "Kandinsky6", config, RELEASED, **INPUTS),
-        sample("kandinsky6-i2v", "Kandinsky6", config, prompt_extras=first_picture, **INPUTS),
-    ),
+SAMPLES = (
+    sample("kandinsky6", "Kandinsky6", config, RELEASED, **INPUTS),
+    sample("kandinsky6-i2v", "Kandinsky6", config, prompt_extras=first_picture, **INPUTS),
 )
+AHEAD = "ComfyUI's 4ab48ceb over 0.33.0"

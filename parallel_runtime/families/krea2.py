@@ -7,7 +7,7 @@ The model's own text transformer runs whole.
 from dataclasses import replace
 
 from .plan import Along, Blocks, Boundary, Leave, TokenPlan
-from .sample import ONE_FRAME, Config, Family, Form, Released, Sample, Size, random_extras
+from .sample import ONE_FRAME, Config, Form, Released, Sample, Size, random_extras
 
 JOINT = ("txt", "img")
 
@@ -62,15 +62,12 @@ RELEASED = Released(
         "txtkvheads": 20,
     },
 )
-KREA2 = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="krea2",
-            form=replace(FORM, released=(RELEASED,)),
-            latents=ONE_FRAME,
-            stands_for=("lengths", "Leave.streams"),
-        ),
-        Sample(name="krea2-edit", form=FORM, latents=ONE_FRAME, prompt_extras=REFERENCES),
+SAMPLES = (
+    Sample(
+        name="krea2",
+        form=replace(FORM, released=(RELEASED,)),
+        latents=ONE_FRAME,
+        stands_for=("lengths", "Leave.streams"),
     ),
+    Sample(name="krea2-edit", form=FORM, latents=ONE_FRAME, prompt_extras=REFERENCES),
 )

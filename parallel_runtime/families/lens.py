@@ -3,7 +3,7 @@ pixel, under a mask over the keys of both that blocks check by its length.
 """
 
 from .plan import Along, Blocks, Leave, TokenPlan
-from .sample import PIXELS, Config, Family, Masks, Released, Size, sample
+from .sample import PIXELS, Config, Masks, Released, Size, sample
 
 JOINT = ("img", "txt")
 
@@ -46,4 +46,4 @@ RELEASED = Released(
 )
 
 INPUTS = {"latents": PIXELS, "masks": Masks(text_only=True)}
-LENS = Family(plans=(PLAN,), samples=(sample("lens", "Lens", config, RELEASED, **INPUTS),))
+SAMPLES = (sample("lens", "Lens", config, RELEASED, **INPUTS),)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .plan import Along, BlockPatch, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Extent, Family, Released, Size, random_extras, sample
+from .sample import Config, Extent, Released, Size, random_extras, sample
 
 VIDEO = ("video",)
 
@@ -166,12 +166,9 @@ LTX_2 = Released(
 )
 
 
-LTX = Family(
-    plans=(PLAN, AV_PLAN),
-    samples=(
-        sample("ltxv", "LTXV", config, LTXV_13B, latents=LATENTS, prompt_extras=text_mask),
-        sample("ltxv-guided", "LTXV", config, latents=LATENTS, prompt_extras=guides, noise_mask=given_guide),
-        sample("ltx2", "LTXAV", av_config, LTX_2, latents=AUDIO),
-        sample("ltx2.5", "LTXAV", lambda size: {**av_config(size), **KEYED}, latents=AUDIO, since="0.33.0"),
-    ),
+SAMPLES = (
+    sample("ltxv", "LTXV", config, LTXV_13B, latents=LATENTS, prompt_extras=text_mask),
+    sample("ltxv-guided", "LTXV", config, latents=LATENTS, prompt_extras=guides, noise_mask=given_guide),
+    sample("ltx2", "LTXAV", av_config, LTX_2, latents=AUDIO),
+    sample("ltx2.5", "LTXAV", lambda size: {**av_config(size), **KEYED}, latents=AUDIO, since="0.33.0"),
 )

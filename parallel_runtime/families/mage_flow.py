@@ -6,7 +6,7 @@ Reference latents stand behind the image. The mask closes tokens of the text alo
 from dataclasses import replace
 
 from . import qwen_image
-from .sample import PIXELS, Config, Family, Masks, Released, Size, random_extras, sample
+from .sample import PIXELS, Config, Masks, Released, Size, random_extras, sample
 
 PLAN = replace(
     qwen_image.PLAN,
@@ -30,4 +30,4 @@ WIDE = {"axes_dims_rope": (16, 56, 56)}
 RELEASED = Released(name="mage-flow-4b", size=LARGE, text=256, changes=WIDE, extras=random_extras())
 REFERENCES = random_extras(reference_latents=[(1, 128, 4, 3)])
 INPUTS = {"latents": PIXELS, "masks": Masks(text_only=True), "prompt_extras": REFERENCES}
-MAGE_FLOW = Family(plans=(PLAN,), samples=(sample("mage_flow", "MageFlow", config, RELEASED, **INPUTS),))
+SAMPLES = (sample("mage_flow", "MageFlow", config, RELEASED, **INPUTS),)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import Config, Extent, Family, Released, Size, random_extras, sample
+from .sample import Config, Extent, Released, Size, random_extras, sample
 
 ALL = ("tokens",)
 
@@ -95,11 +95,8 @@ RELEASED = Released(
 )
 LATENTS = {"even": ((1, 24, 3, 8, 6), (1, 32, 2, 5)), "odd": ((1, 24, 3, 5, 4), (1, 32, 2, 3))}
 
-MINIMAX = Family(
-    plans=(PLAN,),
-    samples=(
-        sample("minimax-h3", "MiniMaxH3", config, RELEASED, latents=LATENTS),
-        sample("minimax-h3-referring", "MiniMaxH3", config, latents=LATENTS, prompt_extras=references),
-        sample("minimax-h3-masked", "MiniMaxH3", config, latents=LATENTS, noise_mask=partly_given),
-    ),
+SAMPLES = (
+    sample("minimax-h3", "MiniMaxH3", config, RELEASED, latents=LATENTS),
+    sample("minimax-h3-referring", "MiniMaxH3", config, latents=LATENTS, prompt_extras=references),
+    sample("minimax-h3-masked", "MiniMaxH3", config, latents=LATENTS, noise_mask=partly_given),
 )

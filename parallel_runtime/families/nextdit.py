@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .plan import Along, BlockPatch, Blocks, Leave, Ranges, Together, TokenPlan
-from .sample import ONE_FRAME, Config, Family, Released, Size, Tiny, random_extras, sample
+from .sample import ONE_FRAME, Config, Released, Size, Tiny, random_extras, sample
 
 JOINT = ("txt", "img")
 SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
@@ -115,38 +115,31 @@ LUMINA_2 = Released(
 # Its modulation takes 256 numbers, and a model of fewer has not so many
 z_image = partial(sample, tiny=Tiny(head_dim=64))
 
-NEXTDIT = Family(
-    plans=(PLAN, PIXELS),
-    unreleased={
-        "comfy.ldm.lumina.model:NextDiTPixelSpace": "no released file says how large its patches are"
-    },
-    samples=(
-        z_image("z-image", "ZImage", z_image_config, Z_IMAGE),
-        z_image(
-            "z-image-omni", "ZImage", partial(z_image_config, siglip_feat_dim=24), prompt_extras=references
-        ),
-        z_image(
-            "z-image-pixel",
-            "ZImagePixelSpace",
-            pixel_config,
-            latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
-        ),
-        z_image(
-            "ming-image",
-            "MingImage",
-            ming_config,
-            since="0.39.0",
-            latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 3, 5, 6)},
-        ),
-        z_image(
-            "ming-image-edit",
-            "MingImage",
-            ming_config,
-            since="0.39.0",
-            latents=ONE_FRAME,
-            prompt_extras=random_extras(reference_latents=[(1, 16, 1, 6, 8), (1, 16, 1, 5, 4)]),
-        ),
-        sample("lumina2", "Lumina2", config, LUMINA_2),
-        sample("newbie", "Lumina2", newbie_config),
+SAMPLES = (
+    z_image("z-image", "ZImage", z_image_config, Z_IMAGE),
+    z_image("z-image-omni", "ZImage", partial(z_image_config, siglip_feat_dim=24), prompt_extras=references),
+    z_image(
+        "z-image-pixel",
+        "ZImagePixelSpace",
+        pixel_config,
+        latents={"even": (1, 3, 32, 24), "odd": (1, 3, 26, 36)},
     ),
+    z_image(
+        "ming-image",
+        "MingImage",
+        ming_config,
+        since="0.39.0",
+        latents={"even": (1, 16, 1, 16, 12), "odd": (1, 16, 3, 5, 6)},
+    ),
+    z_image(
+        "ming-image-edit",
+        "MingImage",
+        ming_config,
+        since="0.39.0",
+        latents=ONE_FRAME,
+        prompt_extras=random_extras(reference_latents=[(1, 16, 1, 6, 8), (1, 16, 1, 5, 4)]),
+    ),
+    sample("lumina2", "Lumina2", config, LUMINA_2),
+    sample("newbie", "Lumina2", newbie_config),
 )
+UNRELEASED = {"comfy.ldm.lumina.model:NextDiTPixelSpace": "no released file says how large its patches are"}

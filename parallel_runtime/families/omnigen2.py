@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Leave, Together, TokenPlan
-from .sample import Config, Family, Masks, Released, Size, Tiny, random_extras, sample
+from .sample import Config, Masks, Released, Size, Tiny, random_extras, sample
 
 JOINT, IMG = ("txt", "img"), ("img",)
 REFINED = Together(refiners=("noise_refiner",))
@@ -92,11 +92,8 @@ RELEASED_BOOGU = replace(
 REFERENCES = random_extras(reference_latents=[(1, 16, 6, 8), (1, 16, 6, 4)])
 OPEN, BOTH = Masks(open=True), Tiny(blocks=(2, 3))
 
-OMNIGEN2 = Family(
-    plans=(PLAN, BOOGU),
-    samples=(
-        sample("omnigen2", "Omnigen2", omnigen2_config, RELEASED, masks=OPEN, prompt_extras=REFERENCES),
-        sample("boogu", "Boogu", boogu_config, RELEASED_BOOGU, masks=OPEN, tiny=BOTH),
-        sample("boogu-edit", "Boogu", boogu_config, masks=OPEN, tiny=BOTH, prompt_extras=REFERENCES),
-    ),
+SAMPLES = (
+    sample("omnigen2", "Omnigen2", omnigen2_config, RELEASED, masks=OPEN, prompt_extras=REFERENCES),
+    sample("boogu", "Boogu", boogu_config, RELEASED_BOOGU, masks=OPEN, tiny=BOTH),
+    sample("boogu-edit", "Boogu", boogu_config, masks=OPEN, tiny=BOTH, prompt_extras=REFERENCES),
 )

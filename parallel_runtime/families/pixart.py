@@ -3,7 +3,7 @@ text through cross-attention; attention passes no options.
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Released, Size, sample
+from .sample import Config, Released, Size, sample
 
 PLAN = TokenPlan(
     family="pixart",
@@ -30,6 +30,4 @@ RELEASED = Released(
 )
 
 LATENTS = {"even": (1, 4, 40, 28), "odd": (1, 4, 42, 26)}  # ComfyUI has no positions for smaller ones
-PIXART = Family(
-    plans=(PLAN,), samples=(sample("pixart-sigma", "PixArtSigma", config, RELEASED, latents=LATENTS),)
-)
+SAMPLES = (sample("pixart-sigma", "PixArtSigma", config, RELEASED, latents=LATENTS),)

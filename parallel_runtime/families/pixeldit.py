@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan import Along, Blocks, Insert, Leave, Together, TokenPlan
-from .sample import Config, Family, Released, Size, Tiny, random_extras, sample
+from .sample import Config, Released, Size, Tiny, random_extras, sample
 
 BLOCKS = Blocks(
     path="patch_blocks",
@@ -72,10 +72,7 @@ RELEASED_PID = Released(
 )
 INPUTS = {"tiny": Tiny(blocks=(4,)), "latents": {"even": (1, 3, 16, 12), "odd": (1, 3, 11, 20)}}
 
-PIXELDIT = Family(
-    plans=(PLAN, PID),
-    samples=(
-        sample("pixeldit", "PixelDiTT2I", config, RELEASED, **INPUTS),
-        sample("pid", "PiD", pid_config, RELEASED_PID, prompt_extras=small_picture, **INPUTS),
-    ),
+SAMPLES = (
+    sample("pixeldit", "PixelDiTT2I", config, RELEASED, **INPUTS),
+    sample("pid", "PiD", pid_config, RELEASED_PID, prompt_extras=small_picture, **INPUTS),
 )

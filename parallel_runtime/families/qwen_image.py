@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .plan import Along, BlockPatch, Blocks, Boundary, Leave, TokenPlan
-from .sample import ONE_FRAME, Config, Family, Masks, Released, Size, Tiny, random_extras, sample
+from .sample import ONE_FRAME, Config, Masks, Released, Size, Tiny, random_extras, sample
 
 BLOCKS = Blocks(
     path="transformer_blocks",
@@ -68,13 +68,8 @@ LAYERED = partial(config, default_ref_method="negative_index", use_additional_t_
 TINY = Tiny(blocks=(4,))
 TEXT = {"tiny": TINY, "latents": ONE_FRAME, "masks": Masks(text_only=True)}
 
-QWEN_IMAGE = Family(
-    plans=(PLAN,),
-    samples=(
-        sample("qwen-image", "QwenImage", config, RELEASED, **TEXT),
-        sample("qwen-image-edit", "QwenImage", EDIT, **TEXT, prompt_extras=REFERENCES),
-        sample(
-            "qwen-image-layered", "QwenImage", LAYERED, tiny=TINY, latents=LAYERS, prompt_extras=REFERENCES
-        ),
-    ),
+SAMPLES = (
+    sample("qwen-image", "QwenImage", config, RELEASED, **TEXT),
+    sample("qwen-image-edit", "QwenImage", EDIT, **TEXT, prompt_extras=REFERENCES),
+    sample("qwen-image-layered", "QwenImage", LAYERED, tiny=TINY, latents=LAYERS, prompt_extras=REFERENCES),
 )

@@ -5,7 +5,7 @@ What stands before the image sees neither it nor the step, so the model keeps it
 """
 
 from .plan import Along, Blocks, Leave, Prefix, TokenPlan
-from .sample import Config, Family, Released, Size, random_extras, sample
+from .sample import Config, Released, Size, random_extras, sample
 
 BOTH = ("prompt", "img")
 PLAN = TokenPlan(
@@ -45,11 +45,8 @@ RELEASED = Released(
 REFERENCES = random_extras(reference_latents=[(1, 64, 5, 4), (1, 64, 4, 4)], image_slots=[4])
 INPUTS = {"latents": {"even": (1, 64, 8, 6), "odd": (1, 64, 7, 9)}, "since": "0.37.0"}
 
-QWEN_IMAGE21 = Family(
-    plans=(PLAN,),
-    ahead="ComfyUI's 08f68f09 over 0.33.0",
-    samples=(
-        sample("qwen-image-2.1", "QwenImage21", config, RELEASED, **INPUTS),
-        sample("qwen-image-2.1-edit", "QwenImage21", config, prompt_extras=REFERENCES, **INPUTS),
-    ),
+SAMPLES = (
+    sample("qwen-image-2.1", "QwenImage21", config, RELEASED, **INPUTS),
+    sample("qwen-image-2.1-edit", "QwenImage21", config, prompt_extras=REFERENCES, **INPUTS),
 )
+AHEAD = "ComfyUI's 08f68f09 over 0.33.0"

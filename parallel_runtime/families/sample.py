@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from .plan import BranchCache, TokenPlan
+from .plan import BranchCache
 
 Config = dict[str, Any]  # a ``unet_config``: the arguments that ComfyUI builds a transformer with
 Shapes = Mapping[str, tuple[int, ...]]
@@ -320,23 +320,3 @@ def sample(
 ) -> Sample:
     """Returns a Sample of a plain Form, of which these models were released."""
     return Sample(name=name, form=Form(config_class=config_class, config=config, released=released), **inputs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """All that the project knows of a model family. ``unreleased``: the classes of its plans
-    without a released model, and why. ``ahead``: the code of ComfyUI's that it was tried on before
-    a tested version had its classes.
-    """
-
-    plans: tuple[TokenPlan, ...]
-    samples: tuple[Sample, ...]
-    unreleased: Mapping[str, str] = field(default_factory=dict)
-    ahead: str = ""
-
-    def here(self) -> Family | None:
-        """Returns the family with the samples of the ComfyUI at hand; None if that has none of
-        them.
-        """
-        samples = tuple(sample for sample in self.samples if sample.is_here)
-        return replace(self, samples=samples) if samples else None

@@ -5,7 +5,7 @@ SD3.5 medium attends over the image tokens a second time, alone. The last block 
 """
 
 from .plan import Blocks, Leave, TokenPlan
-from .sample import Config, Family, Released, Size, Tiny, sample
+from .sample import Config, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
     family="sd3",
@@ -57,17 +57,14 @@ MEDIUM = released_square("sd3.5-medium", 24, 384, {"x_block_self_attn_layers": l
 TINY = Tiny(head_dim=64, blocks=())  # as many blocks as heads, and heads of 64
 TINY_MEDIUM = Tiny(heads=(3,), head_dim=64, blocks=())
 
-SD3 = Family(
-    plans=(PLAN,),
-    samples=(
-        sample("sd3", "SD3", config, LARGE, tiny=TINY, stands_for=("Blocks.positional",)),
-        sample(
-            "sd3.5-medium",
-            "SD3",
-            medium_config,
-            MEDIUM,
-            tiny=TINY_MEDIUM,
-            stands_for=("also_attend_alone",),
-        ),
+SAMPLES = (
+    sample("sd3", "SD3", config, LARGE, tiny=TINY, stands_for=("Blocks.positional",)),
+    sample(
+        "sd3.5-medium",
+        "SD3",
+        medium_config,
+        MEDIUM,
+        tiny=TINY_MEDIUM,
+        stands_for=("also_attend_alone",),
     ),
 )

@@ -17,7 +17,6 @@ from .sample import (
     Config,
     Extent,
     Extras,
-    Family,
     FileForm,
     Form,
     Released,
@@ -110,33 +109,30 @@ FILE = FileForm(
     text_dim=4096,
     lora_targets=("attn.q", "attn.k", "attn.v", "attn.o", "ffn.0", "ffn.2"),
 )
-WAN = Family(
-    plans=(PLAN,),
-    samples=(
-        Sample(
-            name="wan2.1-t2v",
-            form=Form(config_class="WAN21_T2V", config=config, file=FILE, released=T2V),
-            larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
-            latents=VIDEO,
-            stands_for=("Along", "Blocks.local"),
-        ),
-        sample(
-            "wan2.1-i2v",
-            "WAN21_I2V",
-            I2V,
-            released("wan2.1-i2v-14b"),
-            latents=VIDEO,
-            prompt_extras=first_frame,
-            stands_for=("channels beside the latent",),
-        ),
-        sample(
-            "wan2.2-5b",
-            "WAN22_T2V",
-            partial(config, channels=48),
-            released("wan2.2-ti2v-5b", 24, 30, 14336, (1280, 704, 121)),
-            latents={"even": (1, 48, 3, 8, 6), "odd": (1, 48, 3, 5, 6)},
-            noise_mask=keep_first_frame,
-            stands_for=("Along.repeated",),
-        ),
+SAMPLES = (
+    Sample(
+        name="wan2.1-t2v",
+        form=Form(config_class="WAN21_T2V", config=config, file=FILE, released=T2V),
+        larger={"equal": Size(heads=16, head_dim=16, blocks=(24,))},
+        latents=VIDEO,
+        stands_for=("Along", "Blocks.local"),
+    ),
+    sample(
+        "wan2.1-i2v",
+        "WAN21_I2V",
+        I2V,
+        released("wan2.1-i2v-14b"),
+        latents=VIDEO,
+        prompt_extras=first_frame,
+        stands_for=("channels beside the latent",),
+    ),
+    sample(
+        "wan2.2-5b",
+        "WAN22_T2V",
+        partial(config, channels=48),
+        released("wan2.2-ti2v-5b", 24, 30, 14336, (1280, 704, 121)),
+        latents={"even": (1, 48, 3, 8, 6), "odd": (1, 48, 3, 5, 6)},
+        noise_mask=keep_first_frame,
+        stands_for=("Along.repeated",),
     ),
 )

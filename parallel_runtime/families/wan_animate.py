@@ -9,7 +9,7 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Family, sample
+from .sample import sample
 
 FACE = Insert(path="face_adapter.fuser_blocks.*", frames=Frames(stream="img", each={"motion_vec": 1}))
 PLAN = wan.with_insert("wan_animate", FACE)
@@ -27,6 +27,4 @@ def animate_extras(latent: torch.Tensor) -> dict[str, Any]:
 CONFIG = partial(wan.config, extra_channels=20, model_type="animate")
 RELEASED = wan.released("wan2.2-animate-14b", extent=(832, 480, 77))
 INPUTS = {"latents": {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)}, "prompt_extras": animate_extras}
-WAN_ANIMATE = Family(
-    plans=(PLAN,), samples=(sample("wan-animate", "WAN22_Animate", CONFIG, RELEASED, **INPUTS),)
-)
+SAMPLES = (sample("wan-animate", "WAN22_Animate", CONFIG, RELEASED, **INPUTS),)

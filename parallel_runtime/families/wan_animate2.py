@@ -10,7 +10,7 @@ import torch
 
 from . import wan
 from .plan import Along, Boundary, BranchCache, BranchTokens
-from .sample import VIDEO, Family, Form, Sample
+from .sample import VIDEO, Form, Sample
 
 MODULE = "comfy.ldm.wan.model_animate2"
 KEPT = BranchCache(
@@ -49,8 +49,5 @@ def driven(latent: torch.Tensor) -> dict[str, Any]:
 FORM = Form(config_class="WAN_Animate2", config=partial(wan.config, extra_channels=20, model_type="animate2"))
 ANIMATE2 = Sample(name="wan-animate2", form=FORM, latents=VIDEO, prompt_extras=driven, since="0.33.0")
 CACHED = replace(ANIMATE2, name="wan-animate2-cached", form=replace(FORM, keeps=KEPT))
-WAN_ANIMATE2 = Family(
-    plans=(PLAN,),
-    samples=(ANIMATE2, CACHED),
-    unreleased={f"{MODULE}:WanAnimate2Model": "its blocks are called twice, which a dry run does not count"},
-)
+SAMPLES = (ANIMATE2, CACHED)
+UNRELEASED = {f"{MODULE}:WanAnimate2Model": "its blocks are called twice, which a dry run does not count"}

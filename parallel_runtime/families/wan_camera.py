@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import wan
-from .sample import VIDEO, Family, sample
+from .sample import VIDEO, sample
 
 PLAN = replace(wan.ONE_TIMESTEP, family="wan_camera")
 
@@ -27,6 +27,4 @@ def path(latent: torch.Tensor) -> dict[str, Any]:
 CONFIG = partial(wan.config, extra_channels=16, model_type="camera")
 RELEASED = wan.released("wan2.1-fun-camera-14b")
 INPUTS = {"latents": VIDEO, "prompt_extras": path}
-WAN_CAMERA = Family(
-    plans=(PLAN,), samples=(sample("wan-camera", "WAN21_Camera", CONFIG, RELEASED, **INPUTS),)
-)
+SAMPLES = (sample("wan-camera", "WAN21_Camera", CONFIG, RELEASED, **INPUTS),)

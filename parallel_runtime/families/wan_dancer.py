@@ -10,7 +10,7 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Config, Family, Size, sample
+from .sample import Config, Size, sample
 
 MUSIC = Insert(path="music_injector", frames=Frames(stream="img", each={"audio_emb": 1}, count="seq_len"))
 PLAN = replace(wan.with_insert("wan_dancer", MUSIC), leave=replace(wan.PLAN.leave, instead="head_global"))
@@ -44,6 +44,4 @@ RELEASED = wan.released(
     music_latent_dim=256,
 )
 INPUTS = {"latents": {"even": (1, 16, 2, 8, 8), "odd": (1, 16, 1, 16, 12)}, "prompt_extras": music}
-WAN_DANCER = Family(
-    plans=(PLAN,), samples=(sample("wan-dancer", "WAN22_WanDancer", config, RELEASED, **INPUTS),)
-)
+SAMPLES = (sample("wan-dancer", "WAN22_WanDancer", config, RELEASED, **INPUTS),)

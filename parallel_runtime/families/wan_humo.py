@@ -9,7 +9,7 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Family, sample
+from .sample import sample
 
 SOUND = Insert(path="blocks.*.audio_cross_attn_wrapper", frames=Frames(stream="img", each={"audio": 16}))
 PLAN = wan.with_insert("wan_humo", SOUND, local=("cross_attn", "audio_cross_attn_wrapper"))
@@ -29,4 +29,4 @@ CONFIG = partial(wan.config, model_type="humo")
 # Beside the latent's channels, a reference's and its mask's
 RELEASED = wan.released("humo-17b", extent=(832, 480, 97), in_dim=36)
 INPUTS = {"latents": {"even": (1, 16, 3, 8, 6), "odd": (1, 16, 2, 6, 6)}, "prompt_extras": sound}
-WAN_HUMO = Family(plans=(PLAN,), samples=(sample("wan-humo", "WAN21_HuMo", CONFIG, RELEASED, **INPUTS),))
+SAMPLES = (sample("wan-humo", "WAN21_HuMo", CONFIG, RELEASED, **INPUTS),)

@@ -10,7 +10,7 @@ import torch
 
 from . import wan
 from .plan import Frames, Insert
-from .sample import Config, Family, Size, sample
+from .sample import Config, Size, sample
 
 SPEECH = Insert(
     path="audio_injector",
@@ -42,4 +42,4 @@ INJECTED = [0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39]
 LARGE = wan.released("wan2.2-s2v-14b", extent=(832, 480, 77), audio_dim=1024, audio_inject_layers=INJECTED)
 RELEASED = replace(LARGE, extras=partial(speech, audio_dim=1024))
 INPUTS = {"latents": {"even": (1, 16, 3, 8, 8), "odd": (1, 16, 3, 10, 10)}, "prompt_extras": speech}
-WAN_S2V = Family(plans=(PLAN,), samples=(sample("wan-s2v", "WAN22_S2V", config, RELEASED, **INPUTS),))
+SAMPLES = (sample("wan-s2v", "WAN22_S2V", config, RELEASED, **INPUTS),)

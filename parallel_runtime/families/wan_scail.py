@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import wan
-from .sample import VIDEO, Family, Sample, sample
+from .sample import VIDEO, Sample, sample
 
 PLAN = replace(
     wan.PLAN,
@@ -49,7 +49,4 @@ def scail(model_type: str, config_class: str, extras: Any) -> Sample:
     return sample(f"wan-{model_type}", config_class, config, released, latents=VIDEO, prompt_extras=extras)
 
 
-WAN_SCAIL = Family(
-    plans=(PLAN,),
-    samples=(scail("scail", "WAN21_SCAIL", scail_extras), scail("scail2", "WAN21_SCAIL2", masked_pose)),
-)
+SAMPLES = (scail("scail", "WAN21_SCAIL", scail_extras), scail("scail2", "WAN21_SCAIL2", masked_pose))

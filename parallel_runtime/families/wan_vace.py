@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from . import wan
-from .sample import Config, Extras, Family, Size, Tiny, random_extras, sample
+from .sample import Config, Extras, Size, Tiny, random_extras, sample
 
 VACE = replace(wan.PLAIN, path="vace_blocks", tokens={"c": wan.IMG, "x": wan.IMG}, interleaved=True)
 PLAN = replace(
@@ -38,17 +38,14 @@ LARGE = wan.released("wan2.1-vace-14b")
 # One video, as ComfyUI makes it itself
 RELEASED = replace(LARGE, size=replace(LARGE.size, blocks=(40, 8)), extras=random_extras())
 
-WAN_VACE = Family(
-    plans=(PLAN,),
-    samples=(
-        sample(
-            "wan-vace",
-            "WAN21_Vace",
-            config,
-            RELEASED,
-            tiny=Tiny(blocks=(4, 2)),
-            latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
-            prompt_extras=two_videos,
-        ),
+SAMPLES = (
+    sample(
+        "wan-vace",
+        "WAN21_Vace",
+        config,
+        RELEASED,
+        tiny=Tiny(blocks=(4, 2)),
+        latents={"even": (1, 16, 3, 8, 6), "odd": (1, 16, 3, 6, 6)},
+        prompt_extras=two_videos,
     ),
 )

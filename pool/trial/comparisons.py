@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...parallel_runtime.errors import OutOfMemory, PoolFailed, SharedMemoryFull
-from ...parallel_runtime.families import family_in, file_of
+from ...parallel_runtime.families import samples_for
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.refusals import require_plan
 from ...parallel_runtime.wire.channel import Channel, ChannelClosed
@@ -120,8 +120,8 @@ def samples_of(kind: str) -> list[Sample]:
     module, _, name = kind.partition(":")
     asked = getattr(import_module(module), name)
     of_classes: dict[type, list[Sample]] = {}
-    for sample in family_in(file_of(kind)).samples:
-        if not sample.is_here or not hasattr(comfy.supported_models, sample.form.config_class):
+    for sample in samples_for(kind):
+        if not hasattr(comfy.supported_models, sample.form.config_class):
             continue
         model = sample.form.base_model(sample.form.config(tiny(sample)), torch.float32)
         of_classes.setdefault(type(model.diffusion_model), []).append(sample)

@@ -25,7 +25,7 @@ import torch
 from ...parallel_runtime.client.first_of import FirstOf
 from ...parallel_runtime.client.shared_evaluation import Judge, SharedEvaluation
 from ...parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused, RunCancelled
-from ...parallel_runtime.families import FILES, family_in, file_of, plan_for
+from ...parallel_runtime.families import FILES, plan_for, samples_for
 from ...parallel_runtime.families.unplanned_models import class_path
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
@@ -241,8 +241,8 @@ class HostTrials:
         if judged is None or model is None:
             return judged
         config = type(model.model_config)
-        samples = family_in(file_of(class_path(transformer))).samples
-        is_compared = config.__name__ in [one.form.config_class for one in samples if one.is_here]
+        samples = samples_for(class_path(transformer))
+        is_compared = config.__name__ in [one.form.config_class for one in samples]
         if not is_compared and (new := self._known().new_among((type(model), config))):
             raise Refused(
                 f"{new} of this ComfyUI ({self.version}) is a new form of {transformer.__name__}, and no"
