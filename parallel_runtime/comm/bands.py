@@ -36,7 +36,6 @@ class Window:
         return (outputs - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, rows: int) -> int:
-        """Return the output rows that read so many rows beyond an edge of a band."""
         return -(-rows // self.stride)
 
 
@@ -48,8 +47,8 @@ class Bands:
 
     @classmethod
     def of(cls, rows: int, unit: int, ranks: int, weights: Sequence[float] = ()) -> Bands | None:
-        """Cut ``rows`` at multiples of ``unit``, which become one row of the smallest picture in
-        the VAE. None where they are too few for so many ranks, or no multiple of it.
+        """Cut ``rows`` at multiples of ``unit``, which become one row of the VAE's smallest
+        picture. None if there are too few for so many ranks, or no multiple of it.
         """
         if rows % unit or rows // unit < ranks:
             return None
@@ -59,8 +58,8 @@ class Bands:
         return sum(self.rows[:rank])
 
     def scaled(self, rank: int, own: int) -> tuple[int, ...]:
-        """Return every rank's rows of a picture of which ``rank`` has ``own``. Raises Refused where
-        it is not as much larger or smaller for all of them.
+        """Return every rank's rows of a picture of which ``rank`` has ``own``. Raises Refused if it
+        is not as much larger or smaller for all of them.
         """
         scaled = [divmod(rows * own, self.rows[rank]) for rows in self.rows]
         if any(rest for _, rest in scaled):

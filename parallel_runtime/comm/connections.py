@@ -18,7 +18,7 @@ NUMBERS = 1 << 18  # of 4 bytes each: 1 MiB; short messages go another way
 def try_connections(mesh: Mesh, machines: Sequence[int]) -> None:
     """Send a known pattern once between each two ranks that will exchange messages, and compare it
     on arrival. Every rank must call it. Raises RuntimeError that names both ranks. ``machines``: as
-    ``Start`` has them.
+    in ``Start``.
     """
     sequence, rank, widest = mesh.sequence, mesh.rank, mesh.layout.widths[-1]
     ranks = mesh.layout.joined(widest).sequence(rank)
@@ -44,15 +44,15 @@ def try_connections(mesh: Mesh, machines: Sequence[int]) -> None:
 
 
 def pattern(source: int, target: int, device: torch.device) -> torch.Tensor:
-    """Return numbers (NUMBERS,) in which all bits change, and others for other ranks: so a message
-    that went astray is seen too.
+    """Return numbers (NUMBERS,) in which all bits change, others for other ranks: so a message that
+    went astray is seen too.
     """
     every = torch.arange(NUMBERS, dtype=torch.int32, device=device)
     return every * -1640531527 + (source << 16) + target  # near 2^32 over the golden ratio: it wraps around
 
 
 def compare(came: torch.Tensor, source: int, target: int, machines: Sequence[int]) -> None:
-    """Raises RuntimeError unless the numbers that came are the ones that ``source`` sent."""
+    """Raises RuntimeError unless the numbers are the ones that ``source`` sent."""
     wrong = int((came != pattern(source, target, came.device)).sum())
     if wrong:
         ends = [machines[rank] if machines else 0 for rank in (source, target)]
@@ -64,9 +64,7 @@ def compare(came: torch.Tensor, source: int, target: int, machines: Sequence[int
 
 
 def remedy(backend: str, one: int, other: int) -> str:
-    """Return the next move for a user whose messages between these machines arrive changed. Machine
-    0 is ComfyUI's.
-    """
+    """Return a user's next move. Machine 0 is ComfyUI's."""
     if one != other:
         interface = f"{backend.upper()}_SOCKET_IFNAME"
         return f"check the network between their machines, or name another interface in {interface}"

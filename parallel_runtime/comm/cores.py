@@ -1,11 +1,10 @@
 """Give each CPU rank cores of its own, and its message threads a low priority there; keep a GPU's
-rank on the cores that are near the GPU.
+rank on the cores near the GPU.
 
 gloo moves messages on a thread of its own. Left to the scheduler, an exchange between two computing
-ranks lasts 2 to 10 ms instead of 0.3, in one of three ways: the thread is queued behind the other
-rank's computation until the next tick (4 ms at 250 Hz) while its own core is idle; it interrupts
-its own rank in the middle of a send, and spins for the lock until a tick; or a tick puts it there.
-Found with ``perf sched``; lab/docs/BENCHMARKS.md has what each half of the remedy brings.
+ranks lasts 2 to 10 ms instead of 0.3: the thread waits behind the other rank's computation until
+the next tick (4 ms at 250 Hz), or interrupts its own rank in the middle of a send.
+lab/docs/BENCHMARKS.md has what each half of the remedy brings.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ GIVE_WAY = 10
 
 
 def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the rank's equal run of ``cores``. If there are more ranks than cores, each rank gets
-    one core in turn: of cores 0 and 1, rank 2 gets core 0.
+    """Return the rank's equal run of ``cores``. If there are more ranks than cores, each gets one
+    in turn: of cores 0 and 1, rank 2 gets core 0.
     """
     each = len(cores) // ranks
     return tuple(cores[rank * each : (rank + 1) * each]) if each else (cores[rank % len(cores)],)
@@ -31,15 +30,15 @@ def share_of_cores(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ..
 
 def bus_of(gpu: Any) -> str:
     """Return the address at which the system lists a GPU, such as ``0000:17:00.0``, from torch's
-    properties of the GPU; empty if torch does not tell.
+    properties of it; empty if torch does not tell.
     """
     parts = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def cores_near(bus: str, system: Path = Path("/sys")) -> tuple[int, ...]:
-    """Return the cores of the NUMA node of the device at ``bus``. Returns () if the system does not
-    tell, or if this process may not use all cores: then somebody has chosen them.
+    """Return the cores of the NUMA node of the device at ``bus``; () if the system does not tell,
+    or if this process may not use all cores, because somebody has chosen them.
     """
     place = system / "bus/pci/devices" / bus
     try:
@@ -59,9 +58,7 @@ def cores_in(listed: str) -> list[int]:
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """Keep all present and future threads of this process on ``cores``. Linux only; () changes
-    nothing.
-    """
+    """Keep all present and future threads of this process on ``cores``; () changes nothing."""
     for thread in threads() if cores else ():
         # It has ended, or this process may not use those cores any more: slower, not wrong
         with suppress(OSError):
@@ -70,8 +67,8 @@ def keep_to(cores: Sequence[int]) -> None:
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Lower the priority of the threads that are started inside: they do not interrupt the other
-    threads of this process, and mostly run while the others wait. Linux only.
+    """Lower the priority of the threads that are started inside: they mostly run while the other
+    threads of this process wait.
     """
     before = threads()
     yield

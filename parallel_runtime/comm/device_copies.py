@@ -11,7 +11,7 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a tensor on ``device``; the tensor itself if it is there already."""
+    """Return a copy of a tensor on ``device``, or the tensor itself if it is there."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -20,8 +20,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Start to copy a tensor to the CPU, and return the place: its content is there when the device
-    has come so far. One that is there already is returned itself.
+    """Start to copy a tensor to the CPU, and return the place, whose content is there when the
+    device has come so far. A tensor on the CPU is returned itself.
     """
     if tensor.device.type != "cuda":
         return tensor
@@ -29,9 +29,7 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Reached:
-    """The place that the device's queue has come to by now, to be waited for later. On the CPU it
-    is reached.
-    """
+    """The place that the device's queue has come to by now, to be waited for later."""
 
     def __init__(self, device: torch.device):
         self._event: torch.cuda.Event | None = None
@@ -41,9 +39,7 @@ class Reached:
             self._event.record()
 
     def is_over(self) -> bool:
-        """Whether the device has come so far. Where it tells of an error instead, it comes no
-        further: ``wait`` raises it.
-        """
+        """Whether the device has come so far. If it tells of an error, ``wait`` raises it."""
         try:
             return self._event is None or self._error is not None or self._event.query()
         except RuntimeError as error:
@@ -51,7 +47,7 @@ class Reached:
             return True
 
     def wait(self) -> None:
-        """Wait until the device has come so far. Raises RuntimeError where it failed."""
+        """Raises RuntimeError if the device failed."""
         if self._error is not None:
             raise self._error
         if self._event is not None:

@@ -26,8 +26,8 @@ MOST_COMPARED = 4096  # parts of runs: windows that shift are new parts at every
 
 
 class StopFlag:
-    """Leave one evaluation at the same attention on all ranks. Each rank sends its wish along once
-    per attention; every rank decides when it has all of them.
+    """Leaves one evaluation at the same attention on all ranks: each rank sends its wish along once
+    per attention, and decides when it has all of them.
 
     On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the CPU does not wait for the
     GPU; in an evaluation of few attentions, half of them later.
@@ -43,9 +43,7 @@ class StopFlag:
         return float(self.wants_stop())
 
     def decide(self, flag: Flag) -> None:
-        """Raise Stopped, on all ranks alike, if any rank was cancelled: ``flag`` is the largest of
-        all flags.
-        """
+        """Raises Stopped, on all ranks alike, if any was cancelled: ``flag`` is the largest of all."""
         if isinstance(flag, torch.Tensor) and flag.device.type == "cuda":
             self._later.append(LateValue(flag))
             stops = len(self._later) > self._look_ahead and self._later.popleft().read()
@@ -88,9 +86,9 @@ class Exchange(Mover):
         self.group = group
 
     def all_to_all(self, sent: Sequence[TensorRuns], into: TensorRuns, wish: float | None = None) -> Flag:
-        """Send each rank its part of all tensors ``sent``, one after another, and receive the part
-        of each rank at its place of ``into``. Return the largest cancel flag ``wish`` of the group;
-        0 if no flag travels with this message.
+        """Send each rank its part of all tensors ``sent``, one after another, and receive each
+        rank's part at its place of ``into``. Return the group's largest cancel flag ``wish``; 0 if
+        none travels with this message.
         """
         message = Message(
             counts_of(sent),
@@ -113,9 +111,7 @@ class Exchange(Mover):
         return 0.0 if flag is None else flag
 
     def _pass(self, places: Places, wish: Flag) -> torch.Tensor | None:
-        """Move the content of ``places``, with the cancel flag ``wish``. Return the group's largest
-        flag; None if no flag travels with this message.
-        """
+        """Move the content of ``places``. Return the group's largest flag; None if none travels."""
         for flags in places.to.flags:
             flags.fill_(wish)
         began = time.perf_counter()
@@ -145,7 +141,7 @@ class Exchange(Mover):
         return self._laid[message]
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:
-        """Return the largest of each element of ``flag`` (n,) in the group."""
+        """Return the group's largest of each element of ``flag`` (n,)."""
         flags = flag.repeat(self.size)
         if self.size > 1:
             counts = [flag.numel() * (rank != self.rank) for rank in range(self.size)]
@@ -157,8 +153,8 @@ class Exchange(Mover):
         return flags.view(self.size, -1).amax(0)
 
     def swap(self, sent: torch.Tensor) -> torch.Tensor:
-        """Send each rank its row of ``sent`` (ranks, n), and return the received rows. The message
-        is not counted.
+        """Send each rank its row of ``sent`` (ranks, n), and return the received rows. It is not
+        counted.
         """
         came, counts = torch.zeros_like(sent), [sent.shape[1]] * self.size
         self._exchange(came.view(-1), sent.view(-1), counts, counts)
@@ -191,8 +187,8 @@ class Exchange(Mover):
 
 
 class Comparison:
-    """Compares the sizes of each part of a run once, among the ranks that compute the part. All
-    these ranks remember the same comparisons. ``part`` is the part of the present evaluation.
+    """Compares the sizes of each part of a run once, among the ranks that compute the part, which
+    all remember the same comparisons. ``part``: of the present evaluation.
     """
 
     def __init__(self) -> None:
@@ -203,8 +199,8 @@ class Comparison:
         self, ranks: Exchange, tokens: Hashable, count: int, shares: Shares, device: torch.device
     ) -> None:
         """Compare among ``ranks``, all of which must call it, which ``tokens`` each computes,
-        ``count`` of them, and the shares that each takes. Only the first evaluation of a part has a
-        message, on ``device``. Raises Unlike on all ranks if they differ.
+        ``count`` of them, and the shares that each takes. Only the first evaluation of a part sends
+        a message, on ``device``. Raises Unlike on all ranks if they differ.
         """
         if ranks.size == 1:
             return

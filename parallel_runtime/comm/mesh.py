@@ -39,13 +39,12 @@ class Paths(NamedTuple):
 
 class SequenceComm:
     """Communicates among the ranks that share one sequence: ``ulysses`` and ``ring`` along these
-    two axes, ``world`` among all ranks of the sequence, ``weights`` once a model has its weights
-    sharded. ``shares`` divides tokens and heads among the ranks. Messages lie on ``device``.
-    ``traffic`` counts the cost of the present evaluation's messages; messages of ``world`` count as
-    ``gather``.
+    axes, ``world`` among all of them (counted as ``gather``), ``weights`` once a model has its
+    weights sharded. ``shares`` divides tokens and heads among the ranks. Messages lie on
+    ``device``. ``traffic`` counts the cost of the present evaluation's messages.
 
-    Neighbouring groups may share a longer sequence in an evaluation: ``use`` sets how many groups
-    do, one of the widths that were given to ``join``. With ``ALONE`` this rank computes by itself.
+    Neighbouring groups may share a longer sequence in an evaluation: ``use`` sets how many do, one
+    of the widths that were given to ``join``. With ``ALONE`` this rank computes by itself.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class SequenceComm:
         self.use(1)
 
     def join(self, width: int, ulysses: Exchange, ring: Ring, world: Exchange, shares: Shares = EVEN) -> None:
-        """Set the communicators to use when ``width`` neighbouring groups share a sequence."""
+        """Set the communicators for ``width`` neighbouring groups that share a sequence."""
         self._by_width[width] = Paths(ulysses, ring, world, shares)
         for mover in (ulysses, ring, world):
             mover.traffic = self.traffic
 
     def use(self, width: int) -> None:
         """Communicate with the ranks of ``width`` neighbouring groups from the next evaluation on.
-        All of these ranks must call it.
+        All of them must call it.
         """
         self.ulysses, self.ring, self.world, self.shares = self._by_width[width]
         if self.weights is not None:
@@ -88,14 +87,12 @@ class SequenceComm:
         return gather
 
     def compare(self, tokens: Hashable, count: int) -> None:
-        """Compare with the other ranks which ``tokens`` each computes, ``count`` of them, and the
-        share that it takes, as ``Comparison`` does.
-        """
+        """Compare with the other ranks as ``Comparison`` does."""
         self._comparison.compare(self.world, tokens, count, self.shares, self.device)
 
     def any_wishes(self, wish: bool) -> bool:
-        """Return whether any rank of the sequence wishes it. All of them must ask, in the middle of
-        an evaluation. Raises Stopped on all ranks alike.
+        """Return whether any rank of the sequence wishes it. All must ask, within an evaluation.
+        Raises Stopped on all ranks alike.
         """
         if self.world.size == 1:
             return wish
@@ -106,7 +103,7 @@ class SequenceComm:
         return bool(all_of.any())
 
     def begin(self, attentions: int, part: Hashable) -> None:
-        """Begin the evaluation of ``part``, of so many attentions: set the counters to zero."""
+        """Begin the evaluation of ``part``, of so many attentions."""
         self.traffic.clear()
         self.stop = StopFlag(self.stop.wants_stop, attentions)
         self._comparison.part = part
@@ -119,7 +116,6 @@ class SequenceComm:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The memory of messages."""
         return [buffer for part in self._movers for buffer in part.buffers]
 
     def free_buffers(self, room: int = -1) -> None:
@@ -132,8 +128,8 @@ class SequenceComm:
 @dataclass(frozen=True)
 class Mesh:
     """One rank's place in the grid, and its communicators. ``link`` leads to the stages before and
-    after, None where there is one stage. ``speeds`` of all ranks in percent of the fastest; empty
-    where they are alike.
+    after, None if there is one stage. ``speeds`` of all ranks in percent of the fastest; empty if
+    they are alike.
     """
 
     rank: int
@@ -154,11 +150,10 @@ def connect(
     speeds: Sequence[int] = (),
 ) -> Mesh:
     """Make the mesh of ``layout``, and the communicators of each of its widths. Every rank must
-    call it, after init_process_group where there are several.
+    call it, after init_process_group if there are several.
 
     ``tick(steps)`` reports progress just before this rank blocks on the previous stage. The number
-    exceeds any that stage can report, so that the watchdog blames the earlier stage. ``speeds``: as
-    the mesh has them.
+    exceeds any that stage can report, so that the watchdog blames the earlier stage.
     """
     groups, shares = axis_groups(layout, rank), shares_of(layout, rank, speeds)
     sequence = SequenceComm(*paths_of(layout, rank, groups, via_cpu), StopFlag(wants_stop), device, shares)
@@ -199,10 +194,8 @@ def paths_of(layout: Layout, rank: int, groups: Groups, via_cpu: bool) -> tuple[
 
 
 def open_weights(mesh: Mesh) -> None:
-    """Make the group in which ranks gather weights, if there is none yet. Every rank must call it.
-
-    Only then, because NCCL takes memory of each GPU for every group. Raises RuntimeError that names
-    the group.
+    """Make the group in which ranks gather weights, if there is none yet: NCCL takes memory of each
+    GPU for every group. Every rank must call it. Raises RuntimeError that names the group.
     """
     if mesh.sequence.weights is None:
         gather = mesh.sequence.share_weights(new_group(mesh.layout.sequences(), mesh.rank))
@@ -216,10 +209,8 @@ def open_connections(
 ) -> None:
     """Send a first message in each group, outermost axis first, by the operation that the group
     will use: NCCL connects at the first message, and allocates the memory for that operation. Then
-    send from each stage to the next. Every rank must call it.
-
-    Without this the first evaluation would connect, and an error there names no group. Raises
-    RuntimeError that names the group.
+    send from each stage to the next. Every rank must call it. Raises RuntimeError that names the
+    group, which an error in the first evaluation would not.
     """
     token = torch.zeros(1, device=sequence.device)
     ring, ulysses = sequence.ring, sequence.ulysses
@@ -246,8 +237,7 @@ def naming(what: str, ranks: Sequence[int]) -> Iterator[None]:
 
 def axis_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup | None]:
     """Make the process groups along each axis of a sequence, outermost first; return this rank's.
-    Along others there is none: stages have a group for each link, and groups of ranks that compute
-    forwards of their own send each other nothing. Every rank must call it.
+    Every rank must call it.
     """
     return {axis: own_group(layout.lines(axis), rank) for axis in reversed(OF_A_SEQUENCE)}
 
@@ -257,8 +247,8 @@ def used_in_sequence(layout: Layout) -> list[str]:
 
 
 def sequence_of(layout: Layout, rank: int, groups: Groups) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that share this rank's sequence. If the sequence has
-    one axis, it is that axis's group; if it has two, a new group is made. Every rank must call it.
+    """Return the process group of the ranks that share this rank's sequence: that of its only axis
+    in use, or a new one. Every rank must call it.
     """
     used = used_in_sequence(layout)
     if len(used) < 2:
@@ -276,7 +266,7 @@ def link_groups(layout: Layout, rank: int) -> dict[tuple[int | None, int | None]
 
 def own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
     """Return the process group of ``rank`` among ``members``: torch's group of all ranks if the
-    first of ``members`` has all, else a new group. Every rank must call it.
+    first of them has all, else a new one. Every rank must call it.
     """
     if len(members[0]) > 1 and len(members[0]) == dist.get_world_size():
         return dist.group.WORLD
@@ -284,8 +274,8 @@ def own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup 
 
 
 def new_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Make a process group of each of ``members``, in their order; return that of ``rank``. None
-    where ranks are alone. Every rank must call it.
+    """Make a process group of each of ``members``, in their order; return that of ``rank``, None if
+    ranks are alone. Every rank must call it.
     """
     own = None
     for ranks in members if len(members[0]) > 1 else ():

@@ -59,9 +59,9 @@ def counts_of(tensors: Sequence[TensorRuns]) -> tuple[int, ...]:
 
 
 class Parts(NamedTuple):
-    """The parts of a message in ``buffer``. ``sizes`` counts the elements of each part with its
-    padding. ``flags`` are views of the flags at the ends of the parts, (ranks,) for each run.
-    ``views`` keeps the views of runs that were asked for.
+    """The parts of a message in ``buffer``. ``sizes``: the elements of each with its padding.
+    ``flags``: views of the flags at the ends of the parts, (ranks,) for each run. ``views``: those
+    of runs that were asked for.
     """
 
     buffer: torch.Tensor
@@ -89,7 +89,7 @@ class Parts(NamedTuple):
             first += ranks
 
     def take(self, into: TensorRuns) -> None:
-        """Copy the received part of each rank to its place of ``into``."""
+        """Copy each rank's received part to its place of ``into``."""
         first = 0
         for run in into:
             if run.numel():
@@ -105,7 +105,6 @@ class Parts(NamedTuple):
         return self.views[key]
 
     def at(self, buffer: torch.Tensor) -> Parts:
-        """Return the same parts in another buffer."""
         return Parts(buffer, self.sizes, flags_of(buffer, self.sizes) if self.flags else [], {})
 
 
@@ -115,7 +114,7 @@ def unit_of(dtype: torch.dtype) -> int:
 
 
 def padded(counts: Sequence[int], is_flagged: bool, dtype: torch.dtype) -> list[int]:
-    """Return how many elements the part of each rank takes, with its flag and the padding."""
+    """Return the elements of each rank's part, with its flag and the padding."""
     unit = unit_of(dtype)
     return [-(-(count + is_flagged) // unit) * unit for count in counts]
 

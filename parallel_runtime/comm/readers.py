@@ -30,8 +30,8 @@ class Readers:
         """Fill each place, on a device, with its source; neither may have gaps. ``on_progress`` is
         told the bytes of each. All ranks must call it, for the same weights in the same order.
 
-        A rank that fails gathers on, so that nobody waits for it. Raises its error in the end, and
-        Stopped on the others.
+        A rank that fails gathers on, so that nobody waits for it. In the end it raises its error,
+        and the others raise Stopped.
         """
         failure: Exception | None = None
         gathering: dist.Work | None = None
@@ -69,9 +69,9 @@ def finish(gathering: dist.Work | None, device: torch.device) -> None:
 
 
 def readers_of(mesh: Mesh) -> Readers | None:
-    """Return the ranks that read weights together with this one: ranks on GPUs that have a
-    communicator and hold the same blocks. None if each rank reads for itself: on CPUs all ranks
-    compute on the file's own pages, and a message over gloo is slower than reading these.
+    """Return the ranks that read weights together with this one: those on GPUs that have a
+    communicator and hold the same blocks. None if each reads for itself: on CPUs all compute on the
+    file's own pages, and a message over gloo is slower than reading these.
     """
     layout, sequence = mesh.layout, mesh.sequence
     if sequence.device.type != "cuda" or layout.world_size // layout.stages == 1:

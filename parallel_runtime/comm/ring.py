@@ -2,8 +2,8 @@
 computed with.
 
 Source: Ring Attention (arXiv 2310.01889). K and V travel as one message, behind the origin's cancel
-flag. Each message begins where it does not overwrite the flag of the message before it in its
-place, so that one kernel reads all flags at the end.
+flag. A message does not overwrite the flag of the one before it in its place, so that one kernel
+reads all flags at the end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Ring(Mover):
         return Walk(self, places, kv, flag)
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
-        """Send ``token`` (1,) once around by the operation that messages use, and return the token
+        """Send ``token`` (1,) once around by the operation that messages use, and return the one
         that came.
         """
         came = torch.zeros_like(token)
@@ -121,10 +121,8 @@ class Ring(Mover):
             self.traffic.waited_s[self.axis] += time.perf_counter() - began
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
-        """Start a send to the next rank and a receive from the previous one; return the works to
-        wait for.
-
-        NCCL starts one kernel for both, by one call of torch: it skips ranks whose parts are empty.
+        """Start a send to the next rank and a receive from the previous one. NCCL starts one kernel
+        for both, by one call of torch: it skips ranks whose parts are empty.
         """
         if dist.get_backend(self._group) == "gloo":
             works = [
@@ -139,10 +137,10 @@ class Ring(Mover):
 
     def _places(self, message: RingMessage) -> Route:
         """Return three places, used in turn: one is sent, one (the same, or the own block) is
-        computed with, and into one the next block arrives. All are there before the first is sent.
+        computed with, and into one the next block arrives.
 
-        The messages of a place begin one unit apart, the last one's at the same unit in each. There
-        is the own wish wherever no message has its own.
+        The messages of a place begin one unit apart, the last one's at the same unit in each. The
+        own wish stands wherever no message has its own.
         """
         if message not in self._laid:
             unit, turns = unit_of(message.dtype), max(1, self.size // 2)

@@ -34,12 +34,11 @@ class RowExchange:
         return start, start + own, sum(sizes)
 
     def of_all(self, own: int) -> tuple[int, ...]:
-        """Return every rank's rows of a picture of which this rank has ``own``."""
         return self.bands.scaled(self._comm.world.rank, own)
 
     def exchange(self, to: Sequence[torch.Tensor], come: Sequence[torch.Tensor]) -> None:
-        """Send each rank its part of ``to``, and receive the part of each rank in ``come``. Raises
-        Stopped on all ranks alike.
+        """Send each rank its part of ``to``, and receive each rank's in ``come``. Raises Stopped on
+        all ranks alike.
         """
         flag = self._comm.world.all_to_all(
             [[part.unsqueeze(0) for part in to]],
@@ -51,9 +50,7 @@ class RowExchange:
     def beside(
         self, x: torch.Tensor, window: Window
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return a band, and the rows above and below it that its neighbours have; None beyond the
-        picture.
-        """
+        """Return a band, and its neighbours' rows above and below it; None beyond the picture."""
         rank, last = self._comm.world.rank, self._comm.world.size - 1
         if rank < last:  # the zero row that the model adds below: a neighbour has the real one
             x = x.narrow(ROWS, 0, x.shape[ROWS] - x.shape[ROWS] % window.stride)

@@ -1,8 +1,6 @@
 """Gather bytes of which each rank of a sequence holds an equal part, while the ranks compute
-(all-gather prefetch).
-
-The messages have a group of their own: messages of attention need not wait for them, and NCCL runs
-each group on a stream of its own.
+(all-gather prefetch). The messages have a group of their own, so that NCCL gives them a stream of
+their own, and messages of attention need not wait for them.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ from .traffic import Mover
 
 class ShardGather(Mover):
     """Gathers among the ranks of ``group``, all of which must start the same gathers in the same
-    order. ``rank`` is within the group.
-
-    ``via_cpu``: messages go through CPU memory, where the parts have to lie then. ``width``: how
-    many neighbouring groups compute the evaluation together.
+    order. ``rank`` is within the group. With ``via_cpu`` the parts have to lie in CPU memory.
+    ``width``: how many neighbouring groups compute the evaluation together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, *, via_cpu: bool):
@@ -31,17 +27,15 @@ class ShardGather(Mover):
         self._works: list[dist.Work] = []
 
     def open(self, token: torch.Tensor) -> torch.Tensor:
-        """Gather ``token`` (1,) of each rank by the operation that messages use, and return the
-        gathered tokens.
-        """
+        """Gather ``token`` (1,) of each rank by the operation that messages use."""
         came = token.new_zeros(self.size)
         self.start(token, came)
         self.wait()
         return came
 
     def start(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Start to gather every rank's ``part`` (n,) of a layer into ``whole`` (size * n,), in rank
-        order. Both must stay as they are until ``wait``.
+        """Start to gather every rank's ``part`` (n,) into ``whole`` (size * n,), in rank order.
+        Both must stay as they are until ``wait``.
         """
         self.wait()
         with self.traffic.message(self.axis):
@@ -61,7 +55,7 @@ class ShardGather(Mover):
                 self._works += [dist.irecv(place, peer, self._group), dist.isend(part, peer, self._group)]  # pyright: ignore[reportAttributeAccessIssue]
 
     def wait(self) -> None:
-        """Wait for the gather that was started last, if it has not been waited for."""
+        """Wait for the gather that was started last, if any."""
         began = time.perf_counter()
         works, self._works = self._works, []
         for work in works:

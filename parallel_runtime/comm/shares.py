@@ -28,7 +28,7 @@ EVEN = Shares()
 
 def relative(speeds: Sequence[float]) -> tuple[int, ...]:
     """Return the speeds of devices in percent of the fastest: (100, 50) if the second is half as
-    fast. Empty if all are about alike, or if one is not known.
+    fast. Empty if all are about alike, or one is not known.
     """
     fastest, slowest = max(speeds, default=0.0), min(speeds, default=0.0)
     if slowest <= 0 or slowest >= ALIKE * fastest:
@@ -37,8 +37,8 @@ def relative(speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def shares_of(layout: Layout, rank: int, speeds: Sequence[int]) -> Shares:
-    """Return the shares of the sequence that ``rank`` is in. ``speeds`` of all ranks; empty where
-    they are alike.
+    """Return the shares of the sequence that ``rank`` is in. ``speeds`` of all ranks; empty if they
+    are alike.
 
     Stages pass on the same tokens, and ranks of a ring the same heads: tokens are shared by what
     the ranks of all stages can do, heads by the rank that would take longest.
@@ -60,8 +60,8 @@ def shares_of(layout: Layout, rank: int, speeds: Sequence[int]) -> Shares:
 
 
 def stage_speeds(layout: Layout, speeds: Sequence[int]) -> tuple[float, ...]:
-    """Return the speed of each stage: the least speed of its ranks, each divided by its share of
-    tokens. Empty if all stages are alike. All groups cut a model alike, so their mean counts.
+    """Return the speed of each stage: the least of its ranks', each divided by its share of tokens,
+    as the mean of all groups, which cut a model alike. Empty if all stages are alike.
     """
     of_groups = []
     for sequence in layout.sequences() if speeds else ():

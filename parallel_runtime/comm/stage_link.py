@@ -2,8 +2,7 @@
 patches were submitted.
 
 A stage receives once and sends once for every patch, also for one that fails there if the stage is
-one rank, so both ends agree on what comes next; else the pool ends. No stage can wait for itself:
-the last one sends to none.
+one rank, so both ends agree on what comes next; else the pool ends.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ class Sends:
 
 class StageLink:
     """Receives from the rank ``previous`` and sends to ``next``: global ranks, None at the ends.
-    Messages go in the groups ``from_before`` and ``to_after``.
-
-    ``via_cpu``: messages go through CPU memory; ``device``: where announcements lie.
-    ``traffic``: where messages are counted. ``before_waiting`` is called before each wait for a
+    Messages go in the groups ``from_before`` and ``to_after``, with ``via_cpu`` through CPU memory.
+    ``device``: where announcements lie. ``before_waiting`` is called before each wait for a
     receive.
 
     A message may be announced: whether it comes at all, its length and dtype go before it. So a
@@ -89,7 +86,7 @@ class StageLink:
         self._unchecked: deque[tuple[LateValue, int]] = deque()
 
     def open(self, token: torch.Tensor, *, to_next: bool) -> None:
-        """Send a message that is no patch to the next rank, or have that of the one before in the
+        """Send a message that is no patch to the next rank, or receive that of the one before in
         place of ``token``.
         """
         if to_next:
@@ -119,18 +116,16 @@ class StageLink:
         self.traffic.posted = len(self._posted)
 
     def prepare(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make room for the next patch, as ``expect`` does: nothing else of a receive can fail for
-        want of memory.
-        """
+        """Make room for the next patch: nothing else of a receive can fail for want of memory."""
         if not self._posted:
             self._prepared = torch.empty(count, dtype=dtype, device="cpu" if self._via_cpu else device)
 
     def receive(
         self, number: int, count: int, dtype: torch.dtype, device: torch.device, *, is_announced: bool = False
     ) -> torch.Tensor | None:
-        """Return the next patch (count,), where messages lie. If an announcement came before it,
-        the patch has the announced size; None if no patch comes. Raises RuntimeError if the patch
-        belongs to another request; on CUDA, if a patch up to ``CHECKED_LATER`` before it did.
+        """Return the next patch (count,), where messages lie; of an announced one the announced
+        size, None if none comes. Raises RuntimeError if the patch belongs to another request; on
+        CUDA, if one up to ``CHECKED_LATER`` before it did.
         """
         with self.traffic.message(AXIS):
             if is_announced:
@@ -149,8 +144,8 @@ class StageLink:
     def discard(
         self, known: tuple[int, torch.dtype] | None, device: torch.device
     ) -> tuple[int, torch.dtype] | None:
-        """Take the next patch for no use. ``known``: its elements and their dtype; None where it is
-        announced. Return those of the patch that came, None where none did.
+        """Take the next patch for no use. ``known``: its elements and their dtype; None if it is
+        announced. Return those of the patch that came, None if none did.
         """
         with self.traffic.message(AXIS):
             if known is None:
@@ -170,8 +165,8 @@ class StageLink:
         return buffer
 
     def _announcement(self) -> torch.Tensor:
-        """Return (whether nothing follows, elements of the message, the number of its request
-        included, place of their dtype in ``DTYPES``).
+        """Return (whether nothing follows, elements of the message with the number of its request,
+        place of their dtype in ``DTYPES``).
         """
         announced = torch.zeros(3, dtype=torch.int64, device=self._device)
         self._wait([dist.irecv(announced, self._previous, self._from_before)])
@@ -182,8 +177,8 @@ class StageLink:
         await_works(works, self.traffic)
 
     def check(self, but: int = 0) -> None:
-        """Raise RuntimeError if a patch that was received belongs to another request; ``but`` so
-        many of the last are left for later.
+        """Raises RuntimeError if a received patch belongs to another request; the last ``but`` are
+        left for later.
         """
         while len(self._unchecked) > but:
             came, due = self._unchecked.popleft()
@@ -192,7 +187,7 @@ class StageLink:
                 raise RuntimeError(OUT_OF_STEP)
 
     def send(self, number: int, hidden: torch.Tensor, *, is_announced: bool = False) -> None:
-        """Start to send (count,), a copy of which is kept until it has gone."""
+        """Start to send a copy of ``hidden`` (count,)."""
         buffer = torch.empty(
             hidden.numel() + 1, dtype=hidden.dtype, device="cpu" if self._via_cpu else hidden.device
         )

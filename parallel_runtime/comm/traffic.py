@@ -28,7 +28,7 @@ class Stopped(BaseException):
 
 class Unlike(BaseException):
     """All ranks leave the forward here, and it raises ``error`` in place of this: they were about
-    to exchange unlike messages. Not an Exception, as Stopped is none.
+    to exchange unlike messages. No Exception, as ``Stopped``.
     """
 
     def __init__(self, error: ModelError):
@@ -38,12 +38,12 @@ class Unlike(BaseException):
 
 class Traffic:
     """Counts the messages since the evaluation, or its patch, began, and their cost by axis: sent
-    bytes and seconds of waiting. An axis without messages has 0.
+    bytes and seconds of waiting.
 
-    ``at`` is the number of messages that this rank took part in and a crc of their axes in order:
-    ranks with equal values are at the same place. It is None if a message is unfinished.
-    ``is_complete`` says that no message is left because the forward is over. ``posted`` counts
-    started receives, of this evaluation or of the next.
+    ``at``: the number of messages that this rank took part in and a crc of their axes in order,
+    None if a message is unfinished. Ranks with equal values are at the same place. ``is_complete``:
+    no message is left because the forward is over. ``posted`` counts started receives, of this
+    evaluation or of the next.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class Traffic:
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The place that others can be compared with; None also if a receive is on its way that
-        nobody takes any more.
+        """``at``, to compare with others; None also if a receive is on its way that nobody takes
+        any more.
         """
         return None if self.posted and not self.is_complete else self.at
 
@@ -76,8 +76,7 @@ class Traffic:
 
 
 class Mover:
-    """Moves the messages of one ``axis`` among ``size`` ranks, and counts them in ``traffic``. With
-    ``via_cpu`` messages go through CPU memory, on whatever device the ranks compute.
+    """Moves the messages of one ``axis`` among ``size`` ranks, with ``via_cpu`` through CPU memory.
 
     All memory of a message is allocated before it begins: a rank without memory fails at a place at
     which other ranks can be too.
