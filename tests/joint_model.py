@@ -5,7 +5,6 @@ from pipemesh.parallel_runtime.families.plan import Blocks, Leave, TokenPlan
 
 BLOCKS, HEADS, WIDTH = 8, 3, 6
 PLAN = TokenPlan(
-    family="joint",
     streams=("txt", "img"),
     blocks=(Blocks(path="blocks", tokens={"txt": ("txt",), "img": ("img",)}),),
     leave=Leave(path="head", stream="img"),

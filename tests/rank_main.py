@@ -91,7 +91,6 @@ class Model(torch.nn.Module):
 
 
 PLAN = TokenPlan(
-    family="grouped",
     streams=("x",),
     blocks=(Blocks(path="blocks", tokens={"x": ("x",)}),),
     leave=Leave(path="last", stream="x"),

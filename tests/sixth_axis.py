@@ -9,7 +9,7 @@ from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.pool import pool_nodes
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.status.reasons import why_layout
-from pipemesh.parallel_runtime.layout import COLOURS, Layout, layouts_of
+from pipemesh.parallel_runtime.layout import Layout, layouts_of
 
 from .bounds import assert_same
 from .fake_pools import fake_setup
@@ -52,7 +52,6 @@ def test_the_grid_the_report_and_the_pictures_know_it():
     assert LAYOUT.grid(["cpu", "cpu"]) == "echo 0:   0 cpu\necho 1:   1 cpu"
     (cause,) = why_layout(LAYOUT)
     assert cause.english == "2 groups of workers compute what one would."
-    assert COLOURS["echo"] == "#123456"
 
 
 def test_its_ranks_compute_what_stock_does():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pipemesh.lab.bench.run_picture import panel_colours
+from pipemesh.parallel_runtime.comm.traffic import COUNTED
 from pipemesh.parallel_runtime.layout import OF_A_GROUP
 
 from .conftest import ALL
@@ -63,7 +64,7 @@ HUNKS = (
 
 
 def test_the_panel_has_a_colour_for_each_axis_whose_ranks_send_messages():
-    assert panel_colours().keys() == {*OF_A_GROUP, "weights", "gather"}
+    assert panel_colours().keys() == {*OF_A_GROUP, "weights", "gather"} == {*COUNTED}
 
 
 def test_the_recipe_of_a_new_axis_names_every_file_that_is_edited():

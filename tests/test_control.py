@@ -32,7 +32,6 @@ from .in_ranks import evaluated_in_ranks
 from .models import IdleRank, asked_of
 
 PLAN = TokenPlan(
-    family="plain",
     streams=("img",),
     blocks=(Blocks(path="blocks", tokens={"x": ("img",)}, control="output"),),
     leave=Leave(path="head", stream="img"),

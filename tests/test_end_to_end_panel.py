@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pipemesh.parallel_runtime.layout import COLOURS
+from pipemesh.parallel_runtime.comm import traffic
 from pipemesh.parallel_runtime.texts import Text
 
 from .served import LARGE, graph, latent, live_pool, pids, wait_for_phase
@@ -195,14 +195,14 @@ def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page,
     pool["shares"] = [asdict(share) for share in UNLIKE]
     figures |= {
         "exchange_share": 0.15,
-        "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(COLOURS, 1)},
+        "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(traffic.COUNTED, 1)},
     }
     texts = json.loads((LOCALES / "en" / "main.json").read_text(encoding="utf-8"))["pipemesh"]
     page.evaluate(SAYS % json.dumps(made))
     try:
         for share in UNLIKE:
             shown(page, filled(texts[share.name], share.values))
-        for axis, number in zip(COLOURS, range(1, 6), strict=True):
+        for axis, number in zip(traffic.COUNTED, range(1, 6), strict=True):
             shown(page, f"{texts[f'axis_{axis}']}\n{number}.0 %")
         assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1), (
             "the bar has each, the largest first"

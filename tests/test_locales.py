@@ -90,7 +90,8 @@ def test_the_options_of_a_setting_are_those_of_the_script():
 def made_names():
     """The names of texts that are put together of a word of the status."""
     from pipemesh.parallel_runtime.client.session import ResidentState
-    from pipemesh.parallel_runtime.layout import AXES, COLOURS
+    from pipemesh.parallel_runtime.comm.traffic import COUNTED
+    from pipemesh.parallel_runtime.layout import AXES
     from pipemesh.parallel_runtime.planner.machine import HowKnown
     from pipemesh.parallel_runtime.wire.arena import PHASES
 
@@ -99,7 +100,7 @@ def made_names():
         "state": ["starting", "ready", "busy", "failed", "closed"],
         "model": [state.name.lower() for state in ResidentState],
         "known": get_args(HowKnown),
-        "axis": COLOURS,
+        "axis": COUNTED,
         "why": [axis.name for axis in AXES],
         "slowed": ["sharded", "offloaded"],
         "prompt": ["before", "loading", "first", "sampling", "decode", "encode", "upscale", "total", "left"],

@@ -289,9 +289,7 @@ def test_a_plan_that_names_what_the_host_renamed_is_refused_by_name(plan, name):
     ):
         with pytest.raises(Refused) as refused:
             check(Model(2), plan, layout)
-        assert str(refused.value).startswith(
-            f"Model of this ComfyUI has no {name}, which the joint plan names: "
-        )
+        assert str(refused.value).startswith(f"Model of this ComfyUI has no {name}, which its plan names: ")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +361,6 @@ class LeavesBehindBlocks(torch.nn.Module):
     """Takes all tokens of the image behind its blocks, and knows of them by the text's length."""
 
     PLAN = TokenPlan(
-        family="leaves",
         streams=("txt", "img"),
         blocks=(
             Blocks(path="apart", tokens={"txt": ("txt",), "img": ("img",)}, returns=("img", "txt")),

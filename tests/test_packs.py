@@ -20,7 +20,7 @@ from .served import graph, latent
 
 GGUF, KJNODES = PACKS / "ComfyUI-GGUF", PACKS / "ComfyUI-KJNodes"
 ARCHITECTURE = {
-    name: next(family for family in FAMILIES if SAMPLES[name] in family.samples).plans[0].family
+    name: next(family for family in FAMILIES if SAMPLES[name] in family.samples).name
     for name in (PLAIN, VIDEO)
 }
 LAYOUTS = {

@@ -138,7 +138,7 @@ def chosen(words):
         if kind not in seen:
             seen.add(kind)
             named = word.path if isinstance(word, Insert) else word.arg
-            yield pytest.param(family, plan, less, id=f"{family.plans[0].family}-{named}")
+            yield pytest.param(family, plan, less, id=f"{family.name}-{named}")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ LAYOUTS = [
     Layout(ulysses=ulysses, ring=ring) for ulysses, ring in ((2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 ]
 PLAN = TokenPlan(
-    family="prompted",
     streams=("img",),
     blocks=(
         Blocks(

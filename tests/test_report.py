@@ -21,7 +21,8 @@ from pipemesh.nodes.status.reasons import slowed, why_layout
 from pipemesh.nodes.status.sums import achieved_s, run_figures
 from pipemesh.nodes.timing import Speed
 from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames, measured
-from pipemesh.parallel_runtime.layout import COLOURS, Layout
+from pipemesh.parallel_runtime.comm.traffic import COUNTED
+from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.texts import Text
@@ -127,7 +128,7 @@ def test_tables_line_up_in_a_monospaced_font_and_a_long_value_makes_no_other_lin
     _head, run, held, memory = text_of(pool(ulysses=12, ring=1)).split("\n\n")
     for table in (run.splitlines()[1:], held.splitlines()[1:], memory.splitlines()):
         assert len({len(line) for line in table}) == 1
-    run = text_of(exchange_by_axis={name: 0.1 for name in COLOURS}).split("\n\n")[1]
+    run = text_of(exchange_by_axis={name: 0.1 for name in COUNTED}).split("\n\n")[1]
     (long,) = (line for line in run.splitlines()[1:] if len(line) > 60)
     assert "gather 10.0 %" in long
 

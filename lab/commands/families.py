@@ -10,12 +10,12 @@ import ast
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...launcher.comfyui.host_record import ComfyInstall
 from ...parallel_runtime.families import FILES
-from ...parallel_runtime.families.catalogue import REGISTERED, classes_of
+from ...parallel_runtime.families.catalogue import REGISTERED, Family, classes_of
 from ...parallel_runtime.families.plan import TokenPlan
 from ...parallel_runtime.families.unplanned_models import (
     NOT_AT_HAND,
@@ -90,15 +90,13 @@ class Row:
 
 def rows() -> list[Row]:
     """One for each plan, in the registry's order."""
-    return [
-        replace(row_of(plan, [sample.name for sample in family.samples]), ahead=family.ahead)
-        for family in REGISTERED
-        for plan in family.plans
-    ]
+    return [row_of(plan, family) for family in REGISTERED for plan in family.plans]
 
 
-def row_of(plan: TokenPlan, samples: Sequence[str]) -> Row:
-    return Row(plan.family, tuple(classes_of(plan)), tuple(samples), "exact", *under_pipefusion(plan))
+def row_of(plan: TokenPlan, family: Family) -> Row:
+    names = tuple(sample.name for sample in family.samples)
+    how, why = under_pipefusion(plan)
+    return Row(family.name, tuple(classes_of(plan)), names, "exact", how, why, family.ahead)
 
 
 def under_pipefusion(plan: TokenPlan) -> tuple[str, str]:

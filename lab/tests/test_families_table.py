@@ -11,7 +11,7 @@ from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import FILES
-from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, PLANS, SAMPLES
+from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLANS, REGISTERED, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Together
 from pipemesh.parallel_runtime.families.unplanned_models import NOT_YET, ON_ONE_GPU, WITHOUT_PLAN, why_no_plan
 from pipemesh.tests.conftest import COMFYUI
@@ -48,19 +48,19 @@ def test_a_class_of_a_newer_host_says_which_hosts_have_it():
 
 
 def test_a_plan_that_is_only_whole_says_why():
-    plan = PLANS[0]
+    family, plan = FAMILIES[0], PLANS[0]
     whole = replace(plan, together=Together(always="it looks at all frames"))
-    assert families.row_of(plan, []).pipefusion == "approximate"
-    row = families.row_of(whole, [PLAIN])
+    assert families.row_of(plan, family).pipefusion == "approximate"
+    row = families.row_of(whole, family)
     assert (row.pipefusion, row.why) == ("whole", "it looks at all frames")
     assert "whole: it looks at all frames" in families.markdown([row], {})
     among = replace(plan, blocks=(*plan.blocks[:-1], replace(plan.blocks[-1], interleaved=True)))
-    assert families.row_of(among, []).pipefusion == "refused"
+    assert families.row_of(among, family).pipefusion == "refused"
 
 
 def test_a_plan_whose_patches_are_bound_says_by_what():
     bound = replace(PLANS[0], together=Together(refiners=("first",), arguments=("ref_latents",)))
-    row = families.row_of(bound, [PLAIN])
+    row = families.row_of(bound, FAMILIES[0])
     says = (
         "approximate: step by step, because of the model's first, which looks at the whole image; whole with"
         " ref_latents"
@@ -79,7 +79,7 @@ def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys,
     said = capsys.readouterr().out
     if option:
         answer = json.loads(said)
-        assert {plan.family for plan in PLANS} == {row["family"] for row in answer["families"]}
+        assert {family.name for family in REGISTERED} == {row["family"] for row in answer["families"]}
         assert answer["one_gpu"]["comfy.ldm.seedvr.model:NaDiT"].startswith("it exchanges the halves")
     else:
         assert "NaDiT; it exchanges the halves" in said
@@ -90,16 +90,10 @@ def test_an_unknown_class_has_no_plan_yet():
 
 
 def test_a_model_that_no_stage_can_hold_a_part_of_is_refused_before_anything_starts(client):
-    refused = {plan.family for plan in PLANS if plan.why_no_stages}
-    sample = next(one for name, one in SAMPLES.items() if family_of(name) in refused)
+    refused = [one for one in FAMILIES if any(plan.why_no_stages for plan in one.plans)]
+    sample = next(one for one in SAMPLES.values() if any(one in family.samples for family in refused))
     model = sample.form.random_model(sample.tiny.size(sample.heads[0]))
     with pytest.raises(
         Refused, match=r"cannot be divided into stages, because its .* run among its other blocks"
     ):
         parallelize(model, client, 0.0, Patching(2))
-
-
-def family_of(name):
-    return next(
-        family.plans[0].family for family in FAMILIES if name in [sample.name for sample in family.samples]
-    )

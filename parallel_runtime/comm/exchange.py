@@ -43,7 +43,9 @@ class StopFlag:
         return float(self.wants_stop())
 
     def decide(self, flag: Flag) -> None:
-        """Raises Stopped, on all ranks alike, if any was cancelled: ``flag`` is the largest of all."""
+        """Raises Stopped, on all ranks alike, if any was cancelled: ``flag`` is the largest of all
+        flags.
+        """
         if isinstance(flag, torch.Tensor) and flag.device.type == "cuda":
             self._later.append(LateValue(flag))
             stops = len(self._later) > self._look_ahead and self._later.popleft().read()

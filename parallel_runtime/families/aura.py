@@ -6,7 +6,6 @@ from .plan import Blocks, Leave, TokenPlan
 from .sample import Config, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
-    family="aura",
     streams=("c", "x"),
     blocks=(
         Blocks(path="double_layers", tokens={"c": ("c",), "x": ("x",)}),

@@ -12,10 +12,12 @@ from .sample import Released, Sample, Size
 
 @dataclass(frozen=True)
 class Family:
-    """All that a family's file says. ``unreleased``: the classes without a released model, and why.
-    ``ahead``: the code of ComfyUI's that it was tried on before a tested version had its classes.
+    """All that a family's file says. ``name``: the file's. ``unreleased``: the classes without a
+    released model, and why. ``ahead``: the code of ComfyUI's that it was tried on before a tested
+    version had its classes.
     """
 
+    name: str
     plans: tuple[TokenPlan, ...]
     samples: tuple[Sample, ...]
     unreleased: Mapping[str, str]
@@ -26,7 +28,7 @@ class Family:
         plans = {FILES[kind]: plan_named(kind) for kind in FILES if file_of(kind) == file}
         module = module_in(file)
         unreleased, ahead = getattr(module, "UNRELEASED", {}), getattr(module, "AHEAD", "")
-        return cls(tuple(filter(None, plans.values())), module.SAMPLES, unreleased, ahead)
+        return cls(file, tuple(filter(None, plans.values())), module.SAMPLES, unreleased, ahead)
 
     def here(self) -> Family | None:
         """Returns the family with the samples of the ComfyUI at hand; None if that has none."""

@@ -15,13 +15,11 @@ from .sample import Config, Masks, Released, Size, Tiny, sample
 
 PLAN = replace(
     flux.PLAN,
-    family="chroma",
     blocks=(flux.DOUBLE, flux.SINGLE),
 )
 
 RADIANCE = replace(
     PLAN,
-    family="chroma-radiance",
     leave=Leave(path="single_blocks", stream="img"),
     together=Together(always="the last layer of Chroma Radiance, which looks at neighbouring pixels"),
 )

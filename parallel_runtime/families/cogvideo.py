@@ -11,7 +11,6 @@ from .sample import VIDEO, Config, Released, Size, random_extras, sample
 IMG = ("img",)
 
 PLAN = TokenPlan(
-    family="cogvideo",
     streams=("txt", "img"),
     blocks=(
         Blocks(

@@ -17,7 +17,6 @@ LLLITE = tuple(
 )
 
 PLAN = TokenPlan(
-    family="cosmos",
     streams=IMG,
     blocks=(
         Blocks(

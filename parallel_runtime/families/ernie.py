@@ -8,7 +8,6 @@ from .sample import PIXELS, Config, Released, Size, sample
 JOINT = ("img", "txt")
 
 PLAN = TokenPlan(
-    family="ernie",
     streams=JOINT,
     blocks=(
         Blocks(

@@ -27,7 +27,6 @@ SINGLE = Blocks(path="single_blocks", tokens={"x": JOINT}, control="output", alo
 IMAGE_RANGES = (Ranges(arg="modulation_dims_img", streams=("img",)),)
 
 PLAN = TokenPlan(
-    family="flux",
     streams=JOINT,
     blocks=(
         replace(DOUBLE, ranges=IMAGE_RANGES, patches=REFERENCES_KEPT),

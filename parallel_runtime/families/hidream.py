@@ -15,7 +15,6 @@ ROPE = (Along(arg="rope", dim=1, streams=JOINT),)
 TXT = ("txt",)
 
 PLAN = TokenPlan(
-    family="hidream",
     streams=JOINT,
     blocks=(
         Blocks(

@@ -16,7 +16,6 @@ BOTH = ("prompt", *IMG)
 STEP = 151673  # the token that becomes the step
 
 PLAN = TokenPlan(
-    family="hidream-o1",
     streams=IMG,
     blocks=(
         Blocks(

@@ -18,7 +18,6 @@ from .plan import Leave, Ranges, TokenPlan
 from .sample import Config, Masks, Released, Size, Tiny, random_extras, sample
 
 PLAN = TokenPlan(
-    family="hunyuan-video",
     streams=flux.JOINT,
     blocks=(
         replace(flux.DOUBLE, ranges=flux.IMAGE_RANGES),

@@ -8,7 +8,6 @@ from .sample import PIXELS, Config, Masks, Released, Size, sample
 JOINT = ("txt", "img")
 
 PLAN = TokenPlan(
-    family="ideogram4",
     streams=JOINT,
     blocks=(
         Blocks(

@@ -11,7 +11,6 @@ from .sample import ONE_FRAME, Config, Released, Size, Tiny, random_extras, samp
 IMG = ("img",)
 
 PLAN = TokenPlan(
-    family="joyimage",
     streams=("img", "txt"),
     blocks=(
         Blocks(

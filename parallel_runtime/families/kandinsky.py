@@ -11,7 +11,6 @@ from .sample import Config, Released, Size, TokenParts, sample
 IMG, CROSS = ("visual_embed",), ("cross_attention",)
 
 PLAN = TokenPlan(
-    family="kandinsky",
     streams=IMG,
     blocks=(
         Blocks(

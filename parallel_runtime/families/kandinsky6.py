@@ -16,7 +16,6 @@ from .sample import Config, Extent, Released, Size, TokenParts, sample
 VIDEO = ("visual_embed",)
 
 PLAN = TokenPlan(
-    family="kandinsky6",
     streams=VIDEO,
     blocks=(
         Blocks(

@@ -12,7 +12,6 @@ from .sample import ONE_FRAME, Config, Form, Released, Sample, Size, random_extr
 JOINT = ("txt", "img")
 
 PLAN = TokenPlan(
-    family="krea2",
     streams=JOINT,
     blocks=(
         Blocks(

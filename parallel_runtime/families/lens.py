@@ -8,7 +8,6 @@ from .sample import PIXELS, Config, Masks, Released, Size, sample
 JOINT = ("img", "txt")
 
 PLAN = TokenPlan(
-    family="lens",
     streams=JOINT,
     blocks=(
         Blocks(

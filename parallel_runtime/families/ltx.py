@@ -46,7 +46,6 @@ def along_video(*arguments: str) -> tuple[Along, ...]:
 GUIDE = Along(arg="self_attention_mask", dim=-1, streams=VIDEO, within=dense)
 LEAVE = Leave(path="transformer_blocks", stream="video")
 PLAN = TokenPlan(
-    family="ltx",
     streams=VIDEO,
     blocks=(
         Blocks(
@@ -62,7 +61,6 @@ PLAN = TokenPlan(
     patch_size=1,
 )
 AV_PLAN = TokenPlan(
-    family="ltx",
     streams=VIDEO,
     blocks=(
         Blocks(

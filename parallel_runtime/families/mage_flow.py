@@ -10,7 +10,6 @@ from .sample import PIXELS, Config, Masks, Released, Size, random_extras, sample
 
 PLAN = replace(
     qwen_image.PLAN,
-    family="mage_flow",
     blocks=(qwen_image.BLOCKS,),
 )
 

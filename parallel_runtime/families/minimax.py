@@ -15,7 +15,6 @@ from .sample import Config, Extent, Released, Size, random_extras, sample
 ALL = ("tokens",)
 
 PLAN = TokenPlan(
-    family="minimax",
     streams=ALL,
     blocks=(
         Blocks(

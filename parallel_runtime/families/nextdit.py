@@ -18,7 +18,6 @@ JOINT = ("txt", "img")
 SECOND_TIMESTEP = (Ranges(arg="timestep_zero_index", streams=JOINT),)
 
 PLAN = TokenPlan(
-    family="nextdit",
     streams=JOINT,
     blocks=(
         Blocks(

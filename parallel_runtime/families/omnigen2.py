@@ -16,7 +16,6 @@ JOINT, IMG = ("txt", "img"), ("img",)
 REFINED = Together(refiners=("noise_refiner",))
 
 PLAN = TokenPlan(
-    family="omnigen2",
     streams=JOINT,
     blocks=(
         Blocks(
@@ -31,7 +30,6 @@ PLAN = TokenPlan(
 )
 
 BOOGU = TokenPlan(
-    family="boogu",
     streams=JOINT,
     blocks=(
         Blocks(

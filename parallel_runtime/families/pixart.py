@@ -6,7 +6,6 @@ from .plan import Blocks, Leave, TokenPlan
 from .sample import Config, Released, Size, sample
 
 PLAN = TokenPlan(
-    family="pixart",
     streams=("x",),
     blocks=(Blocks(path="blocks", tokens={"x": ("x",)}, without_options="attn"),),
     leave=Leave(path="final_layer", stream="x"),

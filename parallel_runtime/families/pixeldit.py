@@ -19,14 +19,13 @@ BLOCKS = Blocks(
     along=(Along(arg="pos_txt", dim=0, streams=("y",)), Along(arg="pos_img", dim=0, streams=("x",))),
 )
 PLAN = TokenPlan(
-    family="pixeldit",
     streams=("y", "x"),
     blocks=(BLOCKS,),
     leave=Leave(path="patch_blocks", stream="x"),
     together=Together(always="its blocks of pixels, which look at the whole picture"),
 )
 GATES = Insert(path="lq_proj.gate_modules.*", along=(Along(arg="lq", dim=1, streams=("x",)),))
-PID = replace(PLAN, family="pid", blocks=(replace(BLOCKS, inserts=(GATES,)),))
+PID = replace(PLAN, blocks=(replace(BLOCKS, inserts=(GATES,)),))
 
 
 def config(size: Size) -> Config:

@@ -313,7 +313,6 @@ class TokenPlan:
     whole on one of them. Without ``is_tried`` it is of those that nobody has tried so.
     """
 
-    family: str
     streams: tuple[str, ...]
     blocks: tuple[Blocks, ...]
     leave: Leave
@@ -378,9 +377,7 @@ class TokenPlan:
     def __post_init__(self) -> None:
         for arg, streams in self.blocks[0].tokens.items() if self.blocks else ():
             if len(set(streams) - self.blocks[0].told) != 1:
-                raise ValueError(
-                    f"The {self.family} plan must give `lengths` of all but one of the streams in {arg}."
-                )
+                raise ValueError(f"A plan must give `lengths` of all but one of the streams in {arg}.")
 
     def patch_size_of(self, model: Any) -> Any:
         """The number, or numbers, of one model."""

@@ -21,7 +21,6 @@ BLOCKS = Blocks(
     ),
 )
 PLAN = TokenPlan(
-    family="qwen-image",
     streams=("txt", "img"),
     blocks=(
         replace(

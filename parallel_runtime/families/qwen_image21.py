@@ -9,7 +9,6 @@ from .sample import Config, Released, Size, random_extras, sample
 
 BOTH = ("prompt", "img")
 PLAN = TokenPlan(
-    family="qwen-image-2.1",
     streams=("img",),
     blocks=(
         Blocks(

@@ -8,7 +8,6 @@ from .plan import Blocks, Leave, TokenPlan
 from .sample import Config, Released, Size, Tiny, sample
 
 PLAN = TokenPlan(
-    family="sd3",
     streams=("context", "x"),
     blocks=(
         Blocks(

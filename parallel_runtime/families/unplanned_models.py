@@ -57,13 +57,12 @@ FRAMES_ALONE = (
 # Of models that groups of one rank each compute, with branches and images shared out among them
 TRIED_WHOLE = ("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",)
 WHOLE = TokenPlan(
-    family="unet",
     streams=(),
     blocks=(),
     leave=Leave(path="", stream=""),
     patch_size=1,
 )
-UNTRIED = replace(WHOLE, family="untried", is_tried=False)
+UNTRIED = replace(WHOLE, is_tried=False)
 
 
 def class_path(model_class: type) -> str:

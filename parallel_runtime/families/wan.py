@@ -44,16 +44,15 @@ FREQS, E = Along(arg="freqs", dim=1, streams=IMG), Along(arg="e", dim=1, streams
 PLAIN = Blocks(path="blocks", tokens={"x": IMG}, along=(FREQS,), local=("cross_attn",))
 BLOCKS = replace(PLAIN, along=(FREQS, E), patches=PATCHES, points=POINTS)
 PLAN = TokenPlan(
-    family="wan",
     streams=IMG,
     blocks=(BLOCKS,),
     leave=Leave(path="head", stream="img", along=(E,)),
 )
 
 
-def with_insert(family: str, insert: Insert, **blocks: Any) -> TokenPlan:
+def with_insert(insert: Insert, **blocks: Any) -> TokenPlan:
     """Returns the plan of a model that has this insert in or between the blocks of Wan."""
-    return replace(PLAN, family=family, blocks=(replace(BLOCKS, inserts=(insert,), **blocks),))
+    return replace(PLAN, blocks=(replace(BLOCKS, inserts=(insert,), **blocks),))
 
 
 # Of models with one timestep for all frames

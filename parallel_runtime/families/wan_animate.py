@@ -12,7 +12,7 @@ from .plan import Frames, Insert
 from .sample import sample
 
 FACE = Insert(path="face_adapter.fuser_blocks.*", frames=Frames(stream="img", each={"motion_vec": 1}))
-PLAN = wan.with_insert("wan_animate", FACE)
+PLAN = wan.with_insert(FACE)
 
 
 def animate_extras(latent: torch.Tensor) -> dict[str, Any]:

@@ -32,7 +32,6 @@ POSE = BranchTokens(
 HW = Boundary(arg="hw", streams=wan.IMG)
 PLAN = replace(
     wan.PLAN,
-    family="wan_animate2",
     streams=(*wan.IMG, "pose"),
     blocks=(replace(wan.BLOCKS, entry="forward_gen", branch=POSE, ranges=(HW,), patches=(), points={}),),
 )

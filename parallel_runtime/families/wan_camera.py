@@ -11,7 +11,7 @@ import torch
 from . import wan
 from .sample import VIDEO, sample
 
-PLAN = replace(wan.ONE_TIMESTEP, family="wan_camera")
+PLAN = replace(wan.ONE_TIMESTEP)
 
 
 def path(latent: torch.Tensor) -> dict[str, Any]:

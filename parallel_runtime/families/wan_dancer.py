@@ -13,7 +13,7 @@ from .plan import Frames, Insert
 from .sample import Config, Size, sample
 
 MUSIC = Insert(path="music_injector", frames=Frames(stream="img", each={"audio_emb": 1}, count="seq_len"))
-PLAN = replace(wan.with_insert("wan_dancer", MUSIC), leave=replace(wan.PLAN.leave, instead="head_global"))
+PLAN = replace(wan.with_insert(MUSIC), leave=replace(wan.PLAN.leave, instead="head_global"))
 
 
 def config(size: Size) -> Config:

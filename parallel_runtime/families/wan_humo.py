@@ -12,7 +12,7 @@ from .plan import Frames, Insert
 from .sample import sample
 
 SOUND = Insert(path="blocks.*.audio_cross_attn_wrapper", frames=Frames(stream="img", each={"audio": 16}))
-PLAN = wan.with_insert("wan_humo", SOUND, local=("cross_attn", "audio_cross_attn_wrapper"))
+PLAN = wan.with_insert(SOUND, local=("cross_attn", "audio_cross_attn_wrapper"))
 
 
 def sound(latent: torch.Tensor) -> dict[str, Any]:

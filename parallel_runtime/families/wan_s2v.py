@@ -16,7 +16,7 @@ SPEECH = Insert(
     path="audio_injector",
     frames=Frames(stream="img", each={"audio_emb": 1, "audio_emb_global": 1}, count="seq_len"),
 )
-PLAN = wan.with_insert("wan_s2v", SPEECH)
+PLAN = wan.with_insert(SPEECH)
 
 
 def config(size: Size) -> Config:

@@ -13,7 +13,6 @@ from .sample import VIDEO, Sample, sample
 
 PLAN = replace(
     wan.PLAN,
-    family="wan_scail",
 )
 
 

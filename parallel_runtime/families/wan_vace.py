@@ -12,7 +12,6 @@ from .sample import Config, Extras, Size, Tiny, random_extras, sample
 VACE = replace(wan.PLAIN, path="vace_blocks", tokens={"c": wan.IMG, "x": wan.IMG}, interleaved=True)
 PLAN = replace(
     wan.ONE_TIMESTEP,
-    family="wan_vace",
     blocks=(wan.PLAIN, VACE),
 )
 

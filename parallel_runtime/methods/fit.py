@@ -79,6 +79,6 @@ def _require_arguments(
 
 def _misfit(model: nn.Module, plan: TokenPlan, name: str) -> str:
     return (
-        f"{type(model).__name__} of this ComfyUI has no {name}, which the {plan.family} plan names: update"
+        f"{type(model).__name__} of this ComfyUI has no {name}, which its plan names: update"
         " PipeMesh, or sample without it."
     )
