@@ -16,8 +16,8 @@ class BackgroundCheck:
     """Compares all weights in memory, once, with their content when ranks got them, in a thread of
     its own: 0.25 s a GiB of one core. Weights whose pages show every write are left out.
 
-    ``title`` names the model to users. ``error_before`` is the error that was being handled when
-    the run began.
+    ``title`` names the model to users. ``error_before``: the error that was being handled when the
+    run began.
     """
 
     def __init__(self, weights: Weights, title: str):

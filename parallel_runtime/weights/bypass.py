@@ -1,5 +1,6 @@
 """Adapters in bypass mode (the node Load LoRA (Bypass)): a LoRA that is computed beside each layer,
-not added to its weights. Packed as plain data in the UI, injected in a rank by ComfyUI's own hooks.
+not added to its weights. They are packed as plain data in the UI, and injected in a rank by
+ComfyUI's own hooks.
 
 Read: comfy/weight_adapter/bypass.py, comfy/sd.py (load_bypass_lora_for_models) @ ComfyUI 0.30.0.
 """
@@ -15,8 +16,8 @@ BYPASS = "bypass adapters"  # their name among the object patches of a rank
 
 
 def adapters_of(injection: Any) -> dict[str, tuple[Any, float]] | None:
-    """The adapters that an injection puts beside layers, by the layers' names: (adapter, strength).
-    None where it is another pack's, or trains.
+    """Returns the adapters that an injection puts beside layers, by the layers' names: (adapter,
+    strength). None if it is another pack's, or trains.
     """
     from comfy.weight_adapter import WeightAdapterBase
     from comfy.weight_adapter.bypass import BypassInjectionManager
@@ -34,7 +35,9 @@ def adapters_of(injection: Any) -> dict[str, tuple[Any, float]] | None:
 
 
 def pack_bypass(injections: dict[str, Iterable[Any]]) -> dict[str, list]:
-    """The adapters of a MODEL's injections as an object patch of the ranks; nothing for none."""
+    """Returns the adapters of a MODEL's injections as an object patch; nothing if there are
+    none.
+    """
     packed = [
         [key, type(adapter).__name__, adapter.weights, strength]
         for items in injections.values()
@@ -46,8 +49,8 @@ def pack_bypass(injections: dict[str, Iterable[Any]]) -> dict[str, list]:
 
 
 def put_bypass(model: Any, packed: list) -> Callable[[], Any]:
-    """In a rank: injects adapters beside the layers that this rank has. Returns a function that
-    removes them.
+    """In a rank: injects adapters beside the layers that it has. Returns a function that removes
+    them.
     """
     import comfy.utils
     import comfy.weight_adapter

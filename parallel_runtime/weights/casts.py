@@ -1,5 +1,5 @@
-"""Gather a layer's weights in time even if the host casts them outside of the layer's forward. Some
-helpers of the host do that, to compute a layer together with the operation before or after it.
+"""Gathers a layer's weights in time even if the host casts them outside of the layer's forward, as
+some of its helpers do to compute a layer together with the operation before or after it.
 
 Read: comfy/ops.py (cast_bias_weight, uncast_bias_weight, linear_input_act) @ ComfyUI 0.30.0 and
 0.33.0.
@@ -23,9 +23,7 @@ Cast = Callable[[], Any]
 
 
 class CastsInTurn(StandIn):
-    """Stands for ``comfy.ops.cast_bias_weight``: a layer that is given ``TURN`` has its casts
-    computed by that.
-    """
+    """Stands for ``comfy.ops.cast_bias_weight``: the ``TURN`` of a layer computes its casts."""
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         cast, turn = partial(self.own, module, *args, **kwargs), getattr(module, TURN, None)
@@ -34,9 +32,7 @@ class CastsInTurn(StandIn):
 
 @contextmanager
 def casts_in_turn() -> Iterator[None]:
-    """Has the host's casts heed ``TURN`` inside. Only there: other ranks take no part in what an
-    evaluation does not do.
-    """
+    """Has the host's casts heed ``TURN`` inside an evaluation, in which other ranks take part."""
     import comfy.ops  # a rank finds ComfyUI once it has started
 
     with standing_in(comfy.ops, "cast_bias_weight", CastsInTurn):
@@ -44,8 +40,8 @@ def casts_in_turn() -> Iterator[None]:
 
 
 def in_own_memory(found: Any, room: torch.Tensor) -> Any:
-    """Returns a cast's weights outside of ``room``, the buffer that later layers' weights arrive
-    in: the caller may use them after further layers were gathered.
+    """Returns a cast's weights outside of ``room``, in which later layers' weights arrive: the
+    caller may use them after those were gathered.
     """
     weight, bias, *more = found
     return (*(None if one is None else out_of(one, room) for one in (weight, bias)), *more)

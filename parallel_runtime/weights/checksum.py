@@ -1,6 +1,4 @@
-"""A hash of all of a tensor's content, as fast as memory is read, of one core and without Python's
-lock.
-"""
+"""A hash of all of a tensor's content, as fast as memory is read, without Python's lock."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ def checksum(tensor: torch.Tensor, is_ended: Callable[[], bool] = lambda: False)
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the content of a tensor in order, on the CPU: as many rows at a time as have 16 MiB,
-    and of a larger row likewise.
+    """Yields the content of a tensor in order, on the CPU, 16 MiB of rows at a time, and of a
+    larger row likewise.
     """
     rows = tensor if tensor.dim() else tensor.reshape(1)
     if not rows.numel():

@@ -33,11 +33,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 
 
 class Weights:
-    """Tells which of the UI's weights of a model differ from the ranks' weights, which are the
-    content of ``file``, or the state dict that was sent.
+    """Tells which of the UI's weights of a model differ from the ranks', which are the content of
+    ``file``, or the state dict that was sent.
 
-    ``changed`` names the weights that differ. ``changed_id`` changes whenever the content of one of
-    them changes, and is "" if none differs.
+    ``changed`` names these weights. ``changed_id`` changes whenever the content of one of them
+    does, and is "" if there are none.
     """
 
     def __init__(self, file: File | None = None):
@@ -50,7 +50,7 @@ class Weights:
         self._nbytes = 0
 
     def nbytes(self, diffusion_model: torch.nn.Module) -> int:
-        """The bytes in memory, counted once: ComfyUI's memory manager asks again and again."""
+        """The bytes in memory, counted once, because ComfyUI asks again and again."""
         self._nbytes = self._nbytes or stored_bytes(diffusion_model.parameters())
         return self._nbytes
 
@@ -61,10 +61,8 @@ class Weights:
 
     def compare(self, model: Any) -> None:
         """Updates ``changed``. ``model``: ComfyUI's own of a transformer, or the module of a VAE or
-        of an upscale model.
-
-        The model has to be unpatched, so that names and contents are those of the loader. Raises
-        Refused where the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
+        of an upscale model, unpatched, so that names and contents are those of the loader. Raises
+        Refused if the checkpoint is not the one that was loaded, and ComfyUI's interrupt.
         """
         import comfy.model_management as mm
 
@@ -93,17 +91,16 @@ class Weights:
             self._seen[slot.name] = mark
 
     def changed_since(self, is_ended: Callable[[], bool]) -> Iterator[str]:
-        """Yields the names of weights whose full content has changed since they were last compared.
-        Weights on pages of files are left out. Stops if ``is_ended`` says so. May be called from
-        any thread.
+        """Yields the names of weights in memory whose full content has changed since they were last
+        compared. Stops if ``is_ended`` says so. May be called from any thread.
         """
         for name, mark in list(self._seen.items()):
             if mark.has_changed(is_ended):
                 yield name
 
     def forget(self, names: list[str]) -> None:
-        """Has these weights, and no others, compared in full next time. If their file is gone by
-        then, only these count as changed.
+        """Has these weights alone compared in full next time. If their file is gone by then, only
+        these count as changed.
         """
         for name in names:
             self._seen.pop(name, None)
@@ -144,11 +141,11 @@ class WeightMark:
 
     A write to pages of a file (one of ``mapped``) is always found: by the kernel's marks, or by a
     sum of all of it before every run if a node has written to them or others may. Other memory,
-    such as that of a weight whose dtype is not the file's, has no marks of writes. There two things
-    are compared before a run: the count that torch keeps of writes, and one element of every row
-    and of every column. torch does not count writes through ``tensor.data``, by numpy or to
-    inference tensors. Of those, one may leave every element that is looked at as it was: most
-    writes to a single element do. ``has_changed`` finds it.
+    such as that of a weight whose dtype is not the file's, has no marks of writes. Before a run,
+    the count that torch keeps of writes is compared, and one element of every row and of every
+    column. torch does not count writes through ``tensor.data``, by numpy or to inference tensors,
+    and most writes to a single element leave those that are looked at as they were: ``has_changed``
+    finds these.
     """
 
     def __init__(self, tensor: torch.Tensor, mapped: Sequence[Mapping] = ()):
@@ -177,9 +174,8 @@ class WeightMark:
 
     def has_changed(self, is_ended: Callable[[], bool]) -> bool:
         """True if all of the weight, read from memory of its own, differs from before. False for a
-        weight that has moved, which ``is_still`` notices, and if ``is_ended`` says so before all is
-        read. Pages of a file are not read here: if the file were cut short meanwhile, ComfyUI would
-        die.
+        weight that has moved, and if ``is_ended`` says so before all is read. Pages of a file are
+        not read here: if the file were cut short meanwhile, ComfyUI would die.
         """
         memory = self._memory()
         if memory is None or self._content is None:
@@ -194,7 +190,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 
 
 def _mapping_of(tensor: torch.Tensor, mapped: Sequence[Mapping]) -> Mapping | None:
-    """Returns the one of ``mapped``, which are in order, that a weight lies on, if any."""
+    """Returns the one of ``mapped``, in order, that a weight lies on."""
     place = bisect_right(mapped, tensor.data_ptr(), key=lambda one: one.addresses.start) - 1
     on_cpu = tensor.device.type == "cpu" and place >= 0
     return mapped[place] if on_cpu and tensor.data_ptr() in mapped[place].addresses else None
@@ -209,8 +205,8 @@ def _is_told(tensor: torch.Tensor, mapping: Mapping) -> bool:
 
 def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
     """Returns torch's count of writes, None for an inference tensor, and a hash of one element of
-    every row and of every column: of 2 rows and 3 columns the elements at (0, 0), (1, 1) and (0,
-    2). A tensor of more dimensions has a row for each index of the first; a vector is hashed whole.
+    every row and of every column: of 2 rows and 3 columns those at (0, 0), (1, 1) and (0, 2). A
+    tensor of more dimensions has a row for each index of the first; a vector is hashed whole.
     """
     try:
         version = tensor._version
@@ -227,10 +223,10 @@ def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
 
 def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:
     """In the UI: takes ComfyUI's patches off the shared model, by a patcher of the class ``kind``
-    that put them on; the other arguments are those of its ``unpatch_model``.
+    that put them on, with the arguments of its ``unpatch_model``.
 
     Each class keeps its own books on the model (ModelPatcherDynamic: pages on the GPU, pinned
-    buffers, and which of these are stale). Another class would leave them wrong.
+    buffers, and which are stale). Another class would leave them wrong.
     """
     stock = kind(patcher.model, patcher.load_device, patcher.offload_device, 1)
     stock.backup, stock.backup_buffers, stock.object_patches_backup, stock.pinned = (
@@ -241,7 +237,6 @@ def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:
 
 
 def is_patched(patcher: Any) -> bool:
-    """True if the stock path has loaded or patched weights of the shared model."""
     model = patcher.model
     loaded = model.model_loaded_weight_memory > 0 or model.current_weight_patches_uuid is not None
     return loaded or bool(patcher.backup or patcher.hook_backup or patcher.pinned)

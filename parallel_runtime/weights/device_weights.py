@@ -27,9 +27,8 @@ class DeviceWeights(WeightPlacement):
     """The transformer's parameters on a rank's device, in the dtype that ComfyUI archived for each:
     parameters assigned from a file still have the file's dtype.
 
-    A parameter's loaded tensor is kept if it lies on mapped pages of a file, which cost no memory.
-    So no copy stays on the device beside a patched weight, and taking the patch away reads the
-    file's pages again.
+    A loaded tensor is kept if it lies on mapped pages of a file, which cost no memory: taking a
+    patch away reads these again, and no copy stays on the device beside a patched weight.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class DeviceWeights(WeightPlacement):
         apart: Collection[str] = (),
         readers: Readers | None = None,
     ):
-        """``on_progress`` is told the bytes of each parameter that is there; ``apart``: parameters
-        and buffers that are left as they are, by their names in the model. ``readers``: with whom
-        ``read`` brings what is large.
+        """``on_progress`` is told the bytes of each parameter that is there; ``apart``: names of
+        parameters and buffers that are left as they are. ``readers``: with whom ``read`` brings
+        what is large.
         """
         super().__init__(diffusion_model, device)
         self._apart = apart

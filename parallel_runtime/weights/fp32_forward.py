@@ -36,7 +36,6 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def uncast(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight that the host has cast."""
     return weight
 
 
@@ -44,7 +43,7 @@ def uncast(weight: torch.Tensor) -> torch.Tensor:
 def computing_in_fp32(model: torch.nn.Module, forget: str = "") -> Iterator[None]:
     """Inside, a model computes in the dtype of its input: fp32, and no TF32. Parameters and buffers
     beside the host's layers, such as tables, are copies. ``forget``: the model's method that frees
-    what it kept of earlier evaluations, if it has one; afterwards it has that again.
+    what it kept of earlier evaluations; afterwards it has that again.
     """
     with ExitStack() as back:
         if forget:

@@ -1,6 +1,6 @@
 """Weights of GGUF files, as the node pack ComfyUI-GGUF loads them: bytes with a type and a shape in
-a tensor class of the pack's, dequantised by the pack's own operations in every forward. They cross
-as bytes, type and shape; a rank imports the operations from the pack's folder.
+a tensor class of the pack's, dequantised by the pack's own operations in every forward. A rank
+imports the operations from the pack's folder.
 
 Read: ops.py (GGMLTensor, GGMLLayer, GGMLOps) and nodes.py (GGUFModelPatcher) of ComfyUI-GGUF at
 795e451. A LoRA is not computed into such a weight: it hangs on it and is applied in every forward.
@@ -27,7 +27,6 @@ PACKAGE = "pipemesh_gguf"  # the pack's name in a rank; its own top level, with 
 
 
 def is_ggml(tensor: Any) -> bool:
-    """True for a weight in the pack's tensor class."""
     return type(tensor).__name__ == TENSOR and hasattr(tensor, "tensor_type")
 
 
@@ -39,8 +38,8 @@ def is_dequantised_late(tensor: Any) -> bool:
 
 
 def described_operations(custom_operations: Any) -> dict[str, Any] | None:
-    """In the UI: describe where a rank finds a MODEL's operations, and their settings. None for a
-    MODEL with ComfyUI's own operations. Raises Refused unless they are ComfyUI-GGUF's.
+    """In the UI: returns where a rank finds a MODEL's operations, and their settings; None for
+    ComfyUI's own. Raises Refused unless they are ComfyUI-GGUF's.
     """
     if custom_operations is None:
         return None
@@ -64,7 +63,7 @@ def content_hash(folder: Path) -> str:
 
 
 def import_operations(described: dict[str, Any]) -> types.ModuleType:
-    """In a rank: import the pack's module of operations, with the MODEL's settings. Raises Refused
+    """In a rank: imports the pack's module of operations, with the MODEL's settings. Raises Refused
     if this machine has another version of the pack, or none.
     """
     folder = Path(described["folder"])
@@ -95,7 +94,6 @@ def import_operations(described: dict[str, Any]) -> types.ModuleType:
 
 
 def described_weight(weight: Any) -> dict[str, Any]:
-    """A weight as bytes, type and shape."""
     return {
         "content": weight.as_subclass(torch.Tensor),
         "type": int(weight.tensor_type),
@@ -112,14 +110,12 @@ def rebuilt_weight(described: dict[str, Any], operations: types.ModuleType) -> t
 
 
 def rebuilt_like(described: dict[str, Any], weight: Any) -> torch.Tensor:
-    """In a rank: the inverse of ``described_weight``, by the operations that ``weight`` has."""
+    """In a rank: the same, by the operations that ``weight`` has."""
     return rebuilt_weight(described, sys.modules[type(weight).__module__])
 
 
 def with_patches(weight: Any, patches: list, key: str, device: torch.device) -> torch.Tensor:
-    """In a rank: the weight with these weight patches on it, which the pack's operations apply in
-    every forward.
-    """
+    """In a rank: the weight with these weight patches on it, for the pack's operations to apply."""
     move = sys.modules[type(weight).__module__].move_patch_to_device  # pyright: ignore[reportAttributeAccessIssue]
     patched = type(weight)(
         weight.as_subclass(torch.Tensor), tensor_type=weight.tensor_type, tensor_shape=weight.tensor_shape

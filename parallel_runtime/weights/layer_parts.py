@@ -38,8 +38,8 @@ class PackedPlace(NamedTuple):
 
 
 class ShardedParameter:
-    """One parameter of a layer. ``loaded`` is the parameter as the loader made it, on the file's
-    pages or in shared memory, in the loader's dtype.
+    """One parameter of a layer. ``loaded``: as the loader made it, on the file's pages or in shared
+    memory, in the loader's dtype.
     """
 
     def __init__(self, module: torch.nn.Module, attribute: str, loaded: torch.nn.Parameter):
@@ -54,8 +54,8 @@ class ShardedParameter:
         return settled_as(self.module, self.attribute, self.loaded)
 
     def form(self) -> torch.Tensor:
-        """A tensor with the shape and dtype that the parameter will have. If the dtype differs from
-        the loaded one, the tensor has no content.
+        """A tensor with the shape and dtype that the parameter will have, without content if that
+        is another dtype than the loaded one.
         """
         dtype = settled_dtype(self.module, self.attribute, self.loaded)
         return self.loaded if dtype == self.loaded.dtype else self.loaded.to("meta", dtype)
@@ -81,8 +81,8 @@ class ShardedLayer:
         self._views: dict[int, list[torch.nn.Parameter]] = {}
 
     def put(self, end: int, whole: torch.Tensor) -> None:
-        """Gives every parameter its content: views of ``whole``, which holds the bytes of the
-        block. The views are made once for each ``end`` of the unshard buffer.
+        """Gives every parameter its content: views of ``whole``, the bytes of the block. The views
+        are made once for each ``end`` of the unshard buffer.
         """
         if end not in self._views:
             self._views[end] = [self._view(one, whole) for one in self.parameters.values()]
@@ -108,8 +108,8 @@ class ShardedLayer:
 
 
 class ShardedBlock:
-    """Layers that are gathered together, and this rank's shard of their bytes. The tensors lie one
-    behind the other, and every rank has an equal part of all bytes.
+    """Layers that are gathered together, and this rank's shard of their bytes: the tensors lie one
+    behind the other, and every rank has an equal part.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class ShardedBlock:
         self.nbytes = size * count
 
     def load(self, one: ShardedParameter) -> None:
-        """Stores this rank's shard of a loaded parameter, and reads no other bytes."""
+        """Stores this rank's shard of a loaded parameter, reading no other bytes."""
         self._store(one, taken_apart(one.loaded))
 
     def write(self, one: ShardedParameter, weight: Any) -> bool:
-        """Stores this rank's shard of a parameter. False if the parameter's size differs from the
-        loaded one.
+        """Stores this rank's shard of a parameter. False if its size differs from the loaded
+        one's.
         """
         old, new = stored_parts(one.tree), stored_parts(weight)
         forms = [{name: (one.shape, one.dtype) for name, one in tree.items()} for tree in (old, new)]
@@ -161,15 +161,12 @@ class ShardedBlock:
             self.part[own.start : own.stop].copy_(content.view(torch.uint8))
 
     def _own(self, place: PackedPlace) -> range:
-        """Returns the range of bytes of this rank's shard that belong to the tensor; empty if there
-        are none.
-        """
+        """Returns the range of bytes of this rank's shard that belong to the tensor."""
         first, nbytes = self._rank * self.part.numel(), self.part.numel()
         begin = min(max(place.at - first, 0), nbytes)
         return range(begin, max(begin, min(place.at + place.nbytes - first, nbytes)))
 
     def part_bytes(self, one: ShardedParameter) -> int:
-        """Returns the bytes of a parameter that this rank has."""
         return sum(len(self._own(place)) for place in stored_parts(one.tree).values())
 
     def copy(self, one: ShardedParameter, device: torch.device) -> tuple[Any, list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Keep a large tensor of a model in the machine's memory, of which an evaluation reads a few rows:
+"""Keeps a large tensor of a model in the machine's memory if an evaluation reads a few rows of it:
 a table of positions, or of a language's tokens.
 
 Read: torch/_tensor.py, torch/_ops.py (OpOverload.is_view) @ torch 2.11.
@@ -91,7 +91,7 @@ def tables_of(model: torch.nn.Module, device: torch.device = CPU) -> list[Table]
 class InMainMemory(torch.Tensor):
     """A tensor of a model on a device, whose elements stay in the machine's memory. What only
     chooses among them is done there, and returns another such tensor, or rows; any other operation
-    has what it reads brought to the device first. No element changes on the way.
+    has what it reads brought to the device first.
     """
 
     held: torch.Tensor

@@ -1,5 +1,5 @@
-"""Weights of which as many lie on the device as a budget allows. The rest stay on the file's pages
-in the machine's memory, and ComfyUI brings each to the device when its layer computes.
+"""Weights of which as many lie on the device as a budget allows. The rest stay on the file's pages,
+and ComfyUI brings each to the device when its layer computes.
 
 Read: comfy/model_patcher.py (load, unpatch_model, LowVramPatch), comfy/ops.py (cast_bias_weight) @
 ComfyUI 0.30.0.
@@ -21,7 +21,7 @@ from .quantisation import put_together
 
 class OffloadedWeights(WeightPlacement):
     """Weights under ComfyUI's own partial loading: ``patcher`` loads into ``budget`` bytes, and
-    applies weight patches as it loads, or as a layer computes. Every layer brings its own weights.
+    applies weight patches as it loads, or as a layer computes.
     """
 
     def __init__(self, patcher: Any, device: torch.device, budget: int, on_progress: Callable[[int], None]):
@@ -41,16 +41,14 @@ class OffloadedWeights(WeightPlacement):
         self._load()
 
     def _unload(self) -> None:
-        """Takes everything off the device. Nothing is copied back: it is still where it was loaded
-        from.
-        """
+        """Takes everything off the device; it is still where it was loaded from."""
         self._patcher.unpatch_model(None, unpatch_weights=True)
         for name, parameter in (*self._loaded.items(), *self._replaced.items()):
             setattr(*self._slot(name), parameter)
 
     def _load(self) -> None:
-        """Loads no more than the budget. Weights that are brought to the device while a layer
-        computes count too.
+        """Loads no more than the budget, in which weights count that come while a layer
+        computes.
         """
         self._patcher.patches_uuid = uuid.uuid4()
         self._patcher.load(self._device, lowvram_model_memory=max(1, self._budget))
@@ -58,7 +56,7 @@ class OffloadedWeights(WeightPlacement):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the loaded weights, and of the buffer for weights that are brought while a layer
+        """Bytes of the loaded weights, and of the buffer for weights that come while a layer
         computes.
         """
         model = self._patcher.model

@@ -1,4 +1,4 @@
-"""Parameters of a model: their names, their modules, and the dtype that ComfyUI noted of them."""
+"""Names, modules and dtypes of a model's parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def settled_dtype(module: torch.nn.Module, name: str, parameter: torch.Tensor) -
 def settled_as(
     module: torch.nn.Module, name: str, parameter: torch.nn.Parameter, device: torch.device | None = None
 ) -> torch.nn.Parameter:
-    """Returns the parameter in the dtype that ComfyUI archived for it, on ``device`` if given. It
-    is the same parameter if nothing changes, else a new one, because the inner tensors of a
-    quantised weight cannot be swapped for tensors of another device.
+    """Returns the parameter in the dtype that ComfyUI archived for it, on ``device`` if given; the
+    same parameter if nothing changes, else a new one, because the inner tensors of a quantised
+    weight cannot be swapped for tensors of another device.
     """
     # One after the other: with a device beside the dtype a quantised one gives up its small numbers
     settled = parameter.to(dtype=settled_dtype(module, name, parameter)).to(device or parameter.device)
@@ -25,7 +25,6 @@ def settled_as(
 
 
 def dotted(path: str, name: str) -> str:
-    """Returns the full name in the model of the attribute ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 

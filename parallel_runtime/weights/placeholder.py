@@ -17,12 +17,12 @@ from ..refusals import ON_ONE_GPU
 
 
 class Placeholder(torch.Tensor):
-    """A weight without content, for code that only asks for a shape, a dtype or a device. It takes
-    no memory; any computation with it raises Refused, which names it.
+    """A weight without content, for code that only asks for a shape, a dtype or a device. Any
+    computation with it raises Refused, which names it.
 
     It is a plain tensor, even if the weight is quantised: helpers of the host that compute with a
-    quantised weight outside of its layer's forward then leave it to the forward. The forward has
-    the weights of several layers one after another, while such a helper would want all at once.
+    quantised weight outside of its layer's forward then leave it to the forward, which has the
+    weights of several layers one after another, while such a helper would want all at once.
     """
 
     of: str

@@ -14,7 +14,7 @@ from .prefetch import Turns
 
 class WeightPlacement:
     """The weights of one transformer on one rank. Names of parameters begin with
-    ``diffusion_model.``, as those of weight patches do.
+    ``diffusion_model.``.
     """
 
     turns: Turns | None = None  # gather a layer's weights before it computes; None: nothing to gather
@@ -31,7 +31,7 @@ class WeightPlacement:
     @property
     def unread_bytes(self) -> int:
         """Bytes of parameters that have a place on the device and no content yet: ``read`` brings
-        it, and every rank that shares in it must call that.
+        it, which every rank that shares in it must call.
         """
         return 0
 
@@ -39,9 +39,7 @@ class WeightPlacement:
         """Raises Stopped if another rank has failed."""
 
     def has(self, name: str) -> bool:
-        """Returns whether this rank has the parameter: a stage only has the parameters of its own
-        blocks.
-        """
+        """Whether this rank has the parameter: a stage only has those of its own blocks."""
         try:
             module, attribute = self._slot(name)
         except AttributeError:
@@ -68,14 +66,13 @@ class WeightPlacement:
         raise NotImplementedError
 
     def restore(self, but: Collection[str] = (), kept: Mapping[str, Any] | None = None) -> None:
-        """Puts every parameter back as it was loaded, and takes weight patches away. Skips the
+        """Puts every parameter back as it was loaded, and takes weight patches away, but for the
         parameters in ``but``, for which ``put_back`` follows. ``kept`` holds some loaded
         parameters, as ``aside`` returned them.
         """
         raise NotImplementedError
 
     def aside_bytes(self, name: str) -> int:
-        """Returns how many bytes ``aside`` would return."""
         raise NotImplementedError
 
     def aside(self, name: str, device: torch.device) -> Any:

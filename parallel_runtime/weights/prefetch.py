@@ -1,9 +1,9 @@
-"""Gather each layer's weights before it computes (all-gather prefetch). They come block by block:
-the next block's weights travel while one block computes.
+"""Gathers each layer's weights before it computes (all-gather prefetch), block by block: the next
+block's weights travel while one block computes.
 
-All ranks compute the same blocks in the same order. The first evaluation that succeeds shows which
-block follows which. A rank learns this order behind the last message. If another rank has not come
-so far, the pool ends: no two ranks of a pool know another order.
+All ranks compute the same blocks in the same order, which the first evaluation that succeeds shows.
+A rank learns it behind the last message. If another rank has not come so far, the pool ends: no two
+ranks of a pool know another order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ NONE = -1
 
 
 class Room:
-    """The unshard buffer: the memory in which weights arrive and are computed with. A block lies at
-    one end, the next block at the other, if both fit. With ``via_cpu`` weights arrive in main
-    memory first.
+    """The unshard buffer, in which weights arrive and are computed with. A block lies at one end,
+    the next block at the other, if both fit. With ``via_cpu`` weights arrive in main memory first.
     """
 
     def __init__(self, nbytes: int, device: torch.device, via_cpu: bool):
@@ -35,7 +34,6 @@ class Room:
         self._arriving = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if via_cpu else self._here
 
     def place(self, end: int, nbytes: int) -> torch.Tensor:
-        """Returns the memory in which weights of so many bytes arrive."""
         return self._arriving[self._span(end, nbytes)]
 
     def arrived(self, end: int, nbytes: int) -> None:
@@ -51,8 +49,8 @@ class Room:
 
 
 class Order:
-    """Which block follows which. ``width``: how many groups compute an evaluation together; their
-    ranks learn of the same ones.
+    """Which block follows which, for each ``width``: how many groups compute an evaluation
+    together, whose ranks learn of the same ones.
     """
 
     def __init__(self) -> None:
@@ -60,8 +58,8 @@ class Order:
         self._seen: list[int] = [NONE]  # the blocks of this evaluation, as far as it has come
 
     def following(self, index: int, width: int) -> int:
-        """Notes that a block computes now, and returns the block that will follow; NONE if that is
-        not known.
+        """Notes that a block computes now. Returns the one that will follow; NONE if it is not
+        known.
         """
         self._seen.append(index)
         return self._follows.get(width, {}).get((self._seen[-2], index), NONE)
@@ -112,8 +110,8 @@ class Turns:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """One evaluation is computed inside. If this rank alone fails, the others may never start
-        the gather that it has started: it is waited for when they are known to be at one place,
-        before the next.
+        the gather that it has started: it is waited for before the next evaluation, when they are
+        known to be at one place.
         """
         waits = True
         with casts_in_turn():
@@ -142,7 +140,7 @@ class Turns:
 
     def _enter(self, index: int, layer: ShardedLayer) -> None:
         """Puts a layer's weights in place. The first of a block waits for them, and sends for the
-        next block's.
+        next.
         """
         room = self._open_room()
         if self._at[self._end] != index:

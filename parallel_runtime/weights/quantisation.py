@@ -24,10 +24,8 @@ def is_quantised(tensor: Any) -> bool:
 
 def taken_apart(tensor: torch.Tensor) -> Any:
     """Returns a weight as a tree that can cross to another process: itself, or the tensors and
-    fields of a quantised one.
-
-    The fields always name the dtype that the weight is dequantised to. A loader that was given no
-    dtype to compute in leaves it open, and ComfyUI names the weight's own only when it casts.
+    fields of a quantised one. The fields name the dtype that the weight is dequantised to, which a
+    loader may leave open until ComfyUI casts it.
     """
     if not is_quantised(tensor):
         return tensor.detach()
@@ -65,15 +63,13 @@ def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def stored_bytes(weights: Iterable[torch.Tensor]) -> int:
-    """Bytes in memory: a quantised weight says the dtype that it computes in, not the one that
-    it is stored in.
-    """
+    """Bytes in memory: a quantised weight's dtype is that it computes in, not is stored in."""
     return sum(tensor.nbytes for weight in weights for tensor in stored_tensors(weight))
 
 
 def dtypes_of(model: Any) -> str:
-    """Returns the dtype in which a BaseModel computes, and the smaller dtypes of its stored
-    weights: ``bfloat16 of float8_e4m3fn``.
+    """Returns the dtype in which a BaseModel computes, and the smaller ones of its stored weights:
+    ``bfloat16 of float8_e4m3fn``.
     """
     stored = {one.dtype for weight in model.diffusion_model.parameters() for one in stored_tensors(weight)}
     smaller = sorted(str(dtype).removeprefix("torch.") for dtype in stored if dtype.itemsize == 1)

@@ -65,7 +65,7 @@ class ShardedWeights(WeightPlacement):
     @property
     def nbytes(self) -> int:
         """Bytes that the rank holds while a model computes: its shards, its whole weights, and the
-        unshard buffer for the blocks that compute now and next.
+        unshard buffer.
         """
         instead = stored_bytes(one.instead for _, one in self._sharded.values() if one.instead is not None)
         return self._whole.nbytes + self._parts_bytes + self._turns.room_bytes + instead
@@ -78,9 +78,7 @@ class ShardedWeights(WeightPlacement):
         return self._whole.get(name) if one is None else one.settled()
 
     def _apart(self, name: str) -> Table | ShardedParameter | None:
-        """Returns the table or sharded parameter of that name; None if the rank keeps it whole on
-        its device.
-        """
+        """Returns the table or sharded parameter of that name; None if the rank has it whole."""
         return self._sharded[name][1] if name in self._sharded else self._tables.get(name)
 
     @contextmanager

@@ -45,8 +45,8 @@ def shared_layers(model: torch.nn.Module) -> list[Layer]:
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
-    """Yields the layers to share out. Leaves out layers whose weights another module has as well,
-    and weights that only their own operations can read as numbers.
+    """Yields the layers to share out, without weights that another module has too, and weights that
+    only their own operations can read as numbers.
     """
     users = users_of(model)
     for path, module in model.named_modules():
@@ -62,8 +62,8 @@ def is_number(parameter: torch.nn.Parameter) -> bool:
 
 
 def gathered_together(layers: Sequence[Layer], by_layer: bool = False) -> list[list[Layer]]:
-    """Returns the layers whose weights come in one message: all layers of a block of a container;
-    any other layer alone. With ``by_layer``, every layer comes alone.
+    """Returns the layers whose weights come in one message: all layers of a block of a container,
+    any other layer alone; with ``by_layer`` every one alone.
     """
     if by_layer:
         return [[layer] for layer in layers]
@@ -102,8 +102,8 @@ class Sharing(NamedTuple):
 
     def room(self, ranks: int) -> int:
         """Returns the bytes of the unshard buffer: the weights of the block that computes and of
-        the next. By layer it has at least one layer, and the next one too if the ranks then hold no
-        more than ``TOGETHER``.
+        the next. By layer it has at least one, and the next one too if the ranks then hold no more
+        than ``TOGETHER``.
         """
         if not self.by_layer:
             return self.two

@@ -13,9 +13,9 @@ from .quantisation import is_quantised, named_tensors
 
 
 class WeightSlot(NamedTuple):
-    """A parameter or buffer of the transformer, or a tensor that a quantised one is stored as,
-    under its name in a state dict. ``owner``: the name of the parameter or buffer; ``holder``: a
-    quantised one, or one of a GGUF file. ``archived``: the dtype that ComfyUI gave it.
+    """A parameter or buffer, or a tensor that a quantised one is stored as, under its name in a
+    state dict. ``owner``: the name of the parameter or buffer; ``holder``: a quantised one, or one
+    of a GGUF file. ``archived``: the dtype that ComfyUI gave it.
     """
 
     name: str
@@ -26,7 +26,6 @@ class WeightSlot(NamedTuple):
 
 
 def slots(diffusion_model: torch.nn.Module) -> Iterator[WeightSlot]:
-    """All parameters and buffers."""
     for path, module in diffusion_model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:

@@ -26,7 +26,7 @@ SMALL = 1 << 12  # bytes of tensors that ComfyUI looks into where it only names 
 
 class StoredTensors:
     """The tensors of a safetensors file by name, in memory that is reserved and has no content but
-    that of small ones. ``read`` gives the content, of one at a time.
+    that of small ones. ``read`` gives the content of one.
     """
 
     def __init__(self, descriptor: int):
@@ -45,12 +45,12 @@ class StoredTensors:
                 self._fill(start, end - start)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor of the file, or a view of one; False for one that was computed."""
+        """True for a tensor of the file, or a view of one."""
         return self._room.data_ptr() <= tensor.data_ptr() < self._room.data_ptr() + self._room.nbytes()
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor that the file ``has``, with its content. Raises EOFError where the file
-        has become shorter.
+        """Returns a tensor that the file ``has``, with its content. Raises EOFError if the file has
+        become shorter.
         """
         stored = tensor.untyped_storage()
         content = torch.UntypedStorage(stored.nbytes())
@@ -59,7 +59,7 @@ class StoredTensors:
         return empty.set_(content, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def fill(self) -> None:
-        """Gives all tensors their content: as much memory as the file has bytes."""
+        """Gives all tensors their content, in as much memory as the file has bytes."""
         self._fill(0, self._room.nbytes())
 
     def _fill(self, start: int, nbytes: int) -> None:
@@ -112,7 +112,7 @@ class CheckpointContent:
 
     def has(self, slot: WeightSlot) -> bool | None:
         """True if the weight equals the file's, in the file's dtype or as ComfyUI cast it; None if
-        the file has none of that name. Raises Refused where the file was cut short.
+        the file has none of that name. Raises Refused if the file was cut short.
         """
         theirs = self._tensors.get(slot.name)
         if theirs is None:
@@ -149,7 +149,7 @@ def is_safetensors(path: str) -> bool:
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares bit for bit. As fast as memory is, without the GIL."""
+    """Compares bit for bit, as fast as memory is, without the GIL."""
     one, other = one.cpu().contiguous(), other.contiguous()
     compare = ctypes.CDLL(None).memcmp
     compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

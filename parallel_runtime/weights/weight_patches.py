@@ -28,8 +28,8 @@ TYPES = ("diff", "set", "model_as_lora")
 def pack_patches(patches: Mapping[str, Iterable[tuple]]) -> dict[str, list]:
     """Packs ComfyUI's weight patches of the transformer as trees of tensors and plain data.
 
-    Raises Refused for a patch that carries a function, or whose type ComfyUI itself lacks: packs
-    replace ``comfy.lora.calculate_weight`` for their own types, and ranks have ComfyUI's.
+    Raises Refused for a patch that carries a function, or whose type ComfyUI lacks: packs replace
+    ``comfy.lora.calculate_weight`` for their own types, and ranks have ComfyUI's.
     """
     import comfy.weight_adapter
 
@@ -112,9 +112,8 @@ def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
 
 def cast_switches(patcher: Any) -> dict[str, Any]:
     """Returns object patches that make every layer cast its weights to the dtype of its input, if
-    the MODEL computes in another dtype than its weights have (the node ModelComputeDtype).
-
-    ComfyUI sets these switches when it loads weights, which it does not do in the UI.
+    the MODEL computes in another dtype than its weights have (the node ModelComputeDtype). ComfyUI
+    sets these switches as it loads weights, which it does not do in the UI.
     """
     if not patcher.force_cast_weights:
         return {}
@@ -124,9 +123,8 @@ def cast_switches(patcher: Any) -> dict[str, Any]:
 
 
 def widened_weights(model: Any, patches: Mapping[str, list]) -> dict[str, torch.nn.Parameter]:
-    """In the UI, as object patches: weights of the right shape, without content, for the layers
-    that a weight patch widens, as control LoRAs do. ComfyUI tells by the shape which inputs the
-    model takes.
+    """In the UI, as object patches: weights without content of the shape to which a weight patch
+    widens layers, as control LoRAs do. ComfyUI tells by the shape which inputs the model takes.
     """
     import comfy.utils
 
@@ -150,7 +148,7 @@ def patched_shapes(model: Any, patches: Mapping[str, list]) -> dict[str, tuple[i
 
 def put_object(model: Any, name: str, value: Any, device: torch.device) -> Callable[[], Any] | None:
     """In a rank: puts an object patch that is no parameter into place. Returns the call that takes
-    it away again, None where this rank has no such place: a stage has no blocks but its own.
+    it away again, None if this rank has no such place: a stage has no blocks but its own.
     """
     import comfy.utils
 
@@ -188,10 +186,8 @@ class Digests:
 
 
 def content_id(objects: Mapping[str, Any], digest: Callable[[torch.Tensor], bytes] = digest_of) -> str:
-    """A name for object patches, or for weight patches that are packed: equal for equal content, ""
-    for none.
-
-    It hashes values, not addresses, because an address is handed out again.
+    """A name for object patches, or for packed weight patches: equal for equal content, "" for
+    none. It hashes values, not addresses, which are handed out again.
     """
     if not objects:
         return ""
@@ -206,14 +202,14 @@ def content_id(objects: Mapping[str, Any], digest: Callable[[torch.Tensor], byte
 
 
 def with_hooks(patcher: Any, of_hooks: Mapping[str, list]) -> dict[str, list]:
-    """Returns the transformer's weight patches, followed by the patches ``of_hooks``."""
+    """Returns the transformer's weight patches, followed by those ``of_hooks``."""
     keys = sorted(key for key in {*patcher.patches, *of_hooks} if key.startswith(PREFIX))
     return {key: [*patcher.patches.get(key, []), *of_hooks.get(key, [])] for key in keys}
 
 
 def hooked_id(patcher: Any, of_hooks: Mapping[str, list], digests: Digests) -> str:
-    """Names the transformer's weight patches under these hooks by their content; "" if the hooks
-    change none. The same set comes back at every step, and in the next run.
+    """Names the transformer's weight patches under these hooks by their content, because the same
+    set comes back at every step; "" if the hooks change none.
     """
     if not any(key.startswith(PREFIX) for key in of_hooks):
         return ""
