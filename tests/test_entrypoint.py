@@ -294,5 +294,7 @@ def test_a_model_that_is_looked_at_imports_the_file_of_its_own_family_alone(modu
         """Named as ComfyUI's."""
 
     Flux.__module__, Flux.__qualname__ = "comfy.ldm.flux.model", "Flux"
-    assert modules("parallel_runtime", "families").plan_for(Flux) is not None
-    assert modules("parallel_runtime.families") - VOCABULARY == {"flux"}
+    registry = modules("parallel_runtime", "families")
+    assert registry.plan_for(Flux) is not None
+    file = registry.file_of(f"{Flux.__module__}:{Flux.__qualname__}")
+    assert modules("parallel_runtime.families") - VOCABULARY == {file}
