@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
@@ -72,6 +72,12 @@ class Queue(RuleBasedStateMachine):
     def made(self, seed, *varied):
         self.count += 1
         return f"prompt {self.count}", seed, Varied(*varied)
+
+    @initialize()
+    def begin(self):
+        """With prompts of which two wait for what is sampled beside the first."""
+        self.queue([1, 2, 3], 1, SIZES[0], 0, False)
+        self.run()
 
     @rule(
         seeds=st.lists(st.integers(1, 4), min_size=1, max_size=4),

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 from pipemesh.parallel_runtime import memory
-from pipemesh.parallel_runtime.memory import GROUP_FILES, control_groups, system_memory
+from pipemesh.parallel_runtime.memory import control_groups, system_memory
 
 MIB = 1 << 20
 ROOT = Path(memory.__file__).parent.parent
+FILES = {  # as the kernel's documents name them; of the first version, with what is in the groups inside
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "cgroup2": ("memory.max", "memory.current", ""),
+}
 NO_LIMIT = {"cgroup": str((1 << 63) - 4096), "cgroup2": "max"}
 SUPER_OPTIONS = {"cgroup": "rw,memory", "cgroup2": "rw,nsdelegate"}
 FOREIGN = (
@@ -24,7 +28,7 @@ FOREIGN = (
 
 def group(folder, kind, limit=None, used=0, inactive=0, active=0):
     """Makes a control group with these MiB: its limit, what it uses, pages of files of that."""
-    limit_name, used_name, names = GROUP_FILES[kind]
+    limit_name, used_name, names = FILES[kind]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / limit_name).write_text(f"{NO_LIMIT[kind] if limit is None else limit * MIB}\n")
     (folder / used_name).write_text(f"{used * MIB}\n")
@@ -51,7 +55,7 @@ def system(proc, available, total, own="", mounts=()):
 OWN = {"cgroup": "of another form\n4:cpu:/\n3:cpuset,memory:{}\n0::/\n", "cgroup2": "0::{}\n"}
 
 
-@pytest.mark.parametrize("kind", GROUP_FILES)
+@pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("place", ["own", "outer", "beside"])
 def test_the_tightest_group_around_a_process_counts(tmp_path, kind, place):
     top = tmp_path / "of groups"
@@ -71,7 +75,7 @@ def test_the_tightest_group_around_a_process_counts(tmp_path, kind, place):
     assert system_memory(proc) == tuple(mib * MIB for mib in expected)
 
 
-@pytest.mark.parametrize("kind", GROUP_FILES)
+@pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize(
     ("path", "root"),
     [("/", "/"), ("/box/1", "/box/1"), ("/box/1", "/other"), ("/../2", "/"), ("/x", "/../..")],
@@ -103,7 +107,7 @@ def real_group():
         folder: kind for folder, kind in control_groups(Path("/proc")) if (folder / "cgroup.procs").exists()
     }
     folder, kind = next(iter(tops.items()), (Path("/none"), "cgroup2"))
-    made, limit = folder / f"pipemesh-test-{getpid()}", GROUP_FILES[kind][0]
+    made, limit = folder / f"pipemesh-test-{getpid()}", FILES[kind][0]
     try:
         made.mkdir()
         (made / limit).write_text(str(64 * MIB))

@@ -440,6 +440,8 @@ def test_speeds_of_another_torch_stay_in_the_file(tmp_path, monkeypatch):
         keep_devices(file, {"A": 2.0})
         assert read_devices(file) == {"A": 2.0}
     assert read_devices(file) == {"A": 1.0}
+    keep_devices(file, {"A": 3.0, "B": 4.0})
+    assert read_devices(file) == {"A": 1.0, "B": 4.0}, "or the last bits of images would change"
 
 
 def test_room_on_the_uis_gpu_counts_what_its_torch_and_its_models_would_give_back(monkeypatch):
