@@ -11,7 +11,7 @@ if LACK and not calls_entry_points():
 
 
 async def comfy_entrypoint():
-    """ComfyUI's way in: the extension with its nodes. Raises ImportError with the next move where
+    """ComfyUI's way in: the extension with its nodes. Raises ImportError with the next move if
     something is missing.
     """
     if LACK:

@@ -53,7 +53,7 @@ def forked_pytest(control: int, options: Sequence[str]) -> list[str]:
 
 def prepared_for_tests() -> tuple[str, dict[str, str]]:
     """Returns ComfyUI's python, and the environment in which it runs tests. Raises LaunchError
-    where there is no ComfyUI, or no pytest in its python.
+    if there is no ComfyUI, or no pytest in its python.
     """
     host = ensure_comfyui()
     lacking = missing_modules(host.python, ("pytest", "hypothesis"))

@@ -26,7 +26,7 @@ SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16
 def write_model(
     path: str | Path, form: Form, size: Size, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Path:
-    """Write a model for UNETLoader. Raises ValueError where no file can have that size."""
+    """Write a model for UNETLoader. Raises ValueError if no file can have that size."""
     if form.file is None:
         raise ValueError(f"no file form is known for {form.config_class}")
     if size.head_dim != form.file.head_dim:

@@ -73,7 +73,7 @@ def first_line(placement: Placement, auto_is_on: bool) -> str:
     if not placement.devices[0].is_gpu:
         return f"No GPU here: {len(placement.devices)} ranks on the CPU stand for GPUs. Auto mode is {auto}."
     if placement.is_one_gpu:
-        return f"One GPU ({names}), and nothing to share an image with."
+        return f"One GPU ({names}): there is no second one to share an image with."
     return f"{len(placement.devices)} GPUs ({names}), {placement.backend}. Auto mode is {auto}."
 
 
@@ -129,7 +129,8 @@ class PipeMeshExtension(ComfyExtension):
             log.info("[PipeMesh] %s", said)
         if GRAPHS in os.environ:
             log.warning(
-                "[PipeMesh] %s has no effect any more, as workers record no CUDA graphs: unset it.", GRAPHS
+                "[PipeMesh] %s has no effect any more, because workers record no CUDA graphs: unset it.",
+                GRAPHS,
             )
         with suppress(LayoutError):  # a sampler will say it
             devices = all_devices(visible_gpus(args.cpu)).placement

@@ -19,10 +19,10 @@ from ..pool.devices import CUDA_VARIABLE, Device, hidden_gpus, place
 from ..pool.rank_setup import RankSetup, rank_setup_from
 from .settings import Choice, how_many
 
-ONE_GPU = "There is one GPU here, and nothing to share an image with."
+ONE_GPU = "There is one GPU here, so there is no second one to share an image with."
 ONE_SEEN = (
-    "ComfyUI sees one of the {} GPUs here, as CUDA_VISIBLE_DEVICES is {}. Start it without --cuda-device, or"
-    " name several in that variable."
+    "ComfyUI sees one of the {} GPUs here, because CUDA_VISIBLE_DEVICES is {}. Start ComfyUI without"
+    " --cuda-device, or name several GPUs in that variable."
 )
 log = logging.getLogger("pipemesh")
 

@@ -192,7 +192,9 @@ class Planning:
             keep_devices(self._file, found)
         except OSError as error:
             log.warning(
-                "[PipeMesh] How fast the GPUs are could not be kept (%s): published figures are taken.", error
+                "[PipeMesh] The measured speeds of the GPUs could not be saved (%s): PipeMesh uses"
+                " published figures.",
+                error,
             )
 
     # -- who asked for a choice, and what was chosen
@@ -315,7 +317,7 @@ class Planning:
                 is_wanted_again=layout in wanted,
             )
         if best is None or made.best is None:
-            return PlannedLayout(placement.layout, "no layout has room", asked.text, made)
+            return PlannedLayout(placement.layout, "no layout fits into memory", asked.text, made)
         kept = made.best.prediction and made.best.prediction.kept
         parts = 1 if kept == "sharded" else made.best.layout.parts_of_batches
         if parts < asked.images:  # no more of them are sampled at once
@@ -345,7 +347,7 @@ class Planning:
     def _here(self, placement: Placement, room: Mapping[str, int]) -> MachineBox:
         own = len(placement.ranks_on("")) or 1
         if placement.machines not in ((), tuple(rank // own for rank in range(len(placement.devices)))):
-            raise NotCounted("not as many devices of each machine are listed, ComfyUI's first")
+            raise NotCounted("the devices do not name equally many of each machine, ComfyUI's machine first")
         here = machine_box(rank_devices(placement, room), staged=placement.backend == "gloo")
         return over_machines(here, len(placement.devices))
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 NOT_CACHED = {"Cache-Control": "no-store"}
 STATUS = "/pipemesh/status"
 JSON = "application/json"  # a page of another origin cannot send it without asking first
-NOT_JSON = f"A POST that is not of ComfyUI's own page needs the header Content-Type: {JSON}."
+NOT_JSON = f"A POST from outside of ComfyUI's own page needs the header Content-Type: {JSON}."
 NOT_OWN = (
-    "The page is of {0} and ComfyUI of {1}: open {1}, or have the proxy before ComfyUI hand the Host"
+    "This page is from {0}, but ComfyUI is at {1}: open {1}, or let the proxy before ComfyUI pass the Host"
     " header on."
 )
 PORTS = {"http": ":80", "https": ":443"}  # that browsers leave out

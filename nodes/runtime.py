@@ -53,12 +53,12 @@ from .timing import StepTimes
 from .waiting import Waiting
 
 CROWDED = (
-    "{} on the CPU, which has {} cores here: ranks share cores, and more of them are slower. Lower the"
+    "{} on the CPU, which has {} cores here: more ranks than cores take turns and are slower. Lower the"
     " degrees."
 )
 UNTRIED = (
-    "{} has no token plan, and nobody has tried it on several GPUs: each computes whole images of it, which"
-    " are compared with those of one GPU in the first step."
+    "{} has no token plan, and nobody has tried it on several GPUs: each GPU computes whole images, and"
+    " PipeMesh compares the first step with that of one GPU."
 )
 log = logging.getLogger("pipemesh")
 
@@ -359,11 +359,11 @@ def tell_of_restart(
     """Tell of workers that end because another layout needs their devices, as two pools of one
     workflow do in turn, or one whose layout is chosen for each sampling.
     """
-    move = "Where one workflow uses both, connect one pool to all samplers."
+    move = "If one workflow uses both, connect one pool to all samplers."
     if is_chosen(new):
         move = (
-            "It was chosen for what is sampled now: to keep one layout, set layout of PipeMesh Pool to by"
-            " hand."
+            "Layout auto chose it for the present run: to keep one layout, set layout of PipeMesh Pool to"
+            " by hand."
         )
     notices.tell(
         f"Workers are started anew: {new.layout.equation()} needs the devices of {old.layout.equation()}."

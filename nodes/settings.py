@@ -104,7 +104,7 @@ class PoolSettings:
             if name not in inputs:
                 raise LayoutError(
                     f"PipeMesh Pool has no input {name}, only {', '.join(inputs)}: remove the link to it, or"
-                    " put the node in anew."
+                    " add the node again."
                 )
             inputs[name].check(name, value)
         by_hand = [name for name in values if name not in FOR_EVERY_LAYOUT]
@@ -141,8 +141,8 @@ class PoolSettings:
             return None
         if sizes and len(sizes) != stages:
             raise LayoutError(
-                f"stages {self.stages} are {len(sizes)}, pipefusion {stages}: write one number of blocks for"
-                " each stage, or nothing."
+                f"stages {self.stages} has {len(sizes)} number{'s' * (len(sizes) > 1)}, and pipefusion is"
+                f" {stages}: write one number of blocks for each stage, or leave stages empty."
             )
         if self.patches and self.patches < stages:
             raise LayoutError(
@@ -163,8 +163,8 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
     counts = [count.strip() for count in text.split(",")] if text.strip() else []
     if not all(count.isdecimal() and len(count) <= MOST_DIGITS and int(count) for count in counts):
         raise LayoutError(
-            f"stages {short(text)} is no list of block counts: write how many blocks each stage gets, as in"
-            " 20,37, or nothing."
+            f"stages {short(text)} is no list of block counts: write how many blocks each stage gets, for"
+            " example 20,37, or leave stages empty."
         )
     return tuple(map(int, counts))
 

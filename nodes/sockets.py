@@ -51,7 +51,7 @@ def require_links(**given: Any) -> bool | str:
     for name, value in given.items():
         if value is not None:
             return (
-                f"{name} is {short(value)}, and takes a link alone: connect {name} of"
+                f"{name} is {short(value)}, but takes only a link: connect {name} of"
                 f" {FROM.get(name, 'the node that makes it')}."
             )
     return True

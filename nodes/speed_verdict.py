@@ -83,6 +83,6 @@ class Slower:
         ours, theirs = (median(one.step_s for one in times) for times in zip(*slower, strict=True))
         known = "takes" if one_gpu is not None else "is predicted to take"
         return (
-            f"The last {RUNS} runs of this kind took {ours:.2f} s a step in {layout.equation()}, where one"
-            f" GPU {known} {theirs:.2f} s."
+            f"The last {RUNS} runs of this kind took {ours:.2f} s a step in {layout.equation()}, but one GPU"
+            f" {known} {theirs:.2f} s."
         )

@@ -37,7 +37,7 @@ def parallelized(runtime: Runtime, vae: Any, choice: Choice | None) -> Any:
 
 def lent(runtime: Runtime, vae: Any, choice: Choice, placement: Placement) -> Any:
     """Make a copy of ``vae`` that the live pool of a choice computes for as long as ``vae`` lives.
-    Raises Refused where it cannot.
+    Raises Refused if it cannot.
     """
     if why := why_on_one(vae, placement):
         raise Refused(f"{why}.")

@@ -17,7 +17,7 @@ END_BYTES = 1 << 20
 
 
 def stat_file(path: str) -> File:
-    """Describes a checkpoint. Raises ModelError where there is none."""
+    """Describes a checkpoint. Raises ModelError if there is none."""
     found = found_at(path, ModelError)
     return (path, found.st_size, found.st_mtime_ns, found.st_ino)
 
@@ -65,10 +65,10 @@ def check_copy(here: str, file: File, ends: bytes) -> None:
             " another in the loader node."
         ) from None
     if found != (size, ends):
-        how = f"{found[0]} bytes, not {size}" if found[0] != size else "as many bytes, but others"
+        how = f"{found[0]} bytes, not {size}" if found[0] != size else "as many bytes, but different ones"
         raise Refused(
-            f"The checkpoint {there} is another than {path} of ComfyUI's machine ({how}): copy the same file"
-            " to every machine."
+            f"The checkpoint {there} differs from {path} of ComfyUI's machine ({how}): copy the same file to"
+            " every machine."
         )
 
 

@@ -156,7 +156,7 @@ def is_unwritten(address: int, nbytes: int) -> bool:
 
 def has_own_page(pagemap: int, start: int, end: int) -> bool:
     """Asks the kernel for the first page in this range of addresses that is this process's own. It
-    looks through 24 GiB in milliseconds, and copies nothing. Raises OSError where it has no such
+    looks through 24 GiB in milliseconds, and copies nothing. Raises OSError if it has no such
     call (linux/fs.h: PAGEMAP_SCAN, struct pm_scan_arg, since Linux 6.7).
     """
     region = (ctypes.c_uint64 * 3)()

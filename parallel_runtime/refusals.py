@@ -18,7 +18,7 @@ ON_ONE_GPU = "run this sampler on one GPU (bypass PipeMesh Parallelize and turn 
 
 def require_plan(diffusion_model: torch.nn.Module) -> TokenPlan:
     """Returns the token plan of a transformer; one without blocks of a UNet that ranks compute
-    whole. Raises Refused where there is none.
+    whole. Raises Refused if there is none.
     """
     plan = plan_or_whole(type(diffusion_model))
     if plan is None:
@@ -38,7 +38,7 @@ def require_whole_groups(diffusion_model: torch.nn.Module, layout: Layout) -> No
 def no_plan(diffusion_model: torch.nn.Module) -> str:
     kind = type(diffusion_model)
     why = why_no_plan(class_path(kind)) if kind.__module__.startswith("comfy.") else of_a_pack(kind)
-    known = "docs/FAMILIES.md of the repository has the models with one"
+    known = "docs/FAMILIES.md of the repository lists the models that have one"
     return f"{kind.__name__} has no token plan ({why}; {known})"
 
 

@@ -34,7 +34,7 @@ class Stage:
 
 
 def cut(sizes: Sequence[int], blocks: int) -> tuple[Stage, ...]:
-    """Cut ``blocks`` into stages of these sizes. Raises LayoutError where they do not add up."""
+    """Cut ``blocks`` into stages of these sizes. Raises LayoutError if they do not add up."""
     if sum(sizes) != blocks:
         written = ",".join(map(str, sizes))
         raise LayoutError(
@@ -68,7 +68,7 @@ def share_out(costs: Sequence[float], stages: int, speeds: Sequence[float] = ())
     as fast as can be. Of equal ways, the one with early borders is taken. ``speeds`` of the stages;
     empty where they are alike.
 
-    Raises LayoutError where there are more stages than blocks.
+    Raises LayoutError if there are more stages than blocks.
     """
     require_blocks(stages, len(costs))
     until = (0.0, *accumulate(costs))

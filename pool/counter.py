@@ -145,7 +145,7 @@ class CountingWork:
 
 
 class CountingProcess(SideProcess):
-    """One such process. Raises OSError where it cannot be started."""
+    """One such process. Raises OSError if it cannot be started."""
 
     def __init__(self, setup: RankSetup, device: Device, argv: Sequence[str]):
         super().__init__(setup, device, argv, FromCounter, {**setup.comfy_args, "cpu": True})

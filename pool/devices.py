@@ -189,7 +189,7 @@ def cost_of_order(placement: Placement) -> str:
 
 
 def on_devices(layout: Layout, devices: tuple[Device, ...], backend: str = "auto") -> Placement:
-    """Returns a layout on these devices, one per rank. Raises LayoutError where ``backend`` cannot
+    """Returns a layout on these devices, one per rank. Raises LayoutError if ``backend`` cannot
     be used there.
     """
     return Placement(

@@ -185,7 +185,7 @@ class ServerProcess:
 
     def fork(self, command: Command) -> Forked:
         """Asks for a rank, without waiting for it; one that could not be asked for ends as
-        NEVER_STARTED. Raises OSError where the request is too long, or descriptors are missing.
+        NEVER_STARTED. Raises OSError if the request is too long, or descriptors are missing.
         """
         request = {
             "argv": command.line("{fd}", self.process.pid)[1:],

@@ -34,8 +34,8 @@ def main() -> None:
     if modules and (not preload(modules) or holds_a_gpu(open_files())):
         cause = "importing opened a GPU" if holds_a_gpu(open_files()) else "a library could not be imported"
         print(
-            f"[PipeMesh] {cause} in the process that workers are forked from: they import for themselves and"
-            " start more slowly",
+            f"[PipeMesh] {cause} in the process that workers are forked from: each worker imports for itself"
+            " and starts more slowly",
             file=sys.stderr,
         )
         sys.stderr.flush()

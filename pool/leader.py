@@ -69,7 +69,10 @@ class LentRanks:
                 self._serve(last)
             except msgspec.DecodeError as error:
                 self._say(
-                    Denied(f"Its PipeMesh {VERSION} was sent what it does not know ({error}): {SAME_VERSION}")
+                    Denied(
+                        f"Its PipeMesh {VERSION} was sent a message that it does not know ({error}):"
+                        f" {SAME_VERSION}"
+                    )
                 )
             except (LayoutError, MachineMissing, SharedMemoryFull, OSError) as error:
                 if isinstance(error, ChannelClosed):
@@ -223,7 +226,7 @@ def send_all(
 
 def placement_here(opening: Open) -> Placement:
     """Returns the placement of the whole pool, with the addresses of this machine's GPUs. Raises
-    LayoutError where it names one that is not here.
+    LayoutError if it names one that is not here.
     """
     devices = [Device(name) for name in opening.devices]
     mine = [device for device in devices if device.machine == opening.machine]

@@ -93,7 +93,7 @@ def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unpr
     """Takes connections until the listener is closed. ``own``: what this leader says of itself.
 
     Where descriptors, threads or memory have run out, newcomers wait until there are some again,
-    and the pools that are open go on. Raises OSError where no connection can ever be taken:
+    and the pools that are open go on. Raises OSError if no connection can ever be taken:
     torchrun then starts this leader again.
     """
     unproved, strangers, shortages, waits = unproved or Unproved(), SeldomLog(), SeldomLog(), False

@@ -143,7 +143,7 @@ class WorkerPool:
     @contextmanager
     def _conversing(self) -> Iterator[Conversation]:
         """Gives the conversation of a ready pool to one caller at a time; a caller may come again
-        inside. Raises PoolFailed where the pool is over, or ends meanwhile.
+        inside. Raises PoolFailed if the pool is over, or ends meanwhile.
         """
         with self._lock:
             if self._life != "ready":
@@ -219,7 +219,7 @@ class WorkerPool:
         """Waits for answers outstanding from cancelled requests, so that a late one is not mistaken
         for the next request's, and nothing in the arena is overwritten that ranks still read.
 
-        Raises RunCancelled, and PoolFailed where a rank failed or hangs meanwhile.
+        Raises RunCancelled, and PoolFailed if a rank failed or hangs meanwhile.
         """
         with self._conversing() as conversation:
             conversation.settle(interrupted)

@@ -11,7 +11,7 @@ from ..parallel_runtime.wire.arena import Board
 
 STARTING, LOADING, PATCHING = "starting workers", "loading the model", "patching weights"
 COMPILING = "compiling the model's blocks"
-LEAVING = "waiting for what was stopped"
+LEAVING = "waiting for the stopped run to end"
 ACTS = {
     **dict.fromkeys(("starting", "importing", "joining"), STARTING),
     "loading": LOADING,

@@ -48,7 +48,7 @@ NO_TENSOR = torch.empty(0)
 
 
 def join(name: str, ranks: tuple[int, ...], setup: RankSetup, arena: Arena) -> RemoteMachine:
-    """Connects to the leader of machine ``name``. Raises MachineMissing, and LayoutError where the
+    """Connects to the leader of machine ``name``. Raises MachineMissing, and LayoutError if the
     setup names no rendezvous.
     """
     known = leader_address(name, setup)
@@ -68,7 +68,7 @@ def join(name: str, ranks: tuple[int, ...], setup: RankSetup, arena: Arena) -> R
         )
     except OSError as error:
         fault = (
-            f"Machine {name} does not answer at {known} ({error}): see that the network reaches it, or"
+            f"Machine {name} does not answer at {known} ({error}): check that the network reaches it, or"
             f" {command}"
         )
     if not sock or fault:

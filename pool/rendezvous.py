@@ -43,8 +43,8 @@ def check_rendezvous(setup: RankSetup, name: str) -> tuple[str, int]:
         )
     if len(setup.secret) < SHORTEST_SECRET:
         raise LayoutError(
-            f"{SECRET_VARIABLE} has {len(setup.secret)} characters and machines trust each other by it: "
-            f"start with the same {SECRET_VARIABLE} of at least {SHORTEST_SECRET} on every machine."
+            f"{SECRET_VARIABLE} has {len(setup.secret)} characters, and machines trust each other by it: set"
+            f" the same one of at least {SHORTEST_SECRET} characters on every machine."
         )
     return address.strip("[]"), int(port)
 
@@ -59,7 +59,7 @@ def node_command(rendezvous: str, name: str = "") -> str:
 
 def open_store(address: str, port: int, timeout_s: float) -> TCPStore:
     """Returns a client of the store that torchrun keeps at its rendezvous. Raises RuntimeError
-    where there is none.
+    if there is none.
     """
     import torch.distributed as dist
 
@@ -81,7 +81,7 @@ def find(store: TCPStore, name: str) -> str:
 
 def register(store: TCPStore, name: str, known: str) -> None:
     """Enters ``known``, ADDRESS:PORT, in the store as the leader of machine ``name``. A leader that
-    is started again may have another port. Raises PipeMeshError where another machine has the name.
+    is started again may have another port. Raises PipeMeshError if another machine has the name.
     """
     before = ""
     while (now := store.compare_set(store_key(name), before, known).decode()) != known:

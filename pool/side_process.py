@@ -27,7 +27,7 @@ REAP_S = 5.0
 
 class SideProcess:
     """One such process of a ComfyUI with ``comfy_args``; ``answers``: the messages that come from
-    it. Raises OSError where it cannot be started.
+    it. Raises OSError if it cannot be started.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SideProcess:
         return self._supervisor.pids[0]
 
     def receive(self, until: float) -> Any:
-        """Returns its next message. Raises ChannelClosed where it has ended, TimeoutError."""
+        """Returns its next message. Raises ChannelClosed if it has ended, TimeoutError."""
         poller = select.poll()
         poller.register(self.channel.fileno(), select.POLLIN)
         while not self._received:

@@ -258,6 +258,6 @@ def sentence_of_lost_machine(name: str, phase: str, ranks: Mapping[int, str], wh
     """Says that machine ``name`` was lost. ``ranks`` maps its ranks to their devices."""
     named = ", ".join(f"rank {rank} on {device}" for rank, device in ranks.items())
     return (
-        f"Machine {name} was lost while {phase} ({named}; {why}): see that it is up, that the network reaches"
-        f" it and that torchrun runs there, then {AGAIN}."
+        f"Machine {name} was lost while {phase} ({named}; {why}): check that it is up, that the network"
+        f" reaches it and that torchrun runs there, then {AGAIN}."
     )

@@ -169,7 +169,7 @@ def test_a_rank_of_a_ring_without_a_kernel_for_it_says_so(monkeypatch):
         model = joint_model.Model(2)
         method = SequenceParallel(model, joint_model.PLAN, mesh.sequence)
         method.attach()
-        with pytest.raises(ModelError, match="attends by attention_sage, of which no kernel here returns"):
+        with pytest.raises(ModelError, match="attends by attention_sage, and no kernel of it here returns"):
             method.forward(model, joint_model.inputs(5), 1)
 
     outputs_of(Layout(ring=2), compute, monkeypatch)
@@ -519,7 +519,9 @@ def test_a_kernels_package_of_another_version_is_named(pack, sage, monkeypatch):
     Path(sage.__file__).write_text(SAGE + "\n")
     from pipemesh.parallel_runtime.crossing.block_code import IN_BLOCK, put_patches
 
-    with pytest.raises(Refused, match="another version of sageattention than ComfyUI: install the same one"):
+    with pytest.raises(
+        Refused, match="another version of sageattention than ComfyUI: install the same version"
+    ):
         put_patches(patcher.model, across(sent.objects)[IN_BLOCK], CPU)
 
 

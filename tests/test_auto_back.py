@@ -174,7 +174,7 @@ def test_after_two_runs_that_were_slower_than_one_gpu_the_next_of_their_kind_is_
     assert in_pool == [True, True, False, False]
     assert (
         said(notices)[0]
-        == "On one GPU: The last 2 runs of this kind took 1.50 s a step in ulysses 2 = 2 ranks, where one GPU"
+        == "On one GPU: The last 2 runs of this kind took 1.50 s a step in ulysses 2 = 2 ranks, but one GPU"
         " takes 1.00 s."
     )
     requests.clear()

@@ -26,7 +26,9 @@ from .test_two_models import guided
 from .test_weights import NAME, by_data, by_numpy, compared, in_inference, parameter
 
 PLACE = 211, 34  # neither its row nor its column is looked at there
-SENTENCE = rf"^A node has written to the weight {NAME} of .* as it was: run again, and they get it\.$"
+SENTENCE = (
+    rf"^A node has written to the weight {NAME} of .* the old one: run again, and they get the new one\.$"
+)
 
 
 def of_a_state(path):

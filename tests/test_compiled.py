@@ -180,7 +180,7 @@ def test_a_compiler_that_fails_is_named_with_the_next_move():
     def backend(graph, inputs):
         raise RuntimeError("no C++ compiler here")
 
-    sentence = r"torch.compile failed in a rank .*no C\+\+ compiler here.*take out the node that compiles"
+    sentence = r"torch.compile failed in a rank .*no C\+\+ compiler here.*remove the node that compiles"
     with pytest.raises(Refused, match=sentence), compiling.compilation_noted(Rank()):
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
 
@@ -289,7 +289,7 @@ def test_torch_compile_compiles_in_the_ranks(files, clients, caplog, layout, com
     )
     assert relative_error(run(parallel), truth) <= BOUND
     assert "torch.compile" not in caplog.text
-    with pytest.raises(Refused, match=r"torch.compile failed in a rank .*no_such_backend.*take out the node"):
+    with pytest.raises(Refused, match=r"torch.compile failed in a rank .*no_such_backend.*remove the node"):
         run(unknown(parallel))
     assert relative_error(run(parallel), truth) <= BOUND
 

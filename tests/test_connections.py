@@ -95,7 +95,7 @@ def test_a_connection_that_corrupts_is_named_with_both_ranks(layout, source, tar
     said, _ = tried(world)
     assert said == {
         target: f"Of {NUMBERS} numbers that rank {source} sent to rank {target} when the pool started, {wrong}"
-        " arrived otherwise, so their connection corrupts data: test their machine's memory, or leave one of"
+        " arrived changed, so their connection corrupts data: test their machine's memory, or leave one of"
         " the two devices out of the pool."
     }
 
@@ -142,7 +142,7 @@ def test_a_failure_that_shows_when_the_pattern_is_read_is_named_with_its_ranks(m
 
 def test_a_pool_whose_connection_corrupts_does_not_start(setup):
     argv = (sys.executable, str(Path(__file__).with_name("corrupting_worker.py")), "{fd}", "{parent}")
-    sentence = r"Of 262144 numbers that rank 0 sent to rank 1 when the pool started, 1 arrived otherwise"
+    sentence = r"Of 262144 numbers that rank 0 sent to rank 1 when the pool started, 1 arrived changed"
     with (
         running_clients(replace(setup, argv=argv)) as clients,
         pytest.raises(PoolFailed, match=r"(?s)Rank 1 on cpu ended .* while joining.*" + sentence),

@@ -254,7 +254,8 @@ def test_a_sampling_waits_no_longer_than_its_patience_and_the_next_of_its_kind_h
         (Layout(ulysses=2), True),
     ]
     with pytest.raises(
-        Refused, match=r"not known yet, as what an evaluation costs was not counted within 0 s\.$"
+        Refused,
+        match=r"not know yet which layout is the fastest, because the cost of an evaluation was not counted within 0 s\.$",
     ):
         require_several(waiting[0], None, OPEN)
     counting.set_result(FLUX)
@@ -277,7 +278,7 @@ def test_a_sampling_waits_a_moment_where_a_pool_that_suits_it_is_up_and_not_long
     for running, awaits, waited in (((Layout(cfg=2),), False, 5), ((), True, 60)):
         planned = chooser(lambda _: Future(), clock=hurried()).choose(model, OPEN, asked(), running)
         assert planned.awaits == awaits
-        assert planned.why == f"what an evaluation costs was not counted within {waited} s"
+        assert planned.why == f"the cost of an evaluation was not counted within {waited} s"
 
 
 def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_weights_that_are_loaded(

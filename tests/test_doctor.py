@@ -49,7 +49,7 @@ TWO_GPUS = replace(
 )
 DIFFERENT = replace(TWO_GPUS.host, unknown=("Flux", "Wan"), verified=("Flux",), refused=("Wan",))
 DIFFER = (
-    "ComfyUI 0.30.0: 2 of 3 models differ from every tested one (0.29.0); each is compared with stock on the"
+    "ComfyUI 0.30.0: 2 of 3 models differ from every tested version (0.29.0); each is compared with stock on the"
     " CPU, once, before a pool computes it. Verified here: Flux. Not computed by a pool: Wan."
 )
 
@@ -81,7 +81,7 @@ def test_two_gpus_with_everything_need_no_remedy() -> None:
 
 def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> None:
     (limit,) = at("limited", CPU)
-    assert "to try and to test" in limit.text and can_run(findings(CPU))
+    assert "for trials and tests" in limit.text and can_run(findings(CPU))
     assert any("Up to 4 ranks on the CPU" in finding.text for finding in at("works", CPU))
     assert any("no speed-up" in finding.text for finding in at("limited", machine(CPU, cores=1)))
 
@@ -135,7 +135,7 @@ def test_in_a_fresh_clone_nothing_is_installed_before_the_page_says_that_there_i
     command = [sys.executable, "-m", "launcher", "doctor"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.iterdir())
-    assert "ComfyUI   none yet" in done.stdout and "STOP  There is no ComfyUI for the commands" in done.stdout
+    assert "ComfyUI   none yet" in done.stdout and "STOP  The commands have no ComfyUI yet" in done.stdout
     assert "`python3 -m launcher host` installs one (6 GB, 3 minutes)" in done.stdout
     assert "torch does not import" not in done.stdout
 
@@ -145,7 +145,7 @@ def test_the_page_holds_every_finding_and_fits_one_screen() -> None:
     facts = torch(bare, pairs_without_peer_access=((0, 1),))
     page = report(facts, findings(facts))
     assert all(finding.text in page and finding.remedy in page for finding in findings(facts))
-    assert page.endswith("PipeMesh cannot run here until what is marked STOP is mended.")
+    assert page.endswith("PipeMesh cannot run here: repair every line marked STOP first.")
     assert len(page.splitlines()) <= 40
 
 

@@ -317,7 +317,7 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
     assert " times as fast as one device: " in speed and speed.endswith("(timed here)"), (
         "the truth was sampled by stock before"
     )
-    assert waited.startswith("What was waited for") and "first evaluation" in waited
+    assert waited.startswith("What the prompt waited for") and "first evaluation" in waited
     assert rest.startswith("ulysses 2 = 2 ranks, gloo, ready")
     run = server.get("/pipemesh/status")["last_runs"][0]["figures"]
     assert f"Last run: {run['evaluations']} evaluations" in text and run["evaluations"] >= STEPS

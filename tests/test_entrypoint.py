@@ -285,7 +285,7 @@ def test_a_variable_that_has_no_effect_any_more_is_told_of_once_where_it_is_set(
     monkeypatch.setenv("PIPEMESH_GRAPHS", "1")
     request.getfixturevalue("modules")
     assert [line for line in caplog.messages if "PIPEMESH_GRAPHS" in line] == [
-        "[PipeMesh] PIPEMESH_GRAPHS has no effect any more, as workers record no CUDA graphs: unset it."
+        "[PipeMesh] PIPEMESH_GRAPHS has no effect any more, because workers record no CUDA graphs: unset it."
     ]
 
 

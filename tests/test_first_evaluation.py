@@ -125,7 +125,7 @@ def test_what_is_wrong_only_when_shared_and_large_is_refused_with_the_figure_aft
     made = trials()
     ours, pool = in_groups(PAIR, stock_model(5), made=WrongTogether, **watched(made))
     sentence = (
-        r"^Flux of this ComfyUI \(9\.9\) is not computed in workers as by ComfyUI alone \(its first evaluation"
+        r"^Flux of this ComfyUI \(9\.9\) is computed otherwise in workers than by ComfyUI alone \(its first evaluation"
         r" in float32 with ulysses 2: off by [\d.]+ of its scale from that of one worker, up to [\de.-]+ is"
         r" rounding; its code is \w{16}, PipeMesh's \w{16}\): update PipeMesh, or set PIPEMESH_TRIAL=0"
     )
@@ -152,7 +152,7 @@ def test_one_gpu_samples_what_differs_and_a_notice_says_why(
 
     def judge(shared):
         found.append(deviation_of(shared, "bfloat16"))
-        raise Refused("Flux is not computed in workers as by ComfyUI alone: update PipeMesh.")
+        raise Refused("Flux is computed otherwise in workers than by ComfyUI alone: update PipeMesh.")
 
     monkeypatch.setattr(client, "admission", Admission(first=lambda _: judge))
     monkeypatch.setattr(client.beside, "why_not_alone", lambda *_: "")
@@ -161,7 +161,7 @@ def test_one_gpu_samples_what_differs_and_a_notice_says_why(
     assert relative_error(run(model, cfg=2.0), truth) <= BOUND
     assert requests["Forward"] == 4, "shared and alone, and both in fp32"
     assert [(one.is_rounding, one.computed_in) for one in found] == [(True, "float32")]
-    assert said(notices) == ["On one GPU: Flux is not computed in workers as by ComfyUI alone."]
+    assert said(notices) == ["On one GPU: Flux is computed otherwise in workers than by ComfyUI alone."]
 
 
 LOOP = '            transformer_options["block_index"] = i\n            if ("double_block", i)'
@@ -240,7 +240,7 @@ def test_parts_of_weights_and_what_is_not_counted_are_reasons():
         return Beside(sessions, None, Counts(count_nothing)).why_not_alone(pooled, sampled, 1)
 
     assert why("sharded") == "each worker has a part of its weights"
-    assert why() == "what it takes is not known (nothing counts here)"
+    assert why() == "its memory is not known (nothing counts here)"
 
 
 @pytest.mark.parametrize("error", [OutOfMemory, ModelError, Refused])

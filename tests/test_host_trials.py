@@ -162,7 +162,7 @@ def test_a_verdict_holds_over_restarts_for_this_host_pack_and_torch_alone_and_th
     (before,) = (tmp_path / FOLDER).iterdir()
     trials().admit(Flux, never)
     assert trial.begun == 2
-    assert re.search(f"No kept verdict on Flux holds here: the 1 in {before.parent} ", caplog.text)
+    assert re.search(f"No saved verdict on Flux counts here: the 1 in {before.parent} ", caplog.text)
 
 
 def test_a_trial_that_is_lost_is_told_and_tried_again(trial, trials):
@@ -189,7 +189,9 @@ def test_comfyui_files_that_cannot_be_read_are_told_and_no_class_of_them_is_comp
     file = tmp_path / FLUX_FILES[1]
     file.parent.mkdir(parents=True)
     file.write_text("class Flux:\n  def")
-    with pytest.raises(Refused, match=r"flux/model.py cannot be read .*: mend it, and restart ComfyUI"):
+    with pytest.raises(
+        Refused, match=r"flux/model.py cannot be read .*: repair the file, and restart ComfyUI"
+    ):
         trials(comfyui=tmp_path).require(Flux)
 
 

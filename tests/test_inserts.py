@@ -86,6 +86,7 @@ def test_frames_of_unequal_size_are_refused():
         lambda: rows,
     )
     with pytest.raises(
-        ModelError, match="7 tokens are no 2 frames of sound: this model cannot be split by its plan"
+        ModelError,
+        match="7 tokens cannot be divided into 2 frames of sound: this model cannot be split by its plan",
     ):
         inserted.enter(module, (torch.zeros(1, 4, 3), torch.zeros(1, 2, 3)), {})

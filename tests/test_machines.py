@@ -182,7 +182,7 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     with pytest.raises(
         PoolFailed,
         match=(
-            r"^Machine far was lost while computing \(rank 1 on far/cpu; Connection timed out\): see that it"
+            r"^Machine far was lost while computing \(rank 1 on far/cpu; Connection timed out\): check that it"
             r" is up"
         ),
     ):
@@ -314,7 +314,7 @@ def test_models_and_loras_take_turns_in_sight_and_each_lora_goes_once_to_a_machi
         with (
             has_instead(machines, "far", *(two_models[name] for name in names)),
             pytest.raises(
-                Refused, match=r"^The checkpoint (\S+) on machine \S+ is another than \1 of ComfyUI's"
+                Refused, match=r"^The checkpoint (\S+) on machine \S+ differs from \1 of ComfyUI's"
             ),
         ):
             run(ours[0])

@@ -111,7 +111,7 @@ def test_what_attention_gets_by_position_counts_and_what_nobody_knows_raises(by_
     with pytest.raises(
         ModelError,
         match=(
-            r"Attention is given 4 arguments by position behind its mask, where 3 are known \(attn_precision"
+            r"Attention is given 4 arguments by position behind its mask, and only 3 are known \(attn_precision"
         ),
     ):
         evaluated(make, by_position, monkeypatch)

@@ -160,9 +160,14 @@ def test_over_machines_what_sends_least_goes_between_them_and_what_is_assumed_is
     assert placed(opened(two), chosen(two, 2)).placement == place(groups, two, "auto", ())
     assert chosen(two, 1, 2).layout == Layout(ulysses=2, data=2)
     assert chosen(two).box == "2x2xCPU-10G"
-    assert chosen(two).why.endswith(", each machine as this one, and 10 Gbit/s between them, not measured")
+    assert chosen(two).why.endswith(
+        ", if each machine is like this one, with 10 Gbit/s between them, not measured"
+    )
     for devices in ("far/cpu,far/cpu", "far/cpu,cpu", "cpu,far/cpu,far/cpu"):
-        assert chosen(devices).why == "not as many devices of each machine are listed, ComfyUI's first"
+        assert (
+            chosen(devices).why
+            == "the devices do not name equally many of each machine, ComfyUI's machine first"
+        )
 
 
 def test_machines_alike_are_the_box_that_plan_names_so():
@@ -366,7 +371,10 @@ def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_
     model, open_auto = stock_model(5).model, replace(OPEN, weights="auto")
     chosen = planning().choose(model, open_auto, asked(), ())
     assert chosen.kept == placed(open_auto, chosen).weights == "sharded"
-    assert planning().choose(model, replace(OPEN, weights="whole"), asked(), ()).why == "no layout has room"
+    assert (
+        planning().choose(model, replace(OPEN, weights="whole"), asked(), ()).why
+        == "no layout fits into memory"
+    )
     offloaded = planning().choose(model, replace(OPEN, weights="offloaded"), asked(), ())
     assert offloaded.kept == "offloaded"
     known(box(2))

@@ -236,7 +236,7 @@ def test_after_a_lack_of_memory_a_nodes_code_begins_anew_in_the_first_evaluation
     assert relative_error(edited(model), truth) <= BOUND
     assert session.patchings == sent + 1 and other not in session.models
     monkeypatch.setattr(client.runs, "begin", begin)
-    with pytest.raises(OutOfMemory, match=r"out of memory\. Other models had the rest of it, and have left"):
+    with pytest.raises(OutOfMemory, match=r"out of memory\. Other models used the memory and were unloaded"):
         edited(model, lack)
     assert relative_error(edited(model), truth) <= BOUND and other not in session.models
 

@@ -48,14 +48,15 @@ REFUSED = [
     ),
     (
         {"stages": "9,10,3"},
-        "stages 9,10,3 are 3, pipefusion 2: write one number of blocks for each stage, or nothing.",
+        "stages 9,10,3 has 3 numbers, and pipefusion is 2: write one number of blocks for each stage, or leave"
+        " stages empty.",
     ),
     *(
         (
             {"stages": text},
             (
-                f"stages {text!r} is no list of block counts: write how many blocks each stage gets, as in"
-                " 20,37, or nothing."
+                f"stages {text!r} is no list of block counts: write how many blocks each stage gets, for"
+                " example 20,37, or leave stages empty."
             ),
         )
         for text in ("9,", "half,half", "0,19", "-1,20", "9.5,9.5")
@@ -77,7 +78,8 @@ UNLIKE = [  # what only a link can bring
     ({"stages": 20}, "stages 20 is no text: connect text, or type it in."),
     (
         {"stages": "9" * 5000 + ",1"},
-        "is no list of block counts: write how many blocks each stage gets, as in 20,37, or nothing.",
+        "is no list of block counts: write how many blocks each stage gets, for example 20,37, or leave"
+        " stages empty.",
     ),
 ]
 
@@ -198,7 +200,7 @@ SOCKETS = {
 def test_a_value_in_place_of_a_link_is_refused_when_queued_with_one_sentence(complaints, class_type):
     inputs = SOCKETS[class_type]
     assert complaints(class_type, **inputs, pool=LINK) == complaints(class_type, **inputs) == set()
-    move = "and takes a link alone: connect"
+    move = "but takes only a link: connect"
     for value in ("cuda:0,cuda:1", 2, {"ulysses": 2}):
         assert complaints(class_type, **inputs, pool=value) == {
             f"pool is {value!r}, {move} pool of PipeMesh Pool."
@@ -234,7 +236,7 @@ def test_linked_inputs_are_queued(complaints, linked):
         ("stages", {"ulysses": 33}, "ulysses 33 is out of range"),
         ("backend", {"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed"),
         ("ulysses", {"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4"),
-        ("patches", {"stages": "9,10,3"}, "stages 9,10,3 are 3, pipefusion 2"),
+        ("patches", {"stages": "9,10,3"}, "stages 9,10,3 has 3 numbers, and pipefusion is 2"),
         ("pipefusion", {"stages": "9,"}, "stages '9,' is no list of block counts"),
     ],
 )

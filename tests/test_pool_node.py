@@ -276,12 +276,12 @@ def test_with_one_gpu_the_model_stays_itself_no_worker_starts_and_a_notice_says_
         (made,) = pool_nodes(lambda: runtime)[1].execute(model).result
         assert (made is model, not runtime.pools()) == (is_itself, is_itself)
     assert [one.text for one in runtime.notices.latest()] == [
-        "On one GPU: There is one GPU here, and nothing to share an image with."
+        "On one GPU: There is one GPU here, so there is no second one to share an image with."
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setattr("pipemesh.nodes.local_devices.hidden_gpus", lambda environ: 4)
     assert why_one_gpu().startswith(
-        "ComfyUI sees one of the 4 GPUs here, as CUDA_VISIBLE_DEVICES is 1. Start"
+        "ComfyUI sees one of the 4 GPUs here, because CUDA_VISIBLE_DEVICES is 1. Start"
     )
 
 

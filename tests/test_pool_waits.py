@@ -137,7 +137,7 @@ def test_the_run_after_one_that_was_stopped_while_a_rank_hung_has_a_fresh_pool(h
     assert ends(pool, lambda: said.extend(handled(next_pool(handle))))
     assert said == ["Start Release"] * 2
     assert re.search(
-        r"What was cancelled ended with: Rank [01] on cpu made no progress for 0\.4 s while computing",
+        r"A cancelled request ended with: Rank [01] on cpu made no progress for 0\.4 s while computing",
         caplog.text,
     )
 

@@ -89,7 +89,7 @@ def test_what_was_stopped_and_is_still_computed_is_waited_for_openly(told, pool,
         call(made, "Forward", inside(made, "computing"))
     call(made, "Release", lambda: len(told) > 0 and opens(made)())
     assert (
-        "PipeMesh: waiting for what was stopped, 0 of 2 ready" in told
+        "PipeMesh: waiting for the stopped run to end, 0 of 2 ready" in told
         and told[-1] == "PipeMesh: workers are ready"
     )
 

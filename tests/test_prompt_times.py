@@ -76,7 +76,7 @@ def test_the_report_says_what_was_waited_for_and_the_bound_beside_the_speed(time
     times.note_run(ours := run_of((103.0, 2.0)), 100.0, 110.0)
     text = [" ".join(line.split()) for line in prompt_text(times.of(ours, 2.0)).splitlines()]
     assert text == [
-        "What was waited for, but for other nodes",
+        "What the prompt waited for, without other nodes",
         "loading, until it computes 3.00 s",
         "first evaluation 2.00 s",
         "sampling after it 5.00 s",

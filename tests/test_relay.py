@@ -327,7 +327,7 @@ def test_a_message_that_a_leader_does_not_know_is_told_with_the_next_move(leader
     with pytest.raises(
         MachineMissing,
         match=(
-            rf"^Machine far cannot start its ranks: Its PipeMesh {VERSION} was sent what it does not know"
+            rf"^Machine far cannot start its ranks: Its PipeMesh {VERSION} was sent a message that it does not know"
             r" \(.*\): install the same"
         ),
     ):

@@ -50,7 +50,7 @@ SECRET = "correct horse battery staple"
         (
             "10.0.0.1:29400",
             "short",
-            "PIPEMESH_SECRET has 5 characters and machines trust each other by it: start with the same",
+            "PIPEMESH_SECRET has 5 characters, and machines trust each other by it: set the same one",
         ),
     ],
 )

@@ -173,7 +173,7 @@ def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches
     text = text_of(in_patches=InPatches(mode, patches, 2), busy=[0.3, 0.98], **UNKNOWN)
     assert said(text.split("\n\n")[1]) == [
         f"Last run: 6 evaluations of the model, {sentence}",
-        "of them whole (warm-up) 2",
+        "whole evaluations (warm-up) 2",
         "time per evaluation (mean) 320.0 ms",
         "sent per rank and evaluation 4.00 MiB",
         "ranks that computed 30%, 98%; the others wait for rank 1",
@@ -259,7 +259,7 @@ def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
             Speed(0.5, 1.5),
             "3.00 times as fast as one device: 0.50 s per step, one device 1.50 s (predicted, not timed)",
         ),
-        (Speed(0.5), "0.50 s per step. How fast one device is was not timed for this model and size:"),
+        (Speed(0.5), "0.50 s per step. One device was not timed for this model and size:"),
     ],
 )
 def test_how_much_faster_a_run_was_comes_first_with_how_that_is_known(speed, said):

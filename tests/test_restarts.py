@@ -65,7 +65,9 @@ def test_a_comparison_that_has_no_room_ends_one_pool_and_is_not_tried_again(tria
         starts.append(ranks.gpus.starts)
     assert starts == [1, 1, 1]
     (notice,) = [one for one in told if "could not be compared" in one]
-    assert "(Rank 1 on cuda:1 ran out of memory)" in notice and "it is not tried again before" in notice
+    assert (
+        "(Rank 1 on cuda:1 ran out of memory)" in notice and "PipeMesh does not try it again until" in notice
+    )
 
 
 # -- Stop

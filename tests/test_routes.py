@@ -91,7 +91,7 @@ def test_a_page_behind_a_proxy_that_hides_the_host_is_told_what_to_change(setup)
     answered, _ = answered_to(setup, Host="127.0.0.1:8188", Origin="https://studio.lan", **JSON)
     sentence = json.loads(answered.body)["error"]
     assert sentence.startswith(
-        "The page is of https://studio.lan and ComfyUI of 127.0.0.1:8188: open 127.0.0.1:8188, or have the"
+        "This page is from https://studio.lan, but ComfyUI is at 127.0.0.1:8188: open 127.0.0.1:8188, or let the"
         " proxy "
     )
 

@@ -14,11 +14,11 @@ def of(step_s, spread=0.0, steps=9):
 @pytest.mark.parametrize(
     ("runs", "one_gpu", "said"),
     [
-        ([(3.7, None)] * 2, 2.4, "took 3.70 s a step in ulysses 2 = 2 ranks, where one GPU takes 2.40 s."),
+        ([(3.7, None)] * 2, 2.4, "took 3.70 s a step in ulysses 2 = 2 ranks, but one GPU takes 2.40 s."),
         (
             [(3.7, 0.65)] * 2,
             None,
-            "took 3.70 s a step in ulysses 2 = 2 ranks, where one GPU is predicted to take 2.41 s.",
+            "took 3.70 s a step in ulysses 2 = 2 ranks, but one GPU is predicted to take 2.41 s.",
         ),
         ([(3.7, 0.65)] * 2, 3.6, ""),  # what is timed counts more than what is predicted
         ([(3.7, 0.65)], None, ""),

@@ -232,7 +232,7 @@ def test_on_another_machine_size_and_ends_decide(tmp_path):
     checks = partial(check_copy, str(copy), stat_file(str(file)), ends_of(str(file)))
     copy.write_bytes(content)
     checks()
-    fewer, others = rf"{len(content) - 1} bytes, not {len(content)}", "as many bytes, but others"
+    fewer, others = rf"{len(content) - 1} bytes, not {len(content)}", "as many bytes, but different ones"
     for changed, how in (
         (content[1:], fewer),
         (b"1" + content[1:], others),
@@ -242,7 +242,7 @@ def test_on_another_machine_size_and_ends_decide(tmp_path):
         with pytest.raises(
             Refused,
             match=(
-                rf"^The checkpoint {copy} on machine .* is another than {file} of ComfyUI's machine \({how}\):"
+                rf"^The checkpoint {copy} on machine .* differs from {file} of ComfyUI's machine \({how}\):"
                 r" copy the same file to every machine\.$"
             ),
         ):
@@ -331,7 +331,7 @@ def test_a_leader_that_can_say_no_more_closes_the_connection(arenas):
 
 def test_a_file_that_is_shorter_than_was_said_ends_the_connection(arenas):
     nbytes = arenas.there.nbytes
-    with pytest.raises(ChannelClosed, match="shorter than was said"):
+    with pytest.raises(ChannelClosed, match="shorter than announced"):
         arenas.link.send(
             Said(1, Done(request=1, memory=MEMORY)), ranges=[(arenas.there.segment.fd, nbytes, 8)]
         )

@@ -38,7 +38,7 @@ def test_tiles_are_whole_and_exact_and_it_is_told_where_they(order):
         )
         <= BOUND
     )
-    assert len(ours.modes) == 2 and ours.modes[1].startswith(f"{ours.modes[0]}; whole where a latent")
+    assert len(ours.modes) == 2 and ours.modes[1].startswith(f"{ours.modes[0]}; whole if a latent")
     ours.modes.clear()
 
 

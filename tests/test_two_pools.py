@@ -96,7 +96,7 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
         with CurrentNodeContext("prompt", node):
             handle_of(runtime, choice).ensure()
     pipeline, shared = "pipefusion 2 = 2 ranks", "ulysses 2 = 2 ranks"
-    move = "Where one workflow uses both, connect one pool to all samplers."
+    move = "If one workflow uses both, connect one pool to all samplers."
     told = "Workers are started anew: {} needs the devices of {}. " + move
     assert notices(runtime) == [
         ("prompt", "2", told.format(shared, pipeline), 2),

@@ -127,7 +127,7 @@ def test_weights_that_spandrel_does_not_know_again_are_refused(client):
     foreign = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 3, padding=1))
     made = ImageModelDescriptor(foreign, foreign.state_dict(), CompactArch(), "SR", [], True, True, 1, 3, 3)
     made.patcher = CoreModelPatcher(foreign, model.patcher.load_device, model.patcher.offload_device)
-    with pytest.raises(Refused, match="spandrel does not know the weights of this Sequential"):
+    with pytest.raises(Refused, match="spandrel does not recognise the weights of this Sequential"):
         in_pool(made, client, picture(1, 40, 48))
 
 

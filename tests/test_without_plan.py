@@ -201,7 +201,7 @@ def test_a_packs_class_of_the_same_name_as_comfyuis_is_told_with_its_file(of_cla
     says = (
         f"{kind} has no token plan (it is own-models.nodes.model.{kind} in"
         " custom_nodes/own-models/nodes/model.py, of another pack, not ComfyUI's own; docs/FAMILIES.md of"
-        f" the repository has the models with one): {ON_ONE_GPU}."
+        f" the repository lists the models that have one): {ON_ONE_GPU}."
     )
     with pytest.raises(Refused, match=f"^{re.escape(says)}$"):
         in_groups(Layout(ulysses=2), model)

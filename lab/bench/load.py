@@ -125,7 +125,7 @@ def mapped_bytes(pid: int, kind: str) -> int:
 
 
 def require_room(folder: str) -> None:
-    """Raise PipeMeshError where the disk or the memory is too small for the file."""
+    """Raise PipeMeshError if the disk or the memory is too small for the file."""
     disk, (memory, _total) = shutil.disk_usage(folder).free, system_memory()
     if disk < DISK_BYTES or memory < MEMORY_BYTES:
         raise PipeMeshError(

@@ -95,7 +95,7 @@ class Page:
     """A page at `address`, loaded. What passes between it and here is JSON.
 
     Its event loop runs only during its calls, so that a caller may run loops of its own between
-    them. Raises LaunchError where the page cannot be opened here, TimeoutError where it does not
+    them. Raises LaunchError if the page cannot be opened here, TimeoutError if it does not
     answer, and playwright's Error where a script fails or the page crashes.
     """
 

@@ -67,8 +67,7 @@ UNSEEN = (
     " no version below has, gets one GPU."
 )
 ONE_GPU = """\
-Of these, GPUs that share prompts and images out would not make the image of one, or there is
-nothing to share out.
+With these models several GPUs would not make the image of one GPU, or have nothing to share.
 
 """
 

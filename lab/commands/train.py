@@ -125,7 +125,7 @@ def written(training: Training, folder: Path, options: argparse.Namespace) -> li
 
 
 def require_room(folder: Path, drawn: Path, options: argparse.Namespace) -> None:
-    """Raise LaunchError where the disk has no room for the set and two checkpoints."""
+    """Raise LaunchError if the disk has no room for the set and two checkpoints."""
     checkpoint = folder / CHECKPOINT
     needed = 2 * CHECKPOINT_BYTES - (checkpoint.stat().st_size if checkpoint.exists() else 0)
     needed += 0 if drawn.exists() else options.pictures * 3 * options.side**2

@@ -175,7 +175,7 @@ def vae_files(workflow: Any) -> set[str]:
 
 def counted(host: ComfyInstall) -> dict[str, int]:
     """How many of this ComfyUI's templates load a VAE of each kind, and how many there are. Raises
-    UnknownName where one loads a file of no kind.
+    UnknownName if one loads a file of no kind.
     """
     table = [(kind.files, kind.name) for kind in KINDS]
     found: Counter[str] = Counter()
@@ -191,7 +191,7 @@ def counted(host: ComfyInstall) -> dict[str, int]:
 
 
 def why_by_comfyui(kind: Kind) -> str:
-    """Why a pool leaves a class to ComfyUI; empty where it does not. Raises ImportError where this
+    """Why a pool leaves a class to ComfyUI; empty where it does not. Raises ImportError if this
     ComfyUI has no such class.
     """
     from ...parallel_runtime.vae_modules import why_not_in_bands

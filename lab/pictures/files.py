@@ -22,7 +22,7 @@ SIZE, MARGIN = (720, 360), 40
 
 def trained_files(model: str = MODEL) -> tuple[Path, Path]:
     """Return the file of a model, the small one or the larger, and the autoencoder's. Raises
-    LaunchError where one is missing.
+    LaunchError if one is missing.
     """
     found = ASSETS / model, ASSETS / VAE
     for file in found:

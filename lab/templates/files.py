@@ -63,7 +63,7 @@ def installed(host: ComfyInstall) -> list[Template]:
 
 def prompts(host: ComfyInstall, is_wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Graph]:
     """Returns the prompt that ComfyUI's own page makes of each wanted template that samples a
-    Diffusion Transformer for images or video. Raises LaunchError where the page cannot be opened.
+    Diffusion Transformer for images or video. Raises LaunchError if the page cannot be opened.
     """
     found = {}
     with (

@@ -93,7 +93,7 @@ class Tries:
         self._runs = count()
 
     def outcome(self, name: str, graph: Graph) -> Outcome:
-        """Raises ServerError where the server is gone."""
+        """Raises ServerError if the server is gone."""
         begun = time.perf_counter()
         if foreign := next((key for key, node in graph.items() if "class_type" not in node), None):
             why = f"node {foreign} is of a class that this ComfyUI has only with another pack"
@@ -181,7 +181,7 @@ class Tries:
         return found
 
     def _run(self, graph: Graph) -> Ran | RunError:
-        """Raises Failed where a part of the graph was not run."""
+        """Raises Failed if a part of the graph was not run."""
         run = f"run{next(self._runs)}"
         graph = recorded(graph, self.info, run)
         result = self.server.run(graph, timeout_s=TIMEOUT_S)

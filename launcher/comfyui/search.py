@@ -62,7 +62,7 @@ def is_installed(root: Path, env: Mapping[str, str]) -> bool:
 
 def find_own(root: Path, env: Mapping[str, str]) -> Path | None:
     """PIPEMESH_COMFYUI's folder or archive, or the ComfyUI in whose custom_nodes the checkout lies,
-    or the link to it by which the shell came. Raises LaunchError where the folder holds none.
+    or the link to it by which the shell came. Raises LaunchError if the folder holds none.
     """
     if env.get("PIPEMESH_COMFYUI"):
         own = Path(env["PIPEMESH_COMFYUI"]).expanduser().absolute()

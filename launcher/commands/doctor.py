@@ -108,7 +108,7 @@ class Finding:
 
 NO_COMFYUI = Finding(
     "blocked",
-    "There is no ComfyUI for the commands yet, so that nothing was asked of torch.",
+    "The commands have no ComfyUI yet, so torch was not examined.",
     "put PipeMesh's folder into ComfyUI's custom_nodes, or point PIPEMESH_COMFYUI to yours; in a clone of"
     " PipeMesh's repository `python3 -m launcher host` installs one (6 GB, 3 minutes)",
 )
@@ -153,13 +153,15 @@ def about_devices(facts: Environment) -> Iterator[Finding]:
     count = len(torch.gpus)
     if count == 0 and driver:
         text = f"There is a GPU driver ({driver}), but this torch ({torch.build}) sees no GPU."
-        remedy = "install the torch build for it, and see that CUDA_VISIBLE_DEVICES does not hide it"
+        remedy = (
+            "install the torch build for this GPU, and check that CUDA_VISIBLE_DEVICES does not hide the GPU"
+        )
         yield Finding("limited", text, remedy)
     elif count == 0:
-        text = "No GPU: the ranks run on the CPU over gloo, to try and to test."
+        text = "No GPU: the ranks run on the CPU over gloo, which is for trials and tests."
         yield Finding("limited", text, "use a machine with GPUs for speed")
     elif count == 1:
-        shares = "several ranks can share it over gloo (through CPU memory), to test"
+        shares = "for tests, several ranks can share it over gloo (through CPU memory)"
         yield Finding("limited", f"One GPU: {shares}; nothing gets faster.", "add a GPU for speed")
     elif "nccl" not in torch.backends:
         text = f"{count} GPUs, one rank each, over gloo: without NCCL every exchange goes through CPU memory."
@@ -171,8 +173,8 @@ def about_devices(facts: Environment) -> Iterator[Finding]:
         yield Finding("works", f"{count} GPUs, one rank each, over NCCL.")
         if torch.pairs_without_peer_access:
             pairs = ", ".join(f"{a}-{b}" for a, b in torch.pairs_without_peer_access)
-            goes = "what they exchange goes through CPU memory"
-            remedy = "put GPUs of one switch or NVLink bridge into a pool, where you can choose"
+            goes = "their messages go through CPU memory"
+            remedy = "if you can choose, put GPUs of one switch or NVLink bridge into a pool"
             yield Finding("limited", f"GPUs without peer access to each other: {pairs}; {goes}.", remedy)
 
 
@@ -183,12 +185,12 @@ def about_sharing(facts: Environment) -> Iterator[Finding]:
             text = f"GPU {index} is in the compute mode {gpu.mode}: while ComfyUI uses it, no rank can."
             yield Finding("blocked", text, f"nvidia-smi -i {index} -c DEFAULT, as root")
         if is_mig(gpu.name):
-            alone = "a process sees one alone, so that ranks can only share it"
+            alone = "a process sees only one instance, so all ranks would share it"
             remedy = "switch MIG off (nvidia-smi -mig 0), or use GPUs that are not divided"
             yield Finding("limited", f"GPU {index} is an instance of a divided GPU (MIG): {alone}.", remedy)
     if facts.torch.gpus and facts.machine.gpu_driver == "WSL":
         lacks = "GPUs have no peer access and little pinned memory there"
-        text = f"This is WSL: {lacks}, so that exchanges go through CPU memory."
+        text = f"This is WSL: {lacks}, so messages go through CPU memory."
         yield Finding("limited", text, "run on Linux itself for speed")
 
 
@@ -211,7 +213,7 @@ def about_memory(facts: Environment) -> Iterator[Finding]:
         text = "No memfd here: the UI and the ranks cannot share memory."
         yield Finding("blocked", text, "run on Linux, and allow memfd_create")
     if len(facts.torch.gpus) > 1 and shm is not None and shm < ROOMY_SHM_BYTES:
-        text = f"/dev/shm has {gib(shm)} free, and NCCL's exchanges within a machine use it."
+        text = f"/dev/shm has {gib(shm)} free, and NCCL needs it for messages within a machine."
         yield Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)")
     if memory is not None and memory < ROOMY_MEMORY_BYTES:
         text = f"{gib(memory)} of memory are available: a model may not fit beside ComfyUI."
@@ -223,10 +225,12 @@ def about_host(facts: Environment) -> Iterator[Finding]:
         return
     host, version, tested = facts.host, facts.comfyui.version, ", ".join(facts.host.tested)
     if not host.unknown:
-        yield Finding("works", f"The models of ComfyUI {version} are those of a tested one ({tested}).")
+        yield Finding(
+            "works", f"The models of ComfyUI {version} are the same as those of a tested version ({tested})."
+        )
         return
     text = (
-        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models differ from every tested one"
+        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models differ from every tested version"
         f" ({tested}); each is compared with stock on the CPU, once, before a pool computes it."
     )
     for says, names in (("Verified here", host.verified), ("Not computed by a pool", host.refused)):
@@ -249,7 +253,7 @@ def report(facts: Environment, found: Sequence[Finding]) -> str:
     machine = facts.machine
     memory, shm = machine.memory_available_bytes, machine.shm_free_bytes
     packages = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
-    stops = "PipeMesh cannot run here until what is marked STOP is mended."
+    stops = "PipeMesh cannot run here: repair every line marked STOP first."
     lines = [
         f"Python    {facts.python}  {facts.executable}",
         f"Platform  {machine.platform}, {machine.cores} core{'s' * (machine.cores > 1)}",

@@ -25,14 +25,20 @@ log = logging.getLogger("pipemesh")
 
 def main(argv: list[str], host: ComfyInstall) -> int:
     parser = argparse.ArgumentParser(
-        prog="torchrun ... -m launcher node", description="Lends this machine to a ComfyUI on another."
+        prog="torchrun ... -m launcher node",
+        description=("Lends this machine to a ComfyUI on another machine."),
     )
     parser.add_argument(
         "--name",
         default=socket.gethostname(),
-        help="as in the pool's devices: NAME/cuda:0 (default: what the machine calls itself)",
+        help="the machine's name in the pool's devices, as in NAME/cuda:0 (default: its host name)",
     )
-    parser.add_argument("--port", type=int, default=0, help="to listen on, for a firewall (default: any)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help=("the port to listen on, if a firewall needs a fixed one (default: any free port)"),
+    )
     options = parser.parse_args(argv)
     if not ELSEWHERE.fullmatch(f"{options.name}/cpu"):
         raise LaunchError(
@@ -50,8 +56,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             own = sock.getsockname()[0]  # by which this machine speaks to that one
     except (RuntimeError, OSError) as error:
         raise LaunchError(
-            f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): see that it is torchrun's"
-            " endpoint."
+            f"Nothing answers at the rendezvous {setup.rendezvous} ({error}): check that this is the"
+            " --rdzv-endpoint of torchrun."
         ) from error
     visible_gpus(cpu_only=False)  # a driver's first answer takes long, and no thread beats meanwhile
     listener = listen(own, options.port)
@@ -59,7 +65,10 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     known += f":{listener.getsockname()[1]}"
     register(store, options.name, known)
     log.info(
-        "[PipeMesh] %s at %s waits for a ComfyUI that meets at %s", options.name, known, setup.rendezvous
+        "[PipeMesh] %s at %s waits for a ComfyUI with the rendezvous %s",
+        options.name,
+        known,
+        setup.rendezvous,
     )
     accept(listener, own_hello(options.name), setup)
     return 0

@@ -65,7 +65,7 @@ class VAETimes:
 class Lending:
     """How a pool does the work of VAEs, or of upscale models. ``told``: what a notice begins with.
     ``lend`` makes what stands for one there, and calls ComfyUI's own function ``through`` that.
-    Raises Refused where it cannot. ``share``: of what is given, on the rank that computes most, of
+    Raises Refused if it cannot. ``share``: of what is given, on the rank that computes most, of
     so many ranks.
     """
 

@@ -56,7 +56,7 @@ def require_several(planned: PlannedLayout, model: ModelPatcher, choice: Choice)
     fastest layout is not known yet and no pool is up.
     """
     if planned.awaits:
-        raise Refused(f"Which layout is the fastest is not known yet, as {planned.why}.")
+        raise Refused(f"PipeMesh does not know yet which layout is the fastest, because {planned.why}.")
     if planned.is_one_device:
         require_whole_groups(model.model.diffusion_model, choice.placement.layout)
         raise Refused(f"One GPU is faster here than several, {planned.why}.")

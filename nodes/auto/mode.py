@@ -71,7 +71,7 @@ class Auto:
             try:
                 seam.install()
             except HostChanged as error:
-                log.info("[PipeMesh] %s are ComfyUI's own affair. %s", what, error)
+                log.info("[PipeMesh] ComfyUI itself computes %s. %s", what, error)
         if self._why_not and self.switch.is_on():
             self._notices.tell(self._why_not, one_gpu=False)
         elif self._why_not:

@@ -48,7 +48,7 @@ NO_ROOM = (
     " smaller, or sample once with auto mode off: then the pool is tried again."
 )
 NO_ROOM_TIMES = 2
-GRADIENTS = "This node wants gradients, which do not come back from the ranks."
+GRADIENTS = "This node needs gradients, which the ranks do not send back."
 log = logging.getLogger("pipemesh")
 
 
@@ -107,7 +107,7 @@ class PoolSampling:
             except Exception as error:  # a graph that works without PipeMesh works with it
                 if run.steps.has_finished_one:
                     self._late[run.steps.key] = reason_of(error), ""
-                    log.warning("[PipeMesh] The next prompt that samples such a kind does so on one GPU.")
+                    log.warning("[PipeMesh] The next prompt of this kind is sampled on one GPU.")
                     raise
                 again = again and isinstance(error, PoolFailed)
                 self._tell(error, again)
@@ -149,13 +149,13 @@ class PoolSampling:
     def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: StockCall) -> Any:
         """Raises whatever goes wrong in the pool."""
         if not models:
-            raise Refused(f"{type(guider).__name__} samples a model that is not of ComfyUI's kind.")
+            raise Refused(f"{type(guider).__name__} samples a model that is no ModelPatcher of ComfyUI's.")
         if torch.is_grad_enabled():
             raise Refused(GRADIENTS)
         own = comfy.model_management.get_torch_device()
         for model in models.values():
             if model.load_device != own:  # as by Select Model Device
-                on = f"{model.load_device}, where ComfyUI computes on {own}"
+                on = f"{model.load_device}, but ComfyUI computes on {own}"
                 raise Refused(f"A node has put this MODEL on {on}.")
         choice = self._runtime.default_choice()
         if choice.placement.is_one_gpu:

@@ -78,8 +78,8 @@ def speed_text(speed: Speed) -> str:
     """Say how much faster the run was than one GPU, and how that is known."""
     if speed.ratio is None:
         return (
-            f"{speed.step_s:.2f} s per step. How fast one device is was not timed for this model and size:\n"
-            "turn auto mode off, bypass PipeMesh Parallelize (Ctrl+B) if the workflow has it, and run once."
+            f"{speed.step_s:.2f} s per step. One device was not timed for this model and size:\nto compare,"
+            " turn auto mode off, bypass PipeMesh Parallelize (Ctrl+B) if the workflow has it, and run once."
         )
     how = "timed here" if speed.measured else "predicted, not timed"
     return (
@@ -112,7 +112,7 @@ def prompt_text(prompt: PromptFigures) -> str:
     for one in prompt.vae:
         seconds.append((f"{WORKS[one.work]}, by {'workers' if one.in_pool else 'one device'}", one.seconds))
     seconds.append(("left if workers took no time", prompt.left_s))
-    rows = ["What was waited for, but for other nodes"]
+    rows = ["What the prompt waited for, without other nodes"]
     rows += in_columns([(name, f"{value:.2f} s") for name, value in seconds])
     if prompt.speedup is not None:
         bound = f"at most {prompt.at_most:.2f} times"
@@ -154,8 +154,8 @@ def unused_text(pool: Placement) -> str:
 def not_run_text(pool: PoolStatus) -> str:
     state = "has no worker up" if pool.state == "closed" else f"is {pool.state}"
     return (
-        f"The pool {pool.layout} {state} and has no run to report: run a sampler on it, its LATENT connected"
-        " to this node."
+        f"The pool {pool.layout} {state} and has no run to report: run a sampler on it, and connect the"
+        " sampler's LATENT to this node."
     )
 
 
@@ -164,7 +164,7 @@ def run_text(run: RunFigures) -> str:
     title = f"Last run: {run.evaluations} evaluation{'' if run.evaluations == 1 else 's'} of the model"
     if run.in_patches:
         rows = [
-            ("of them whole (warm-up)", str(run.in_patches.whole)),
+            ("whole evaluations (warm-up)", str(run.in_patches.whole)),
             ("time per evaluation (mean)", f"{run.step_ms_mean:.1f} ms"),
             sent,
             *([("ranks that computed", busy_text(run.busy))] if run.busy else []),

@@ -100,8 +100,8 @@ def partial_attention(
     """
     if host:
         raise ModelError(
-            f"This MODEL attends by {host}, of which no kernel here returns the log-sum-exp, by which ranks"
-            f" merge parts: {NO_PARTS}."
+            f"This MODEL attends by {host}, and no kernel of it here returns the log-sum-exp that ranks need"
+            f" to merge parts: {NO_PARTS}."
         )
     batch, heads, queries, _ = q.shape
     # Torch's CPU kernel dies of an empty dimension

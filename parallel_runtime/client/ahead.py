@@ -232,7 +232,7 @@ class LookAhead:
             self._done[key] = NodeOutput(asked.output_of(own.samples), own.random)
         except Exception as error:  # noqa: BLE001 - of what waits: this prompt's image is there
             self._useless.add(moment.node)
-            log.warning("[PipeMesh] What was sampled ahead was not kept:", exc_info=error)
+            log.warning("[PipeMesh] Images that were sampled ahead could not be kept:", exc_info=error)
             own.random.restore()
         return own.samples
 
@@ -261,7 +261,10 @@ class LookAhead:
         else:
             self.images = replace(self.images, dropped=self.images.dropped + 1)
             self._useless.add(key[1])
-            log.info("[PipeMesh] What was sampled ahead is thrown away: other %s.", ", ".join(changed))
+            log.info(
+                "[PipeMesh] An image that was sampled ahead is thrown away, because these changed: %s.",
+                ", ".join(changed),
+            )
         return is_right
 
     def _beside(

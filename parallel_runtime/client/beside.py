@@ -65,7 +65,8 @@ class Beside:
                 needed = int(self._needed(model, sampled) * max(1.0, model.headroom.enough.part))
             except (NotCounted, RunCancelled) as error:  # who asks for room hears of Stop by itself
                 log.info(
-                    "[PipeMesh] What an evaluation takes is not known (%s): %d MiB are left free for it.",
+                    "[PipeMesh] PipeMesh does not know how much memory an evaluation takes (%s), and leaves"
+                    " %d MiB free.",
                     error,
                     LEFT_FREE >> 20,
                 )
@@ -86,7 +87,7 @@ class Beside:
         try:
             needed = self._needed(model, sampled, rows)
         except NotCounted as error:
-            return f"what it takes is not known ({error})"
+            return f"its memory is not known ({error})"
         free = session.pool.memory[0].free
         return (
             f"one worker would need {as_gib(needed)} for it, and {as_gib(free)} are free"
@@ -116,8 +117,8 @@ class Beside:
         short = tuple(rank for rank, there in enumerate(room) if there < enough)
         if short:
             log.info(
-                "[PipeMesh] An evaluation needs %s on each device beside the weights, as counted, and %s are"
-                " free on %s: other memory is freed before it is sent.",
+                "[PipeMesh] By count an evaluation needs %s on each device beside the weights, and %s are"
+                " free on %s: PipeMesh frees other memory before it sends the evaluation.",
                 as_gib(needed),
                 as_gib(min(room)),
                 ", ".join(session.pool.facts.names[rank] for rank in short),

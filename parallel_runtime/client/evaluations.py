@@ -312,9 +312,9 @@ def require_finite(output: Any, arguments: Mapping[str, Any], made_by: str) -> N
         return
     raise ModelError(
         f"The first output of this MODEL from {made_by} has {lost} of {numbers} numbers that are NaN or"
-        " infinite, and would make a black picture: sample it on one GPU, without PipeMesh Parallelize;"
-        " where it is black there too, the cause is the MODEL, its dtype or a LoRA, else set weights of"
-        " PipeMesh Pool to whole, and report it."
+        " infinite, and would make a black picture: sample it on one GPU, without PipeMesh Parallelize. If"
+        " the picture is black there too, the cause is the MODEL, its dtype or a LoRA; if not, set weights"
+        " of PipeMesh Pool to whole, and report it."
     )
 
 

@@ -42,7 +42,7 @@ def unload_unused(guider: Any, *, is_known: bool) -> bool:
     freed = free_on(device) - before
     if freed > 0:
         log.info(
-            "[PipeMesh] ComfyUI unloaded what this run does not use, %s, to make room on %s.",
+            "[PipeMesh] ComfyUI unloaded %s, which this run does not use, to make room on %s.",
             mib(freed),
             device,
         )

@@ -30,8 +30,8 @@ def trying(session: Session, model: PooledModel, picture: Picture) -> Iterator[N
         if (now := min(session.room)) <= MORE * max(before):
             raise OutOfMemory(
                 f"The workers are not asked to {picture.work} {' x '.join(map(str, picture.shape))} in one"
-                f" piece: they ran out of memory with a picture no larger, and with {as_gib(now)} free on the"
-                " fullest device they have no more than then. Smaller pieces are taken."
+                " piece: they ran out of memory with a picture no larger, and the fullest device has no more"
+                f" free memory now ({as_gib(now)}). Smaller pieces are taken."
             )
     try:
         yield

@@ -45,7 +45,7 @@ log = logging.getLogger("pipemesh")
 FREE_RUNNING = "free-running"
 # Where its wrappers hang
 SAMPLING = (WrappersMP.SAMPLER_SAMPLE, WrappersMP.CALC_COND_BATCH, WrappersMP.PREDICT_NOISE)
-MOVED = "; whole where a latent has little in common with that of the evaluation before"
+MOVED = "; whole if a latent has little in common with that of the evaluation before"
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Remote:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, ranks load the model or compute with it, on the pages of its file. Raises Refused
-        where the file was overwritten by then, also in place of the death of a rank, of pages that
+        if the file was overwritten by then, also in place of the death of a rank, of pages that
         the file has lost, and for a weight that a node has written to. Keeps for the report why a
         run cannot go on.
         """

@@ -73,7 +73,7 @@ def in_place_of_forward(model: Any) -> Any:
 
 
 def apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """An APPLY_MODEL wrapper. Raises Refused where the transformer was evaluated by other code than
+    """An APPLY_MODEL wrapper. Raises Refused if the transformer was evaluated by other code than
     the remote forward. A cache may skip it, but not in the first evaluation of a run.
     """
     model = executor.class_obj
@@ -110,7 +110,7 @@ def outer_sample(
     **kwargs: Any,
 ) -> Any:
     """An OUTER_SAMPLE wrapper; ComfyUI's compiler is off inside. Raises Refused after a run that
-    asked the pool for nothing, where a node's code stands between the sampler and the model.
+    asked the pool for nothing, if a node's code stands between the sampler and the model.
     """
     with uncompiled():
         output = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)

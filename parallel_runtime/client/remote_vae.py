@@ -48,7 +48,7 @@ STEPS = (1 << 32) - 1  # of a request, in its rank's counter
 FRAMES, ROWS_EACH = 9, 6  # that are compared: rows of each rank, of the smallest picture in the VAE
 BEHIND = (
     "This VAE is on the devices of a pool: put the node that copies it, changes it or chooses its device"
-    " before PipeMesh Parallelize VAE, or leave that out."
+    " before PipeMesh Parallelize VAE, or leave PipeMesh Parallelize VAE out."
 )
 NOTES = OF_PATCHERS | {"device"}
 VAEShare = tuple[torch.Tensor, tuple[int, ...], int]  # of what is computed: samples, ranks, their width
@@ -157,7 +157,7 @@ class RemoteVAE:
             ranks, width = pool.layout.members(0, pool.layout.widths[-1]), pool.layout.widths[-1]
             if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
                 why = "the pool is a pipeline" if pool.layout.stages > 1 else "it has too few rows"
-                log.info("[PipeMesh] One worker alone is to %s this picture: %s.", work, why)
+                log.info("[PipeMesh] One worker alone will %s this picture: %s.", work, why)
                 return dispatch([(samples, (0,), ALONE)])[0]
             if len(ranks) > 1:
                 part = samples[:1, :, :FRAMES] if samples.dim() == 5 else samples[:1]

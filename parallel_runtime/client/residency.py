@@ -211,7 +211,7 @@ class Residency:
         try:
             session.ask(Release, model=model.name)
         except PipeMeshError as error:
-            log.warning("[PipeMesh] Releasing %s in the pool: %s", model.title, error)
+            log.warning("[PipeMesh] The workers could not free %s: %s", model.title, error)
 
     def release_leaving(self, session: Session) -> None:
         """Releases the models whose release had to wait for evaluations in flight, once none is in
@@ -272,7 +272,7 @@ def require_state(residency: Residency, runs: Runs, model: PooledModel) -> None:
     """
     if model.run is not None and model.run.names.load != load_of(residency, model) and model in runs.models():
         raise PoolFailed(
-            f"The workers lost {model.title} in the middle of a run, and with it what a node's code in its"
-            " blocks had kept of the steps before, such as references or a count: run again, from the first"
-            " step."
+            f"The workers lost {model.title} in the middle of a run, and with it the state that a node's"
+            " code in its blocks kept from earlier steps, such as references or a count: run again from the"
+            " first step."
         )

@@ -56,17 +56,17 @@ def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
         freed = remote.pool.residency.make_room(remote.model, of_runs=True)
     if not freed and unloads and remote.sampling.can_repeat:
         unloads, freed = False, unload(patcher)
-    move = "Other models had the rest of it, and have left: run again."
+    move = "Other models used the memory and were unloaded: run again."
     if not freed:
         if not beside.leave_more(remote.model):
             raise error
-        move = "The weights left it too little: run again, and they will leave more free."
+        move = "The weights left too little memory: run again, and they will leave more free."
     if not can_repeat(patcher):
         raise type(error)(f"{error} {move}") from error
     if is_over:
         tell_of_fresh_workers(remote.pool, error)
     elif not freed:
-        log.info("[PipeMesh] %s The weights are loaded anew, and leave more free.", error)
+        log.info("[PipeMesh] %s The weights are loaded anew, and leave more memory free.", error)
     held = remote.pool.residency.held(remote.model)
     if held is not None and runs_code_in_blocks(patcher):  # it may count what was begun: it is sent anew
         held.patches_id = held.objects_id = ""

@@ -133,6 +133,6 @@ def tell(session: Session, model: PooledModel, cleared: Collection[int] | None) 
         pass
     except Exception as error:  # noqa: BLE001 - the run's own error is told, not this one
         have_cut = session.pool.idle and isinstance(error, (ModelError, Refused))  # a rank's: all answered
-        log.warning("[PipeMesh] Freeing the memory of a run: %s", error)
+        log.warning("[PipeMesh] The memory of a run could not be freed: %s", error)
     if arena_bytes and have_cut:
         session.pool.arena.shrink()

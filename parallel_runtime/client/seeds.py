@@ -72,7 +72,7 @@ def sample_together(
             except (PipeMeshError, torch.OutOfMemoryError) as error:
                 if len(going) == 1:
                     raise
-                log.warning("[PipeMesh] One image goes on alone, and what waits is sampled later: %s", error)
+                log.warning("[PipeMesh] One image goes on alone, and the others are sampled later: %s", error)
                 unwind(going[1:])
                 going, outputs = [first], iter(alone(first.asked))
             given = {seed: [next(outputs) for _ in seed.asked] for seed in going}
@@ -90,5 +90,7 @@ def _goes_on(seed: Seed, *outputs: list[Any]) -> bool:
     except Exception as error:
         if not seed.number:
             raise
-        log.warning("[PipeMesh] What was sampled ahead failed, and is sampled later:", exc_info=error)
+        log.warning(
+            "[PipeMesh] An image that was sampled ahead failed, and is sampled later:", exc_info=error
+        )
     return not seed.dead

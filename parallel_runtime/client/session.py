@@ -243,4 +243,4 @@ class Sessions:
             try:
                 pool.settle(interrupted)
             except (PoolFailed, PoolSpent) as error:
-                log.warning("[PipeMesh] What was cancelled ended with: %s", error)
+                log.warning("[PipeMesh] A cancelled request ended with: %s", error)

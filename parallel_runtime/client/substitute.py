@@ -57,7 +57,7 @@ def take_place(made: Instead, of: Any) -> None:
         if name in vars(type(made)) or not name.startswith(HONOURED):
             raise Refused(
                 f"A node has put {patch_name(value)} in the place of this MODEL's method {name}, which the"
-                " pool does not call: remove that node, or PipeMesh."
+                " pool does not call: remove that node, or bypass PipeMesh Parallelize."
             )
         vars(made)[name] = rebound(value, made)
     vars(made)["attachments"] = of.attachments

@@ -64,7 +64,7 @@ class Bands:
         scaled = [divmod(rows * own, self.rows[rank]) for rows in self.rows]
         if any(rest for _, rest in scaled):
             raise Refused(
-                f"This VAE makes {own} rows of {self.rows[rank]}, and not as many of other bands: leave"
-                " PipeMesh Parallelize VAE out."
+                f"This VAE makes {own} rows of a band of {self.rows[rank]}, which is no whole number of rows"
+                " for other bands: leave PipeMesh Parallelize VAE out."
             )
         return tuple(rows for rows, _ in scaled)

@@ -58,7 +58,7 @@ def compare(came: torch.Tensor, source: int, target: int, machines: Sequence[int
         ends = [machines[rank] if machines else 0 for rank in (source, target)]
         raise RuntimeError(
             f"Of {NUMBERS} numbers that rank {source} sent to rank {target} when the pool started, {wrong}"
-            f" arrived otherwise, so their connection corrupts data: {remedy(dist.get_backend(), *ends)}, or"
+            f" arrived changed, so their connection corrupts data: {remedy(dist.get_backend(), *ends)}, or"
             " leave one of the two devices out of the pool."
         )
 

@@ -162,13 +162,13 @@ def imported(place: Reference) -> types.ModuleType:
         )
     if ".." in Path(path).parts or (root == HOST and Path(path).parts[0] not in HOST_FOLDERS):
         raise Refused(
-            f"A rank imports no {path} of {root}: install the same version of PipeMesh on every machine."
+            f"A rank cannot import {path} of {root}: install the same version of PipeMesh on every machine."
         )
     file = folder / path
     if not file.is_file() or file_hash(file) != expected:
         raise Refused(
-            f"{file} is missing here, or another version than ComfyUI runs: install the same one and restart"
-            " ComfyUI."
+            f"{file} is missing here, or another version than ComfyUI runs: install the same version and"
+            " restart ComfyUI."
         )
     dotted = ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
     if root != HOST:
@@ -190,8 +190,8 @@ def _kernels(path: str, expected: str) -> types.ModuleType:
         found = file_hash(Path(str(module.__file__)))
     except (ImportError, OSError) as error:
         raise Refused(
-            f"A rank cannot import {path} ({error}), by which a node attends: install it there."
+            f"A rank cannot import {path} ({error}), the attention kernel that a node uses: install it there."
         ) from error
     if found != expected:
-        raise Refused(f"A rank has another version of {path} than ComfyUI: install the same one.")
+        raise Refused(f"A rank has another version of {path} than ComfyUI: install the same version.")
     return module

@@ -160,7 +160,7 @@ def cache_class(kept: BranchCache) -> Any:
             if needed > (free := system_memory()[0]):
                 raise Refused(
                     f"{kept.node} needs {mib(needed)} of main memory and {mib(free)} are free: set its dtype"
-                    " to int8 or int4, its device to gpu, or take the node off."
+                    " to int8 or int4, its device to gpu, or remove the node."
                 )
 
     return SharedCache

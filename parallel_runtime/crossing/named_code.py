@@ -120,8 +120,8 @@ def _calls_same(registered: Any, chosen: Any) -> bool:
 @cache
 def _tell_of_sage() -> None:
     log.info(
-        "[PipeMesh] The ranks call SageAttention as ComfyUI does, which leaves keys as they are, and not as"
-        " KJNodes, which smooths them: for its own call, name KJNodes' folder in PIPEMESH_PATCH_PACKS."
+        "[PipeMesh] The ranks call SageAttention as ComfyUI does, which leaves keys as they are; KJNodes"
+        " smooths keys. To have the call of KJNodes, name its folder in PIPEMESH_PATCH_PACKS."
     )
 
 
@@ -168,8 +168,8 @@ def options_by_name(options: Options, numbers: Mapping[int, int] = MappingProxyT
 
 def refused_patch(place: str, patch: Any) -> Refused:
     return Refused(
-        f"The patch {patch_name(patch)} ({place}) runs inside the model's blocks and cannot run in the"
-        " pool: remove the node that adds it, or PipeMesh."
+        f"The patch {patch_name(patch)} ({place}) runs inside the model's blocks and cannot run in the pool:"
+        " remove the node that adds it, or bypass PipeMesh Parallelize."
     )
 
 

@@ -73,8 +73,8 @@ def refuse_foreign_levers(patcher: Any) -> None:
     else:
         return
     raise Refused(
-        f"This MODEL carries {what}, which the pool cannot honour: remove the node that adds them, or"
-        " PipeMesh."
+        f"This MODEL carries {what}, which the pool cannot honour: remove the node that adds them, or bypass"
+        " PipeMesh Parallelize."
     )
 
 

@@ -229,8 +229,8 @@ class VaeElsewhere:
 
     def encode(self, *_args: Any, **_kwargs: Any) -> Any:
         raise Refused(
-            "A patch encodes its image while the model samples, which has to be done before: give it an image"
-            f" of the size that is sampled, in multiples of 16 pixels, or {ON_ONE_GPU}."
+            "A patch encodes its image while the model samples, but must do so before: give it an image of"
+            f" the size that is sampled, in multiples of 16 pixels, or {ON_ONE_GPU}."
         )
 
 

@@ -60,7 +60,7 @@ def name_dtype(transformer: torch.nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def cast_and_patched(transformer: torch.nn.Module, patches: dict[str, Any]) -> Iterator[None]:
     """Lets the modules outside the blocks cast and patch their weights as they use them. Raises
-    Refused where a patched weight is of a module that cannot.
+    Refused if a patched weight is of a module that cannot.
     """
     from comfy.model_patcher import LowVramPatch, wipe_lowvram_weight
 
@@ -75,8 +75,8 @@ def cast_and_patched(transformer: torch.nn.Module, patches: dict[str, Any]) -> I
         for kind, _ in module.named_parameters(recurse=False):
             if (key := f"{PREFIX}{name}.{kind}" if name else PREFIX + kind) in patches and key not in served:
                 raise Refused(
-                    f"{key} is patched and ComfyUI may read it to prepare the text: take that weight patch"
-                    " off, or PipeMesh."
+                    f"{key} is patched and ComfyUI may read it to prepare the text: remove that weight"
+                    " patch, or bypass PipeMesh Parallelize."
                 )
     try:
         for name, module in casting:

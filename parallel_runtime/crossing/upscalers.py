@@ -51,7 +51,7 @@ def build_upscaler(source: dict[str, Any], device: torch.device) -> torch.nn.Mod
         or made.model.state_dict().keys() != state.keys()
     ):
         raise Refused(
-            f"spandrel does not know the weights of this {source['upscaler']} again: compute it without the"
+            f"spandrel does not recognise the weights of this {source['upscaler']}: compute it without the"
             " pool."
         )
     return Upscaler(made).to(device)

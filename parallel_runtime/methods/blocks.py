@@ -72,7 +72,7 @@ class EnteredBlocks:
         self._most: dict[frozenset[str], int] = {}  # of this run, by the names of the arguments given
 
     def require_all(self, arguments: Mapping[str, Any]) -> None:
-        """End an evaluation. Raises ModelError where another one of the run entered more: blocks
+        """End an evaluation. Raises ModelError if another one of the run entered more: blocks
         that were recorded run without their hooks.
         """
         kind = frozenset(name for name, value in arguments.items() if value is not None)

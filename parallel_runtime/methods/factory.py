@@ -30,7 +30,7 @@ def make_method(
     now on.
 
     ``stages``: blocks of each stage; empty shares them out by the stages' speeds. ``kernels``: for
-    attention to a part of the keys. Raises Refused or LayoutError where the method cannot run this
+    attention to a part of the keys. Raises Refused or LayoutError if the method cannot run this
     model.
     """
     layout = mesh.layout

@@ -95,7 +95,7 @@ class FrameSpan(NamedTuple):
 
 def frame_tokens(frames: Frames, all_tokens: Mapping[str, int], arguments: dict[str, Any]) -> tuple[int, int]:
     """Return how many tokens a frame has, and all frames together. ``arguments`` of all frames.
-    Raises ModelError where frames do not have equally many.
+    Raises ModelError if frames do not have equally many.
     """
     arg, each = next(iter(frames.each.items()))
     count, whole = (
@@ -104,7 +104,8 @@ def frame_tokens(frames: Frames, all_tokens: Mapping[str, int], arguments: dict[
     )
     if whole % count:
         raise ModelError(
-            f"{whole} tokens are no {count} frames of {arg}: this model cannot be split by its plan."
+            f"{whole} tokens cannot be divided into {count} frames of {arg}: this model cannot be split by"
+            " its plan."
         )
     return whole // count, whole
 

@@ -99,8 +99,8 @@ class NodePatches:
         if self._plan.prefix is not None or any(group.branch for group in self._plan.blocks):
             # The model asks every block for the keys and values that it keeps, or hands on.
             raise Refused(
-                f"No block of {type(self._model).__name__} can be left out in the pool: "
-                f"take off the node that does so, or {ON_ONE_GPU}."
+                f"No block of {type(self._model).__name__} can be left out in the pool: remove the node that"
+                f" does so, or {ON_ONE_GPU}."
             )
         if (
             any(group.interleaved for group in self._plan.blocks)

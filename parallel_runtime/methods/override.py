@@ -34,8 +34,8 @@ def by_name(args: tuple) -> dict[str, Any]:
     """
     if len(args) > len(BY_POSITION):
         raise ModelError(
-            f"Attention is given {len(args)} arguments by position behind its mask, where {len(BY_POSITION)}"
-            f" are known ({', '.join(BY_POSITION)}): this model needs another plan."
+            f"Attention is given {len(args)} arguments by position behind its mask, and only"
+            f" {len(BY_POSITION)} are known ({', '.join(BY_POSITION)}): this model needs another plan."
         )
     return dict(zip(BY_POSITION, args, strict=False))
 

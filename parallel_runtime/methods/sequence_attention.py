@@ -118,7 +118,7 @@ class SequenceAttention(ABC):
             return attention(q, k, v, heads, mask, **kwargs)
         if mask is not None:
             raise ModelError(
-                "Attention over keys that are cut has a mask, which no plan says how to cut: this model needs"
+                "Attention over sharded keys has a mask, and no plan says how to cut it: this model needs"
                 " another plan."
             )
         joint = rows.joint((self._plan.leave.stream,))

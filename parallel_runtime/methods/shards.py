@@ -105,7 +105,7 @@ class Rows:
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def along(self, tensor: Any, item: Along) -> Any:
-        """Return the local rows of an argument that runs along tokens. Raises ModelError where the
+        """Return the local rows of an argument that runs along tokens. Raises ModelError if the
         plan does not fit the model.
         """
         if item.within is not None and not isinstance(tensor, torch.Tensor):
@@ -145,7 +145,7 @@ class Rows:
                 arguments[item.arg] = self.boundary(value, item)
 
     def ranges(self, ranges: list, item: Ranges) -> list[tuple]:
-        """Cut token ranges of whole streams to the local rows. Raises ModelError where the plan
+        """Cut token ranges of whole streams to the local rows. Raises ModelError if the plan
         does not fit the model.
         """
         total = sum(self.all_tokens[stream] for stream in item.streams)

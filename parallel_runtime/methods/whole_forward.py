@@ -73,7 +73,7 @@ class WholeForward(Method):
         random, kept = random_state(device), kept_state(self._model)
         output = forward(**arguments)
         if not all(map(torch.equal, random_state(device), random)):
-            raise on_one_gpu(self._model, "draws random numbers, which are others on each GPU")
+            raise on_one_gpu(self._model, "draws random numbers, which differ on each GPU")
         if name := changed_since(self._model, kept):
             raise on_one_gpu(self._model, f"keeps {name} from one evaluation to the next")
         return output
@@ -86,8 +86,8 @@ KeptState = Mapping[str, Mapping[str, tuple[Any, ...]]]
 
 def on_one_gpu(model: nn.Module, does: str) -> Refused:
     return Refused(
-        f"{type(model).__name__} {does}, so that GPUs that share its prompts and images out would not make"
-        " the image of one: sample it on one GPU, without PipeMesh Parallelize."
+        f"{type(model).__name__} {does}, so several GPUs would not make the image of one GPU: sample it on"
+        " one GPU, without PipeMesh Parallelize."
     )
 
 

@@ -120,7 +120,7 @@ class Counts:
             if self._interrupted():
                 raise RunCancelled("The run was cancelled.")
             if (left_s := until - self._clock()) <= 0:
-                raise NotYet(f"what an evaluation costs was not counted within {patience_s:g} s")
+                raise NotYet(f"the cost of an evaluation was not counted within {patience_s:g} s")
             wait([begun.future], min(POLL_S, left_s))
         if (error := begun.future.exception()) is not None:
             raise NotCounted(str(error))  # the error itself would gather what each sampling holds

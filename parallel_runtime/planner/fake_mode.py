@@ -115,7 +115,7 @@ def operation_kind(func: Any) -> ResultKind | None:
 
 
 def result_depends_on(value: Any) -> Any:
-    """All that the result of an operation can depend on. Raises Unlike where that is not known."""
+    """All that the result of an operation can depend on. Raises Unlike if that is not known."""
     if isinstance(value, FakeTensor):
         if value.constant is not None:
             raise Unpredictable

@@ -83,7 +83,10 @@ def over_machines(here: MachineBox, devices: int) -> MachineBox:
         levels=(*box.levels, network_of(count, NETWORK_GBITS)),
         machine=count,
     )
-    said = f"{here.said}, each machine as this one, and {NETWORK_GBITS} Gbit/s between them, not measured"
+    said = (
+        f"{here.said}, if each machine is like this one, with {NETWORK_GBITS} Gbit/s between them, not"
+        " measured"
+    )
     return replace(here, box=whole, said=said)
 
 

@@ -166,7 +166,7 @@ class HostFiles:
                 found = read_module(path, package) if path is not None and path.is_file() else None
             except (OSError, SyntaxError, ValueError) as error:
                 raise Refused(
-                    f"ComfyUI's file {path} cannot be read ({error}): mend it, and restart ComfyUI."
+                    f"ComfyUI's file {path} cannot be read ({error}): repair the file, and restart ComfyUI."
                 ) from error
             self._read[module] = found
         return self._read[module]

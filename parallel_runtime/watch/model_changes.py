@@ -35,8 +35,8 @@ def require_unchanged(
         raise refusal_of_code(where, culprit)
     for file, function in edited_code(diffusion_model):
         raise Refused(
-            f"{file} was edited after ComfyUI imported it ({function} differs), and ranks would compute with"
-            " what it says now: restart ComfyUI."
+            f"{file} was edited after ComfyUI imported it ({function} differs), and ranks would import the"
+            " new version: restart ComfyUI."
         )
 
 

@@ -48,8 +48,8 @@ class BackgroundCheck:
             self._weights.forget(names)
             raise Refused(
                 f"A node has written to the weight {names[0]} of {self._title} in a way that torch does not"
-                " count (numpy, tensor.data or inference mode), and the ranks have it as it was: run again,"
-                " and they get it."
+                " count (numpy, tensor.data or inference mode), and the ranks still have the old one: run"
+                " again, and they get the new one."
             )
         return True
 

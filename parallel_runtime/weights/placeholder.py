@@ -46,8 +46,8 @@ class Placeholder(torch.Tensor):
         if func is torch.ops.aten.detach.default:  # by which modules list what they have
             return cls(read, read.device, read.of)
         raise Refused(
-            f"{read.of} was read outside of its layer's forward, where each rank has a part of it alone: "
-            f"set weights of PipeMesh Pool to whole, or {ON_ONE_GPU}."
+            f"{read.of} was read outside of its layer's forward, and each rank holds only a part of it: set"
+            f" weights of PipeMesh Pool to whole, or {ON_ONE_GPU}."
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -76,12 +76,12 @@ def view_of(
 
 
 def read_into(storage: torch.UntypedStorage, start: int, nbytes: int, descriptor: int, offset: int) -> None:
-    """Reads ``nbytes`` of a file from ``offset`` on. Raises EOFError where it has fewer."""
+    """Reads ``nbytes`` of a file from ``offset`` on. Raises EOFError if it has fewer."""
     place = memoryview((ctypes.c_char * nbytes).from_address(storage.data_ptr() + start)).cast("B")
     done = 0
     while done < nbytes:
         if not (read := os.preadv(descriptor, [place[done:]], offset + done)):
-            raise EOFError(f"a file has {offset + done} bytes, and was to have {offset + nbytes}")
+            raise EOFError(f"a file has {offset + done} bytes, and should have {offset + nbytes}")
         done += read
 
 

@@ -104,8 +104,8 @@ def plain_objects(object_patches: dict[str, Any]) -> dict[str, Any]:
     for key, value in objects.items():
         if not is_plain(value):
             raise Refused(
-                f"The object patch {key} ({patch_name(value)}) is code and cannot run in the pool: "
-                "remove the node that adds it, or PipeMesh."
+                f"The object patch {key} ({patch_name(value)}) is code and cannot run in the pool: remove"
+                " the node that adds it, or bypass PipeMesh Parallelize."
             )
     return objects
 

@@ -207,7 +207,7 @@ class Segment:
                 read = os.preadv(fd, [place], at)
                 if not read:
                     raise SharedMemoryFull(
-                        "Shared memory is full: what another machine sent could not be kept; close other"
+                        "Shared memory is full: data from another machine could not be kept; close other"
                         " programs, or choose a smaller image or batch."
                     )
                 place, at = place[read:], at + read

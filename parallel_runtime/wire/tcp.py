@@ -192,7 +192,7 @@ class Link(Channel):
                         before_piece()
                         sent = os.sendfile(self._sock.fileno(), fd, at, min(PIECE_BYTES, end - at))
                         if not sent:
-                            raise ChannelClosed("what was to be sent is shorter than was said")
+                            raise ChannelClosed("the data to send are shorter than announced")
                         at += sent
         except OSError as error:
             raise ChannelClosed(error.strerror or str(error)) from error

@@ -15,7 +15,7 @@ TICK_S = 0.5
 @contextmanager
 def compilation_noted(rank: Rank) -> Iterator[None]:
     """Note the phase, and progress all the while, whenever ``torch.compile`` makes a graph. Raises
-    Refused where it cannot.
+    Refused if it cannot.
     """
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.exc import TorchDynamoException
@@ -42,7 +42,7 @@ def compilation_noted(rank: Rank) -> Iterator[None]:
     except TorchDynamoException as error:
         why = " ".join(str(error).split("\n\n")[0].split())
         raise Refused(
-            f"torch.compile failed in a rank ({why}): mend it there, or take out the node that compiles this"
+            f"torch.compile failed in a rank ({why}): repair it there, or remove the node that compiles this"
             " MODEL."
         ) from error
     finally:

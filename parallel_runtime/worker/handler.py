@@ -245,7 +245,7 @@ class RequestHandler:
         traffic, attempt = self._mesh.sequence.traffic, (request.part.run, request.part.attempt)
         traffic.clear()
         if attempt in self._failed:
-            raise Skipped("This worker failed in an evaluation that was asked for with this one.")
+            raise Skipped("This worker failed in an evaluation that was sent along with this one.")
         try:
             model = self.models[request.model]
             self._mesh.sequence.use(request.width)

@@ -84,8 +84,8 @@ def answer_alike(comfy: Any, store: Any, rank: int, ranks: int) -> None:
         setattr(comfy, name, lambda device=None, answer=number in of_all: answer)
     if rank == 0 and (left_out := sorted(set.union(*every) - of_all)):
         log.warning(
-            "[PipeMesh] Not every device of the pool multiplies in %s: weights in it are cast before they are"
-            " multiplied, on all of them, so that every row has the same precision. A pool of the devices"
-            " that can is faster.",
+            "[PipeMesh] Not every device of the pool multiplies in %s: all devices cast weights of this"
+            " format before they multiply, so that every row has the same precision. A pool of only the"
+            " devices that can is faster.",
             " and ".join(left_out),
         )

@@ -59,7 +59,7 @@ class ResidentModel:
 
     ``load``: the request for it. ``kernels``: the rank's. ``readers``: with whom it reads whole
     weights, by ``weights.read``. ``free_bytes``: as ``PatchedSets`` has it. Raises
-    Refused or LayoutError where the model cannot run in this layout.
+    Refused or LayoutError if the model cannot run in this layout.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Trail:
 
     def wait_for(self, end: Reached) -> None:
         """Wait until the device has come to the evaluation's end; count the places on the way.
-        Raises RuntimeError where the device failed.
+        Raises RuntimeError if the device failed.
         """
         while self._places:
             self._places.popleft().wait()

@@ -39,8 +39,8 @@ PACK = Path(__file__).resolve().parents[2]
 RUNTIME, TRIAL = "parallel_runtime", "pool/trial"
 NOT_IN_RANKS = ("client", "planner", "watch")  # folders of the runtime that compute nothing of a model
 POLL_S = 0.05
-TURN_OFF = "update PipeMesh, or set PIPEMESH_TRIAL=0, with which images may be wrong"
-NOT_AGAIN = "The pool ended for it, so it is not tried again before ComfyUI is started anew."
+TURN_OFF = "update PipeMesh, or set PIPEMESH_TRIAL=0 (images may then be wrong)"
+NOT_AGAIN = "The comparison ended the pool, so PipeMesh does not try it again until you restart ComfyUI."
 FOLDER = "trials"  # of the cache folder
 log = logging.getLogger("pipemesh")
 
@@ -222,7 +222,7 @@ class HostTrials:
         model: Any = None,
     ) -> None:
         """Waits until a class may be computed by ranks, and tells how far its comparison is. Raises
-        Refused where it may not, RunCancelled.
+        Refused if it may not, RunCancelled.
         """
         if (judged := self._of_known_form(transformer, model, again=True)) is None:
             return
@@ -309,7 +309,7 @@ class HostTrials:
         verdict = judged.result()
         if not verdict.is_same:
             raise Refused(
-                f"{name} is not computed in workers as by ComfyUI alone ({verdict.says}; its code is"
+                f"{name} is computed otherwise in workers than by ComfyUI alone ({verdict.says}; its code is"
                 f" {verdict.digest}, PipeMesh's {pack_digest()}): {TURN_OFF}."
             )
 
@@ -320,8 +320,8 @@ class HostTrials:
             return done(kept)
         if void := self._kept.void_on(found):
             log.info(
-                "[PipeMesh] No kept verdict on %s holds here: the %d in %s are of another PipeMesh, torch or"
-                " ComfyUI.",
+                "[PipeMesh] No saved verdict on %s counts here: the %d in %s are of another PipeMesh, torch"
+                " or ComfyUI.",
                 found.name,
                 len(void),
                 void[0].parent,

@@ -53,6 +53,6 @@ def untested(version: str, *, is_tried: bool) -> str:
     what = (
         "models whose code differs are compared with stock on the CPU, once, before a pool computes them"
         if is_tried
-        else "PIPEMESH_TRIAL=0 has it sample all the same, and nothing compares the images"
+        else "with PIPEMESH_TRIAL=0 it samples all the same and compares no images"
     )
     return f"ComfyUI {version} is not one that PipeMesh was tested with ({', '.join(tested)}): {what}."

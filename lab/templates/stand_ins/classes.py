@@ -19,7 +19,7 @@ class WrongClass(ValueError):
 
 
 def require_reader(stand_in: type, given: Set[str]) -> None:
-    """Raises WrongClass where the class reads less than all that nodes give and another class of
+    """Raises WrongClass if the class reads less than all that nodes give and another class of
     ComfyUI's reads.
     """
     for key in sorted(of_nodes(given) - read_by(stand_in)):

@@ -58,7 +58,7 @@ def widened(model: Any, style: LoraStyle, seed: int) -> dict[str, torch.Tensor]:
 
 
 def with_lora(model: Any, clip: Any, name: str, strength: float) -> tuple[Any, Any]:
-    """Raises ValueError where ComfyUI finds no layer for some of it: it would only log that."""
+    """Raises ValueError if ComfyUI finds no layer for some of it: it would only log that."""
     if not strength:
         return model, clip
     lora = make_lora(model, name)

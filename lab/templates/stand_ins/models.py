@@ -28,7 +28,7 @@ def format_of(name: str, weight_dtype: str) -> str:
 
 
 def require_sample(shape: ModelShape) -> Sample:
-    """Raises NotStoodFor where the registry has no such sample because it has no such plan."""
+    """Raises NotStoodFor if the registry has no such sample because it has no such plan."""
     if shape.sample in SAMPLES:
         return SAMPLES[shape.sample]
     if shape.sample in NOT_HERE:
