@@ -96,7 +96,7 @@ class Page:
 
     Its event loop runs only during its calls, so that a caller may run loops of its own between
     them. Raises LaunchError if the page cannot be opened here, TimeoutError if it does not
-    answer, and playwright's Error where a script fails or the page crashes.
+    answer, and playwright's Error if a script fails or the page crashes.
     """
 
     first = ""  # a script that runs before those of the page

@@ -46,7 +46,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def broken(self, text: str) -> str:
-        """Returns the file's text with the fault. Raises LaunchError where the line is not there
+        """Returns the file's text with the fault. Raises LaunchError if the line is not there
         exactly once.
         """
         if text.count(self.line) != 1:
@@ -84,7 +84,7 @@ def place_of(test: str) -> tuple[str, str]:
 
 def tried(mutant: Mutant, copy: Path) -> Found:
     """Runs the tests of a copy of the checkout that has this fault, and mends it again. Raises
-    LaunchError where they cannot run.
+    LaunchError if they cannot run.
     """
     file = copy / mutant.file
     whole = file.read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def tried(mutant: Mutant, copy: Path) -> Found:
 
 def first_failure(tests: Sequence[str], copy: Path, limit_s: float | None = None) -> str:
     """Runs these tests in a copy of the checkout; returns the first test that fails, empty where
-    all pass. Raises LaunchError where tests cannot run, and subprocess.TimeoutExpired.
+    all pass. Raises LaunchError if tests cannot run, and subprocess.TimeoutExpired.
     """
     of_lab = [test for test in tests if test.startswith("lab/")]
     if 0 < len(of_lab) < len(tests):  # one pytest takes the options of one conftest.py
@@ -126,7 +126,7 @@ def first_failure(tests: Sequence[str], copy: Path, limit_s: float | None = None
 
 
 def require_whole(mutants: Sequence[Mutant], copies: Sequence[Path]) -> None:
-    """Raises LaunchError where a test fails without any fault: then it finds nothing."""
+    """Raises LaunchError if a test fails without any fault: then it finds nothing."""
     names = sorted({name for one in mutants for name in one.tests})
     shares = [share for number in range(len(copies)) if (share := names[number :: len(copies)])]
     with ThreadPoolExecutor(len(copies)) as pool:
