@@ -19,9 +19,9 @@ log = logging.getLogger("pipemesh")
 @dataclass(frozen=True)
 class Notice:
     """``at``: seconds since 1970, of the last time. ``node`` and ``prompt``: the ids of ComfyUI's;
-    empty where no node runs. ``detail``: more lines, such as the last ones of a worker's log.
+    empty if no node runs. ``detail``: more lines, such as the last ones of a worker's log.
     ``count``: how often it was told in this prompt. ``one_gpu``: the node computes on one GPU.
-    ``stays``: whatever is sampled later.
+    ``stays``: it holds for later samplings too.
     """
 
     at: float

@@ -13,8 +13,8 @@ AGAIN = 4  # samplings, within which a workflow comes back to what it sampled
 
 
 class PastChoice(NamedTuple):
-    """A choice that was made: for which devices and kind of sampling, the ``best`` layout whatever
-    was running, and the one that was taken; ``by`` which node of which prompt.
+    """A choice that was made for some devices and a kind of sampling: the ``best`` layout, without
+    regard to running pools, and the one that was taken. ``by`` is the prompt and its node.
     """
 
     devices: tuple[Device, ...]

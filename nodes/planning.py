@@ -89,7 +89,9 @@ class Sampling:
 
     @property
     def branches(self) -> int:
-        """Evaluations of the transformer for each image in one of the sampler's."""
+        """Returns how many evaluations of the transformer each image needs in one evaluation of the
+        sampler.
+        """
         return len(self.conds) * self.windows
 
     @property
@@ -106,10 +108,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A choice of a layout. ``plan`` is None if nothing could be predicted: then ``why`` says why
-    not, else by which speeds, as do ``known``, in a word, and the name of the ``box``. ``awaits``:
-    it is being counted, and no pool that suits it is up. ``images``: prompts of the queue at once.
-    ``first_s``: predicted for one evaluation of the one that runs, in its own best layout.
+    """A choice of a layout. ``plan`` is None if nothing could be predicted; then ``why`` says why
+    not. Else ``why`` says by which speeds it was predicted, ``known`` says so in a word, and
+    ``box`` names the devices. ``awaits``: the count is not ready, and no suitable pool is up.
+    ``images``: prompts of the queue that run at once. ``first_s``: the predicted seconds for one
+    evaluation of the running prompt, in its own best layout.
     """
 
     layout: Layout
@@ -130,7 +133,7 @@ class PlannedLayout:
 
     @property
     def seconds(self) -> float | None:
-        """Predicted for one evaluation of all prompts and images."""
+        """Returns the predicted seconds for one evaluation of all prompts and images."""
         return self.best.seconds if self.best is not None else None
 
     @property
@@ -140,7 +143,7 @@ class PlannedLayout:
 
     @property
     def kept(self) -> Kept:
-        """The way to keep weights that was predicted."""
+        """Returns the predicted way to keep weights."""
         return self.best.kept if self.best is not None else "whole"
 
     @property
@@ -200,8 +203,8 @@ class Planning:
     # -- who asked for a choice, and what was chosen
 
     def leave_open(self, remote: Remote, choice: Choice | None) -> None:
-        """Note that the layout of this MODEL's pool is to be chosen when it is sampled; None: that
-        it is not.
+        """Note that the layout of this MODEL's pool is to be chosen when it is sampled; None: the
+        layout is fixed.
         """
         self._choices[remote] = choice
 
@@ -360,16 +363,17 @@ def may_be_approximate(choice: Choice, token_plan: TokenPlan | None) -> bool:
 
 
 def sizes_here(job: Job, here: MachineBox) -> tuple[int, ...]:
-    """Return how many devices may be chosen. If no speed is known, only all of them: nothing says
-    then that fewer are faster. All sizes are allowed if so many devices have nothing to share.
+    """Return how many devices may be chosen. If no speed is known, only the number of all devices,
+    because nothing says then that fewer are faster. All sizes are allowed if all devices together
+    have nothing to share.
     """
     devices = len(here.box.devices)
     return (devices,) if here.known == "plain" and any(legal_layouts(job, devices)) else sizes_of(devices)
 
 
 def rank_devices(placement: Placement, room: Mapping[str, int]) -> list[RankDevice]:
-    """Describe the devices of this machine's ranks. ``room``: as ``choose`` has it. Ranks on one
-    device share its memory, of which a few MiB are not told, so that runs alike are predicted once.
+    """Describe the devices of this machine's ranks. ``room``: see ``choose``. Ranks on one device
+    share its memory, which is rounded by a few MiB, so that like runs are predicted once.
     """
     if not placement.devices[0].is_gpu:
         _available, total = system_memory()

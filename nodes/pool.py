@@ -42,7 +42,7 @@ def pool_nodes(runtime: Callable[[], Runtime]) -> list[type[io.ComfyNode]]:
         @classmethod
         async def validate_inputs(cls, **chosen: Any) -> bool | str:
             """``chosen``: the inputs that the prompt names; None is a linked one. The server's
-            event loop asks: the first time the runtime is made, which takes seconds.
+            event loop calls it. The first call makes the runtime, which takes seconds.
             """
             return await asyncio.to_thread(lambda: runtime().check(**chosen))
 

@@ -3,7 +3,7 @@
 GET only reads. POST answers with the pool as it is then, or with the sentence that says why nothing
 was done. Each answer is made on a thread of its own, so that the server goes on meanwhile: the
 first one imports and makes the runtime, which another thread may be doing. ComfyUI compares Origin
-and Host on loopback only; a POST has to pass whatever the Host.
+and Host on loopback only; PipeMesh checks each POST whatever the Host is.
 """
 
 from __future__ import annotations

@@ -195,10 +195,10 @@ class Runtime:
         return made
 
     def parallelized(self, model: ModelPatcher, choice: Choice | None) -> ModelPatcher:
-        """Make a clone of ``model`` that the pool of this choice samples, or without one all
-        devices. Without one a model that is parallelized already keeps its pool, and where there is
-        one GPU the model is itself: a worker would only be in its way. Raises what ``parallelize``
-        raises, a fault on one GPU too.
+        """Make a clone of ``model`` that the pool of this choice samples; without a choice, all
+        devices. Without a choice a parallelized model keeps its pool, and on one GPU the model
+        itself is returned: a worker would only be in its way. Raises what ``parallelize`` raises, a
+        fault on one GPU too.
         """
         if choice is not None:
             return self.parallelize(model, choice)
@@ -262,7 +262,7 @@ class Runtime:
 
     def last_run(self, only: Choice | None = None) -> tuple[PoolHandle, RemotePool, Run] | None:
         """Return the run that began last in a live pool, of all or of ``only`` one, with its pool.
-        None where none has evaluated anything.
+        None if no pool has evaluated anything.
         """
         ran = [
             (handle, pool, run)
@@ -356,8 +356,8 @@ def compared(now: TrialStep) -> Told:
 def tell_of_restart(
     notices: Notices, is_chosen: Callable[[Placement], bool], old: Placement, new: Placement
 ) -> None:
-    """Tell of workers that end because another layout needs their devices, as two pools of one
-    workflow do in turn, or one whose layout is chosen for each sampling.
+    """Tell of workers that end because another layout needs their devices: two pools of one
+    workflow take turns so, or one pool whose layout is chosen for each sampling.
     """
     move = "If one workflow uses both, connect one pool to all samplers."
     if is_chosen(new):

@@ -173,9 +173,9 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
 class Choice:
     """The output of PipeMesh Pool. The placement alone says which pool: another ``patching``, or
     other ``weights``, need no other ranks. ``allows_approximate``: a layout that PipeMesh chooses
-    may change the image a little. ``is_open``: the layout is chosen when a model is sampled, for
-    what is sampled then; the placement has all devices that may take part. ``looks_ahead``: prompts
-    that wait may be sampled beside the one that runs; None: as the setting says when it does.
+    may change the image a little. ``is_open``: the layout is chosen for each sampling, when it
+    starts; the placement has all devices that may take part. ``looks_ahead``: prompts that wait may
+    be sampled beside the one that runs; None: as the setting says when it does.
     """
 
     placement: Placement

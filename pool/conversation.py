@@ -98,7 +98,7 @@ class Conversation:
         self._ranks.cancel(max(self.in_flight, default=0))
 
     def _cancel(self) -> None:
-        """Calls the ranks back, and gives them ``CANCEL_WAIT_S`` from the first time on."""
+        """Sets the cancel flag, and gives the ranks ``CANCEL_WAIT_S`` from the first time on."""
         if self._leave_by == math.inf:
             self._stalls.since = time.monotonic()
             self._leave_by = self._stalls.since + CANCEL_WAIT_S
@@ -253,7 +253,7 @@ class Conversation:
 
 
 def lost_by(error: PipeMeshError, rank: int) -> Lost:
-    """Makes the loss of a pool of the error that a rank failed with."""
+    """Turns the error that a rank failed with into the loss of the pool."""
     return Lost(str(error), rank, PoolSpent if isinstance(error, PoolSpent) else PoolFailed)
 
 

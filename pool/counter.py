@@ -65,12 +65,12 @@ class Counter:
 
     @property
     def pid(self) -> int:
-        """The process; 0 while there is none."""
+        """Returns the process id; 0 while there is no process."""
         process = self._work.process
         return process.pid if process is not None else 0
 
     def close(self) -> None:
-        """Ends the process. What is being counted is lost."""
+        """Ends the process. The present count is lost."""
         with self._lock:
             self._end()
 
@@ -121,7 +121,7 @@ class CountingWork:
             future.set_exception(lost(f"could not be asked ({error or type(error).__name__})"))
 
     def _count(self, described: bytes) -> Whole:
-        """Raises NotCounted, and whatever starting or asking does."""
+        """Raises NotCounted, and the errors of starting and asking."""
         until = time.monotonic() + self._limit_s
         try:
             if self.process is None:

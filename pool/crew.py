@@ -106,7 +106,7 @@ class Crew:
     def start(self, arena: Segment, net: Net | None) -> None:
         """Starts the processes and sends each its first message. Raises OSError.
 
-        The other end of a rank's socket is open in that rank alone, so that its death shows.
+        Only the rank itself holds the other end of its socket, so that its death closes the socket.
         """
         store = os.memfd_create("pipemesh-store", os.MFD_CLOEXEC)
         theirs: dict[int, socket.socket] = {}

@@ -27,9 +27,9 @@ ELSEWHERE = re.compile(r"[\w.-]+/(cpu|cuda:\d+)")
 @dataclass(frozen=True)
 class Device:
     """Names a device as the UI knows it: ``cuda:1``, ``cpu``, on another machine ``node1/cuda:1``.
-    ``visible`` is of a GPU of this machine: the value of ``variable`` with which a process sees the
-    GPUs that this one sees, in the same order. ``title``: its name as the driver has it, empty
-    where that tells nothing. ``flops_per_s`` as they were measured here; 0 where they were not.
+    ``visible``, for a GPU of this machine, is the value of ``variable`` with which another process
+    sees the same GPUs as this one, in the same order. ``title`` is the driver's name for it; empty
+    if the name tells nothing. ``flops_per_s`` was measured here; 0 if it was not.
     """
 
     name: str
@@ -54,8 +54,9 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A layout on devices, one per rank. ``speeds`` of those, in percent of the fastest: faster
-    ones take more; empty where they are alike, or one is not known.
+    """A layout on devices, one per rank. ``speeds`` has the devices' speeds in percent of the
+    fastest, such as (100, 50): faster devices take more work. Empty if all are alike, or if a speed
+    is not known.
     """
 
     layout: Layout
@@ -140,7 +141,7 @@ def no_ranks_on(own: str) -> str:
 def place(layout: Layout, wanted: str, backend: str, gpus: tuple[Device, ...], own: str = "cpu") -> Placement:
     """Gives every rank a device. ``wanted`` is ``auto``, ``cpu`` or a list such as
     ``cuda:0,cuda:2`` or ``cuda:0,node1/cuda:0``; ``gpus`` are those of this machine, and ``own`` is
-    the device that ComfyUI computes on: for ``auto``, the CPU stands for GPUs only where that is
+    the device that ComfyUI computes on: for ``auto``, CPU ranks stand for GPUs only if ``own`` is
     the CPU.
 
     The devices of another machine are found out when the pool starts. Raises LayoutError with the
@@ -280,8 +281,8 @@ def visible_gpus(cpu_only: bool) -> tuple[Device, ...]:
     """Returns the GPUs that this process sees. ``cpu_only``: ComfyUI runs with --cpu, so none.
 
     A rank sees all of them: RCCL's transports between two GPUs, and torch's symmetric memory, fail
-    where each rank has one of its own and calls it the first. A GPU of NVIDIA's is addressed by its
-    UUID. HIP takes only the indices of all GPUs, of which a process may see some.
+    if each rank sees only its own GPU, as the first. A GPU of NVIDIA's is addressed by its UUID.
+    HIP takes only the indices of all GPUs, of which a process may see some.
     """
     import torch
 

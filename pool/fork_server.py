@@ -45,8 +45,8 @@ class ForkServer:
     first needed and kept until ``close``; one that does not answer is killed, with its ranks, and
     replaced.
 
-    Ranks that differ in ``fixed_at_start``, variables that cannot be changed in a process that
-    runs, are forked from another; one that has no ranks then is ended.
+    Ranks whose ``fixed_at_start`` variables differ, which cannot be changed in a running process,
+    are forked from another server process; the first one is ended if it has no ranks.
     """
 
     def __init__(self, fixed_at_start: Sequence[str] = (), preloaded: Sequence[str] = PRELOADED) -> None:
@@ -237,7 +237,7 @@ class ServerProcess:
 
 def state_of(pid: int) -> str:
     """Returns the state of a process as the kernel's letter: T stopped, Z ended and not yet waited
-    for. Empty where there is none.
+    for. Empty if there is no such process.
     """
     try:
         return (

@@ -19,8 +19,8 @@ log = logging.getLogger("pipemesh")
 
 
 class Starts:
-    """Lets one pool start or end at a time, so that the room that one makes is there when it takes
-    it; none any more once ``are_over``, when ComfyUI ends.
+    """Lets one pool start or end at a time, so that no other pool takes the memory that a starting
+    pool has freed for itself. No pool starts once ``are_over``, when ComfyUI ends.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class PoolKeeper:
         weakref.finalize(self, kill_all, self._handles, self._starts)
 
     def handle(self, placement: Placement) -> PoolHandle:
-        """May be asked from any thread: all get the same."""
+        """May be called from any thread: all get the same handle."""
         known = self._handles.get(placement)
         if known is not None:
             return known

@@ -118,7 +118,9 @@ class LentRanks:
         self._said.put((message, ranges))
 
     def _serve(self, last: contextlib.ExitStack) -> None:
-        """``last``: closed when all is sent, the arena too, as outputs are sent from there."""
+        """``last`` is closed when everything is sent. So is the arena, because outputs are sent
+        from it.
+        """
         self._owing = {-1: 0}  # whichever ranks they are: it beats from now on
         opening, _fds = self._link.receive()
         if not isinstance(opening, Open):
@@ -173,8 +175,8 @@ class LentRanks:
         return False
 
     def _request(self, crew: Crew, arena: Segment, message: ForRanks, fds: list[int]) -> None:
-        """Passes a request on to the ranks of it that are here, after the content that came with it
-        is in the arena.
+        """Passes a request on to its ranks on this machine, once the content that came with it is
+        in the arena.
         """
         request, ranks = message.request, [rank for rank in crew.ranks if rank in message.ranks]
         try:

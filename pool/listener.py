@@ -90,11 +90,11 @@ class SeldomLog:
 
 
 def accept(listener: socket.socket, own: Hello, setup: RankSetup, unproved: Unproved | None = None) -> None:
-    """Takes connections until the listener is closed. ``own``: what this leader says of itself.
+    """Takes connections until the listener is closed. ``own`` is this leader's hello.
 
-    Where descriptors, threads or memory have run out, newcomers wait until there are some again,
-    and the pools that are open go on. Raises OSError if no connection can ever be taken:
-    torchrun then starts this leader again.
+    If descriptors, threads or memory have run out, newcomers wait until there are some again, and
+    the pools that are open go on. Raises OSError if no connection can ever be taken: torchrun then
+    starts this leader again.
     """
     unproved, strangers, shortages, waits = unproved or Unproved(), SeldomLog(), SeldomLog(), False
     while True:

@@ -31,9 +31,9 @@ GIB = 1 << 30
 @dataclass(frozen=True)
 class Told:
     """A line that tells a user why they wait. ``done`` of ``total`` counts bytes of a load, weights
-    of a patching, or ranks that are ready: 1 of 4. It is 0 of 0 if nothing is waited for. ``text``
-    is empty if the awaited work failed or was cancelled. With ``stays`` the line holds for as long
-    as the sampling goes on.
+    of a patching, or ranks that are ready: 1 of 4. It is 0 of 0 if the progress is not known.
+    ``text`` is empty if the awaited work failed or was cancelled. With ``stays`` the line holds for
+    as long as the sampling goes on.
     """
 
     text: str

@@ -88,7 +88,7 @@ class Ranks:
         """Sends ``request`` to the ranks of ``group``, over the network first, once for each
         machine.
 
-        ``check`` is called between pieces of what goes to another machine and may raise
+        ``check`` is called between the pieces that go to another machine, and may raise
         RunCancelled: then the stream is cut, and all ranks are ended before it is raised. Raises
         Lost. Any other error is raised before a rank has got a byte.
         """
@@ -113,7 +113,7 @@ class Ranks:
             raise Lost(f"{name} could not be reached ({error}): run again to start a fresh pool.") from error
 
     def cancel(self, number: int) -> None:
-        """Calls all ranks back from request ``number``, and from all before it."""
+        """Sets all ranks' cancel flag for request ``number``, and for all requests before it."""
         self._arena.board.cancel(number)
         for machine in self._machines:
             with contextlib.suppress(ChannelClosed):  # its loss is told when it is listened to
@@ -156,8 +156,8 @@ class Ranks:
                     raise self._gone(machine, error) from None
 
     def has_lost_one(self, idle: bool) -> bool:
-        """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine says
-        nothing unasked but that.
+        """True if a rank's process has ended, or a machine is gone. While ``idle``, a machine sends
+        nothing else.
         """
         return bool(self._crew.supervisor.ended) or (
             idle and any(machine.has_news() for machine in self._machines)

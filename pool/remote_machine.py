@@ -94,8 +94,8 @@ def leader_address(name: str, setup: RankSetup) -> str:
 
 
 class RemoteMachine:
-    """The ranks of one other machine, over the ``link`` to its leader. What they read of ComfyUI's
-    arena is sent there; their outputs, and their lines of the board, are copied back.
+    """The ranks of one other machine, over the ``link`` to its leader. The parts of ComfyUI's arena
+    that they read are sent there; their outputs, and their lines of the board, are copied back.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], sock: socket.socket, arena: Arena):
@@ -132,8 +132,8 @@ class RemoteMachine:
     def send(
         self, request: Request, group: Sequence[int], fds: Sequence[int], before_piece: Callable[[], None]
     ) -> None:
-        """Sends a request once for all ranks of ``group``, which are there. The board says at once
-        what they were asked, because their next message may never come.
+        """Sends a request once for all ranks of ``group``, which are on that machine. The board
+        shows the request at once, because the ranks' next message may never come.
         """
         for rank in group:
             self._arena.board.enter(rank, PHASE[type(request)], request.request)
@@ -150,8 +150,8 @@ class RemoteMachine:
             self._arguments.append(request.arguments)
 
     def _lacking(self, arguments: bytes) -> Collection[TensorRef]:
-        """Returns the tensors that an evaluation names and that are not there yet. Those with a
-        version go once.
+        """Returns the tensors that an evaluation names and that the other machine lacks. A tensor
+        with a version is sent once.
         """
         if not arguments or any(known is arguments for known in self._arguments):
             return ()
@@ -189,9 +189,9 @@ class RemoteMachine:
         return said
 
     def _kept(self, answer: Any, fds: Sequence[int]) -> Any:
-        """Puts an output that came into the arena. Returns the answer; a failure in its place where
-        there is no room. After a failure nothing counts as being there: there may have been no
-        room.
+        """Puts a received output into the arena. Returns the answer, or a failure if there is no
+        room. After a failure the other machine counts as having no tensor, because it may have had
+        no room.
         """
         if isinstance(answer, Done) and (fds or answer.apart is not None):
             try:

@@ -116,7 +116,7 @@ def interface_of(address: str) -> str:
 
 def net_for(setup: RankSetup, own_address: str, meeting: str) -> Net:
     """Returns the meeting place, and the interface by which this machine's ranks reach the others.
-    ``own_address``: by which this machine speaks to them. Raises MachineMissing, LayoutError.
+    ``own_address`` is this machine's address towards them. Raises MachineMissing, LayoutError.
     """
     address, port = check_rendezvous(setup, own_address)
     return Net(

@@ -81,7 +81,7 @@ class SideProcess:
 
 
 def environment(device: Device) -> dict[str, str]:
-    """Return a rank's environment without a GPU. It keeps what a process has from its start as
-    ranks on ``device`` have it, or those would need another fork server.
+    """Return a rank's environment without a GPU. Variables that are fixed at a process's start are
+    those of ranks on ``device``, so that both can be forks of one server.
     """
     return {**rank_environment(device, "gloo", dict(os.environ)), CUDA_VARIABLE: "", HIP_VARIABLE: ""}

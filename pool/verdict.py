@@ -38,7 +38,7 @@ DEADLY = {
 
 
 class Meets(Enum):
-    """Names the ranks that one exchanges messages with while it handles a request."""
+    """Says with which other ranks a rank exchanges messages while it handles a request."""
 
     NOBODY = "each rank works by itself"
     SEQUENCE = "all ranks of the group meet in collectives: if one fails alone, the others wait for it"
@@ -47,9 +47,10 @@ class Meets(Enum):
 
 @dataclass
 class SentRequest:
-    """A request that ``group`` was sent. ``owing``: the ranks that have not answered; ``title``: of
-    the model that it asks for; ``awaited``: a caller will collect the answers; ``due``: when its
-    ranks must have answered, because a rank has failed that they may be waiting for.
+    """A request that was sent to ``group``. ``owing`` are the ranks that have not answered.
+    ``title`` is the title of the requested model. ``awaited``: a caller will collect the answers.
+    ``due``: the time by which its ranks must have answered, because a rank has failed that they may
+    be waiting for.
     """
 
     number: int
@@ -94,7 +95,7 @@ class Facts:
 
 def wait_after_failure(side: Sequence[SentRequest]) -> float:
     """Returns for how many seconds none of the other ranks of ``connected`` requests may move after
-    some have failed: infinite if they answer by themselves, however long that takes.
+    some have failed. It is infinite if they answer by themselves, however long that takes.
     """
     failing = [one for one in side if one.has_failed and one.meets is not Meets.NOBODY]
     failures = [failure for one in failing for failure in one.failures.values()]
@@ -125,8 +126,8 @@ def connected(requests: Sequence[SentRequest]) -> list[list[SentRequest]]:
 def judge(
     requests: Sequence[SentRequest], facts: Facts, *, forgiven: bool = False
 ) -> tuple[PipeMeshError, int] | None:
-    """Returns the error to raise and the rank that it is about, or None. ``requests``: those in
-    flight that are ``connected`` with failed ones.
+    """Returns the error to raise and the rank that it is about, or None. ``requests`` are the
+    failed requests in flight, and those ``connected`` with them.
 
     The pool goes on if the ranks of each request ``are_even``. Else the error is PoolSpent for a
     lack of memory, and PoolFailed for all else.
@@ -229,8 +230,8 @@ def sentence_of_death(where: str, phase: str, status: int | None) -> str:
 
 
 def cause_of_end(status: int | None) -> str:
-    """Says how a process ended. ``status``: negative for a signal; None where it has only closed
-    its connection.
+    """Says how a process ended. ``status`` is negative for a signal, and None if the process has
+    only closed its connection.
     """
     if status is None:
         return "closed its connection"

@@ -63,10 +63,10 @@ class VAETimes:
 
 @dataclass(frozen=True)
 class Lending:
-    """How a pool does the work of VAEs, or of upscale models. ``told``: what a notice begins with.
-    ``lend`` makes what stands for one there, and calls ComfyUI's own function ``through`` that.
-    Raises Refused if it cannot. ``share``: of what is given, on the rank that computes most, of
-    so many ranks.
+    """How a pool does the work of VAEs, or of upscale models. ``told`` is the beginning of a
+    notice. ``lend`` makes the substitute of a VAE or upscale model in a pool; ``through`` calls
+    ComfyUI's own function with it. Raises Refused if it cannot. ``share`` is the part of the input
+    on the rank that computes most, by the number of ranks.
     """
 
     told: str

@@ -1,4 +1,4 @@
-"""Samples a guider's MODELs in the layout that is chosen for the sampling at hand."""
+"""Samples a guider's MODELs in the layout that is chosen for the present sampling."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def in_chosen_layout(
 
 def require_more_than_frames(model: ModelPatcher, guider: Any, given: Mapping[str, Any]) -> None:
     """Raises Refused if there is nothing to share out but the frames of one video, before a pool is
-    started for it. What another pack's guider lacks to be asked is for planning to tell, which asks
-    the same.
+    started for it. If another pack's guider cannot be asked, planning reports it, because planning
+    asks the same.
     """
     if not takes_rows_for_frames(model.model.diffusion_model):
         return

@@ -1,5 +1,5 @@
 """Auto mode: whether it is on, and its place in ComfyUI. It is there from the start of ComfyUI on;
-what samples in the pool is made for the first sampling that may need it.
+the objects that sample in the pool are made for the first sampling that may need them.
 """
 
 from __future__ import annotations

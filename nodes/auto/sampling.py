@@ -147,7 +147,7 @@ class PoolSampling:
         return run()
 
     def _in_pool(self, guider: Any, models: Mapping[str, ModelPatcher], run: StockCall) -> Any:
-        """Raises whatever goes wrong in the pool."""
+        """Raises every error of the pool."""
         if not models:
             raise Refused(f"{type(guider).__name__} samples a model that is no ModelPatcher of ComfyUI's.")
         if torch.is_grad_enabled():

@@ -73,7 +73,7 @@ class HostChanged(PipeMeshError):
 class Seam:
     """Puts methods into a class of ComfyUI's, and takes them out together. Another pack may have
     wrapped one of ours since: that one stays, and calls ComfyUI's own once ``is_in`` is false.
-    ``owner``: None where this ComfyUI has no such class.
+    ``owner`` is None if this ComfyUI has no such class.
     """
 
     def __init__(self, owner: type | None, around: Mapping[str, Around]):

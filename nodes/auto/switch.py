@@ -24,8 +24,7 @@ log = logging.getLogger("pipemesh")
 
 class Switch:
     """Tells whether every sampler is to run in the pool. ``settings``: the file of ComfyUI's
-    settings; None where every user has settings of their own, for a prompt does not say whose it
-    is.
+    settings; None if every user has their own settings, because a prompt does not say whose it is.
     """
 
     def __init__(self, environ: Mapping[str, str], settings: Callable[[], Path | None]):

@@ -97,7 +97,9 @@ class SampledAhead:
 
 @dataclass(frozen=True, eq=False)
 class QueuedSampler:
-    """A sampler of a prompt that waits. ``own``: what of its arguments no other has, described."""
+    """A sampler of a prompt that waits. ``own`` describes the arguments that differ from those of
+    other prompts.
+    """
 
     key: SamplerKey
     asked: Asked
@@ -161,11 +163,11 @@ class LookAhead:
         return sum(held.values())
 
     def is_wanted(self, by_pool: bool | None) -> bool:
-        """Returns whether prompts may be sampled at once; None: the pool does not say."""
+        """Returns whether prompts may be sampled at once; None if the pool does not say."""
         return self._by_default() if by_pool is None else by_pool
 
     def free(self) -> None:
-        """Throws away all that waits, unless it is a prompt that wants the memory."""
+        """Throws away all images that wait, unless a prompt asks for the memory."""
         if self._moment() is None:
             for key in list(self._kept):
                 self._drop(key)
@@ -261,10 +263,7 @@ class LookAhead:
         else:
             self.images = replace(self.images, dropped=self.images.dropped + 1)
             self._useless.add(key[1])
-            log.info(
-                "[PipeMesh] An image that was sampled ahead is thrown away, because these changed: %s.",
-                ", ".join(changed),
-            )
+            log.info("[PipeMesh] An image sampled ahead is thrown away: other %s.", ", ".join(changed))
         return is_right
 
     def _beside(
@@ -274,8 +273,8 @@ class LookAhead:
         most: int,
         describe: Callable[[Asked], dict[str, Any]],
     ) -> tuple[list[QueuedSampler], dict[str, Any]]:
-        """Returns samplers of the next prompts, at most so many, and a description of the arguments
-        that all have in common.
+        """Returns samplers of the next prompts, at most ``most``, and a description of the
+        arguments that all have in common.
         """
         place = seed_place(moment.graph, moment.node)
         if place is None or moment.node in self._useless:
@@ -306,8 +305,8 @@ class LookAhead:
         return self._done.get((moment.prompt, linked_to(moment.graph, moment.node, LATENT), moment.index))
 
     def _alike(self, moment: Moment, most: int) -> list[Alike]:
-        """Returns which of the next prompts, at most so many, have the same sampler but for the
-        seeds of its noise and of the sampler just before, whose results for them are there then.
+        """Returns the next prompts, at most ``most``, whose sampler differs only in the seeds of
+        its noise and of the sampler before it, which has their results by then.
         """
         graph, node, before = moment.graph, moment.node, linked_to(moment.graph, moment.node, LATENT)
         place = seed_place(graph, node)

@@ -50,7 +50,7 @@ class Sampled:
 
 
 class Beside:
-    """Knows it for the models of one pool."""
+    """Knows the memory that evaluations of one pool's models need beside the weights."""
 
     def __init__(self, sessions: Sessions, residency: Residency, counts: Counts):
         self._sessions = sessions
@@ -73,7 +73,7 @@ class Beside:
         return max(LEFT_FREE, model.headroom.more, needed)
 
     def why_not_alone(self, model: PooledModel, sampled: Sampled, rows: int) -> str:
-        """Says why the first rank cannot compute an evaluation of so many rows by itself, in fp32;
+        """Says why the first rank cannot compute an evaluation of ``rows`` rows by itself, in fp32;
         empty if it can. Raises RunCancelled.
         """
         session = self._sessions.live
@@ -98,10 +98,10 @@ class Beside:
     # -- before an evaluation is sent
 
     def short(self, model: PooledModel, sampled: Sampled, *, measures: bool) -> tuple[int, ...]:
-        """Returns the ranks that have less free than an evaluation is counted to need. None are
-        where that is not counted yet, nor on CPUs, whose main memory has other uses for what looks
-        taken. ``measures``: ranks do so anew, as ComfyUI may have loaded other models on its own
-        GPU since they answered last. That frees what they keep of a run.
+        """Returns the ranks that have less memory free than the count of an evaluation. Returns
+        none if there is no count yet, and none on CPUs, whose main memory can be freed although it
+        looks taken. ``measures``: ranks measure anew, because ComfyUI may have loaded other models
+        on its own GPU since their last answer. This also frees the memory that they keep of a run.
         """
         session = self._sessions.live
         if session is None or model not in session.models or are_cpus(session.pool.facts.names):
@@ -159,7 +159,7 @@ class Beside:
 
     def may_start_again(self, run: Run) -> bool:
         """Returns whether a run may go on in a fresh pool after a lack of memory has ended the
-        other: once a run, and not if the last time that brought no evaluation of the model.
+        first pool: once a run, and not if the last fresh pool computed no evaluation of the model.
         """
         if run.restarts or run.model.headroom.has_restarted:
             return False
@@ -168,7 +168,9 @@ class Beside:
         return True
 
     def held_others(self, model: PooledModel) -> bool:
-        """Returns whether the pool that ended held other models: a fresh one has their room."""
+        """Returns whether the pool that ended held other models: a fresh pool has their memory
+        free.
+        """
         session = self._sessions.latest
         return session is not None and bool(session.models.keys() - {model})
 
@@ -213,10 +215,11 @@ class Beside:
     # -- by its count
 
     def _needed(self, pooled: PooledModel, sampled: Sampled, rows: int = 0, *, waits: bool = True) -> int:
-        """Returns the bytes that each rank needs, or that one rank needs for so many ``rows`` by
-        itself, in fp32. A model that is loaded is sampled while it is counted; a model that is not
-        would be loaded twice, so its count is awaited. Without ``waits`` it is not, because the
-        image does not depend on it. Raises NotCounted, RunCancelled.
+        """Returns the bytes that each rank needs, or that one rank needs for ``rows`` rows by
+        itself, in fp32. If the model is loaded, sampling goes on while the evaluation is counted.
+        If it is not, the count is awaited, because the model would else be loaded twice. Without
+        ``waits`` no count is awaited, because the image does not depend on it. Raises NotCounted,
+        RunCancelled.
         """
         session = self._sessions.live
         is_up = session is not None and pooled in session.models

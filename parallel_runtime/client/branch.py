@@ -65,7 +65,7 @@ class Branch:
 
     @classmethod
     def of(cls, transformer_options: Mapping[str, Any]) -> Branch:
-        """Returns the branch that ComfyUI's options for one evaluation tell of."""
+        """Returns the branch that ComfyUI's options for one evaluation name."""
         window = transformer_options.get("context_window")
         conds = zip(
             transformer_options.get("uuids", ()), transformer_options.get("cond_or_uncond", ()), strict=False
@@ -79,8 +79,8 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class SampleCall:
-    """One call of the transformer by the sampler: its arguments by name, the first two of which
-    change with every call, and its branch.
+    """One call of the transformer by the sampler: its branch, and its arguments by name. The first
+    two arguments change with every call.
     """
 
     arguments: dict[str, Any]
@@ -98,8 +98,8 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def origins_by_cond(conds: Sequence[Sequence[Mapping[str, Any]] | None]) -> dict[str, Origin]:
-    """Returns the origin of each of ComfyUI's conds, by the name that a ``Branch`` has for it. Of
-    one that holds more than tensors and plain data there is none, nor of two that bear one name.
+    """Returns the origin of each of ComfyUI's conds, by the name that a ``Branch`` has for it. A
+    cond that holds more than tensors and plain data has no origin, nor have two conds of one name.
     """
     made_of: dict[str, list[Any]] = {}
     for side, of_side in enumerate(conds):

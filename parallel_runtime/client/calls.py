@@ -55,9 +55,10 @@ class Calls:
         self._sampled = sampled
 
     def own_branch(self, branch: Branch, latents: Sequence[torch.Tensor]) -> Branch:
-        """Returns the branch of the next call, which is this one's number in the sampler's
-        evaluation. It begins anew where the latents are neither the sampler's own, whatever that
-        did to them, nor near those that it saw last: tiles may move, or come in another order.
+        """Returns the branch of the next call, which has the call's number in the sampler's
+        evaluation. The branch begins anew if the latents are neither the sampler's own, scaled or
+        not, nor near the latents that the branch saw last: tiles may move, or come in another
+        order.
         """
         if self._moved is None:
             return branch
@@ -97,7 +98,9 @@ class Calls:
 
 
 def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if every row (B, ...) is about as in the other tensor, of the same shape."""
+    """True if every row (B, ...) is nearly equal to that row of the other tensor, of the same
+    shape.
+    """
     a_BN, b_BN = one.flatten(1).float(), other.flatten(1).float()
     squares_B = a_BN.square().sum(1) + b_BN.square().sum(1)
     return bool((2 * (a_BN * b_BN).sum(1) >= NEAR * squares_B).all())

@@ -26,7 +26,7 @@ KEYS = 1024  # of arguments of branches: windows that shift make new ones in eve
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """Conditioning that lies in the arena. ``digest``: what it is known by."""
+    """Conditioning that lies in the arena. ``digest`` identifies its content."""
 
     digest: tuple
     ref: TensorRef
@@ -51,8 +51,8 @@ class Sent:
 
 
 class ConditioningCache:
-    """The UI's record of the conditioning in the arena; ranks cache by ``version``. Beside what
-    evaluations in flight or collected last name, at most ``limit_bytes`` are kept.
+    """The UI's record of the conditioning in the arena; ranks cache by ``version``. Beside the
+    conditioning of evaluations in flight or collected last, at most ``limit_bytes`` are kept.
     """
 
     def __init__(self, arena: Arena, limit_bytes: int = KEPT_CONDITIONING):
@@ -100,8 +100,8 @@ class ConditioningCache:
 
     def put(self, branch: Branch, name: str, tensor: torch.Tensor, origins: Origins = ()) -> TensorRef:
         """Returns the place of ``tensor`` in the arena, written now if it is new. ``branch``
-        identifies the cond; ``name`` is the argument's path. What has the same ``origins`` as the
-        one before is not looked at.
+        identifies the cond; ``name`` is the argument's path. A tensor with the same ``origins`` as
+        the one before is not compared.
         """
         sent = self._sent_by(branch, name, tensor)
         recent = (one for one in sent.recent if self._is_content(one, tensor))
@@ -149,13 +149,13 @@ class ConditioningCache:
         self._named.clear()
 
     def evict(self, in_flight: Iterable[int], end: int | None = None) -> None:
-        """Evicts down to the limit, and all that lies behind ``end`` of the arena, but no version
-        that is ``in_flight``, which ranks may still read, or ``collected``: the next evaluation
-        mostly names it again.
+        """Evicts entries down to the limit, and all entries behind ``end`` of the arena. A version
+        stays if it is ``in_flight``, because ranks may still read it, or ``collected``, because the
+        next evaluation mostly names it again.
 
-        What was named least often in this run goes first, and of that the latest: windows that
-        come again and again would all be sent anew if each made room for the next. What this run
-        has not named goes before, the oldest first.
+        Entries that this run has not named go first, the oldest of them first. Then go the entries
+        that it named least often, the latest of them first: windows that come again and again would
+        all be sent anew if each made room for the next.
         """
         spared = {*in_flight, *self.collected}
         others = [one for one in self._entries.values() if one.ref.version not in spared]

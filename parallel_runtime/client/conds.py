@@ -33,8 +33,8 @@ class Given(NamedTuple):
 class Conds:
     """Brings the calls of the transformer to ``compute``: one by itself, or one of each cond
     together. ``constants`` learns what ComfyUI does not batch. ``in_sequence`` says when conds
-    cannot be computed together. ``with_room`` calls what computes them together, for a clone of the
-    MODEL.
+    cannot be computed together. ``with_room`` calls the function that computes them together, for a
+    clone of the MODEL.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Conds:
             self._is_known, self._origins, self.given = False, {}, outer
 
     def with_windows(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns a run's model options. If there are several groups, context windows are computed
-        together by them.
+        """Returns a run's model options. If there are several groups, they compute context windows
+        together.
         """
         handler, groups = options.get("context_handler"), self._constants.groups
         if groups == 1 or not can_be_together(handler):
@@ -99,8 +99,8 @@ class Conds:
         return [by_index[index] if index in by_index else torch.zeros_like(x) for index in range(len(conds))]
 
     def output_of(self, call: SampleCall) -> Any:
-        """Returns the output of one call. Where its cond runs beside others, the call waits until
-        each of these has made one.
+        """Returns the output of one call. If its cond runs beside others, the call waits until each
+        other cond has made a call.
         """
         current, known = getcurrent(), [self._origins.get(name) for name in call.branch.conds]
         origins = tuple(origin for origin in known if origin is not None)

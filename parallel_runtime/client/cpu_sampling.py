@@ -55,7 +55,7 @@ def guider_on_cpu(guider: Any) -> Any:
 
 
 def arguments_on_cpu(extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a sampler's ``extra_args``: of ComfyUI's options only tensors are another one."""
+    """Returns a sampler's ``extra_args`` with the tensors of ComfyUI's options on the CPU."""
     options = extra_args["model_options"]
     of_model = {
         name: value.to(CPU) if isinstance(value, torch.Tensor) else value

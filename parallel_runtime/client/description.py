@@ -82,9 +82,7 @@ def described(value: Any, keep: Callable[[torch.Tensor], torch.Tensor] = as_it_i
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True if two descriptions are equal in all that is known, and of the very same objects
-    beyond.
-    """
+    """Whether two descriptions have equal known values, and else name the same objects."""
     if type(one) is not type(other):
         return False
     if isinstance(one, (Held, Itself)):

@@ -40,8 +40,8 @@ Answers = Mapping[int, Done]  # by rank
 class Work:
     """An evaluation, or rows of one, for ``ranks`` (empty: all). ``arguments`` by name; the first
     two change with every evaluation. ``width``: how many neighbouring groups compute the evaluation
-    together, as one longer sequence. ``ALONE``: one rank does, for others to be compared with.
-    ``in_fp32``: it is computed once more, in fp32. Neither is an evaluation of the run's.
+    together, as one longer sequence. ``ALONE``: a single rank computes it, for a comparison.
+    ``in_fp32``: it is computed once more, in fp32. Neither counts as an evaluation of the run.
     """
 
     arguments: dict[str, Any]
@@ -52,8 +52,9 @@ class Work:
 
 
 class Evaluations:
-    """Computes every model's evaluations on one pool handle. ``session``: in which some are in
-    flight, even if its pool was lost meanwhile, which they tell of; None: none is.
+    """Computes every model's evaluations on one pool handle. ``session`` is the session that has
+    evaluations in flight, even if its pool was lost meanwhile: the evaluations report that loss.
+    None if no evaluation is in flight.
     """
 
     def __init__(self, sessions: Sessions, residency: Residency):
@@ -66,8 +67,9 @@ class Evaluations:
     ) -> list[Any]:
         """Submits whole evaluations, each to its ranks, and returns their outputs. No cancelled
         request may be outstanding, because ranks may still read its memory. ``assumes``: ranks
-        begin before conditioning is compared with the one that it is taken for, and compute again
-        if it is another. Not for ranks that run a node's code, which may count the evaluations.
+        begin with the conditioning that the branch sent last before it is compared, and compute
+        again if it has changed. Not for ranks that run a node's code, which may count the
+        evaluations.
         """
         began = time.perf_counter()
         answered: list[tuple[Any, Answers]] = []
@@ -99,8 +101,8 @@ class Evaluations:
         assume: bool = False,
         began: float | None = None,
     ) -> Ticket:
-        """Starts one patch of an evaluation, or all of it. ``collect`` must follow in the order of
-        submission, or ``abandon``. Call it while torch computes on ``one_thread``.
+        """Starts one patch of an evaluation, or the whole evaluation. ``collect`` must follow in
+        the order of submission, or ``abandon``. Call it while torch computes on ``one_thread``.
 
         Patches of the same arguments that are in flight together share the written arguments. With
         ``assume``, conditioning is taken to be the one that this branch sent last; then ask
@@ -150,8 +152,8 @@ class Evaluations:
 
     def collect(self, ticket: Ticket, interrupted: Callable[[], bool]) -> Any:
         """Waits for the output; returns own tensors on the latent's device. Raises RunCancelled,
-        ModelError, Refused, OutOfMemory, PoolFailed; after an error what is in flight is to be
-        abandoned.
+        ModelError, Refused, OutOfMemory, PoolFailed; after an error the caller must abandon the
+        evaluations in flight.
         """
         output, replies = self._await_output(ticket, interrupted)
         timed = {rank: reply.block_s for rank, reply in replies.items() if reply.block_s}
@@ -201,7 +203,9 @@ class Evaluations:
         return own_tensors(segment, reply.output, ticket.device, is_own=segment is not arena)
 
     def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
-        """Calls the ranks back from all evaluations in flight, however long they need for that."""
+        """Sets the cancel flag of all evaluations in flight, and waits without a limit until ranks
+        have left them.
+        """
         session = self.session
         assert session is not None and session.tickets == tickets
         session.pool.call_back()
@@ -231,8 +235,8 @@ class Evaluations:
 
 
 def own_tensors(segment: Segment, output: bytes, device: torch.device, *, is_own: bool = False) -> Any:
-    """Copies an output to a device. It is there when this returns: others may write in its place,
-    unless the segment ``is_own``.
+    """Copies an output to a device. The copy is complete when this returns, because others may then
+    overwrite the output, unless the segment ``is_own``.
     """
     direct = segment.is_pinned and device.type == "cuda"
     made = decode_tree(

@@ -39,8 +39,9 @@ class FirstOf:
 
     def hold(self, key: tuple, what: str, looks: Iterable[Look], off: Off, refusal: str) -> bool:
         """Returns whether a result of this key could be judged. Raises Refused, now and later, if
-        it is ``off`` in every look; ``refusal`` has a place for how far. ``what`` names the result
-        for users. What is known already is not computed. Raises PoolSpent.
+        the result is ``off`` in every look; ``refusal`` has a place for the deviation. ``what``
+        names the result for users. A key that is judged already is not computed again. Raises
+        PoolSpent.
         """
         self.require(key[0])
         found = 0.0
@@ -69,7 +70,7 @@ class FirstOf:
         return False
 
     def tell(self, of: Hashable, text: str) -> None:
-        """Tells of a thing once, whatever figures are in the text another time."""
+        """Gives each notice once, even if its text has other figures the next time."""
         if of not in self.told:
             self.told.add(of)
             self.notice(text)

@@ -24,9 +24,9 @@ def unload_unused(guider: Any, *, is_known: bool) -> bool:
     """Unloads, inside a run of ``guider``, the models that the run does not use from the UI's GPU.
     Returns True if more is free than before.
 
-    ``is_known``: every model that such a guider uses can be asked for (``used_by``). Where it is
-    not, or no rank computes on that GPU, or it is a CPU, nothing is unloaded. Models of wrappers
-    without ``models()`` are not known to ComfyUI either.
+    ``is_known``: every model that such a guider uses can be asked for (``used_by``). If it is
+    false, or no rank computes on that GPU, or ComfyUI computes on the CPU, nothing is unloaded.
+    Models of wrappers without ``models()`` are not known to ComfyUI either.
     """
     patcher = guider.model_patcher
     device, remote = patcher.load_device, getattr(patcher, "remote", None)
@@ -50,8 +50,8 @@ def unload_unused(guider: Any, *, is_known: bool) -> bool:
 
 
 def free_on(device: torch.device) -> int:
-    """Returns the free bytes as every process sees them: memory that the UI's torch caches is
-    taken.
+    """Returns the free bytes as every process sees them: memory that the UI's torch caches does not
+    count as free.
     """
     return torch.cuda.mem_get_info(device)[0]
 

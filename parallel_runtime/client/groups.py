@@ -1,7 +1,7 @@
 """Compute evaluations in groups of ranks: each prompt and each image of a batch in a group of its
-own (the cfg and data axes). A pool with one group computes every evaluation in that.
+own (the cfg and data axes). A pool with one group computes every evaluation in that group.
 
-Positive and negative conds are evaluations of their own, in flight together. Where ComfyUI puts
+Positive and negative conds are evaluations of their own, in flight together. If ComfyUI puts
 several into one batch, its rows are computed apart.
 """
 
@@ -38,11 +38,12 @@ from .shared_evaluation import Change, ChooseJudge, SharedEvaluation, as_it_is, 
 
 
 class InGroups:
-    """Samples one MODEL on the groups of a pool. ``with_room``: as in
-    ``Conds``; ``can_join``: groups can share a sequence of its tokens. ``rows``: compares those of
-    a batch that are computed apart, in place of what a run watches; None of a model with a plan.
-    What is compared is computed by the first rank alone too. ``ahead``: samples what waits in the
-    queue beside what runs, where groups of ranks are there for it; None: nobody does.
+    """Samples one MODEL on the groups of a pool. ``with_room``: as in ``Conds``; ``can_join``:
+    groups can share a sequence of its tokens. ``rows`` compares rows of a batch that are computed
+    apart, in place of the run's own check of the first evaluation; None for a model with a plan.
+    The first rank also computes the compared evaluation alone. ``ahead`` samples waiting prompts of
+    the queue beside the running one, if there are groups of ranks for them; None if nothing is
+    sampled ahead.
     """
 
     can_repeat = True  # ranks keep nothing from one evaluation to the next
@@ -167,8 +168,8 @@ class InGroups:
         return made
 
     def _together(self, calls: Sequence[SampleCall]) -> list[Any]:
-        """Computes the evaluations of several prompts. No other model makes room for them: all but
-        the first can wait.
+        """Computes the evaluations of several prompts. No other model is released for them, because
+        all but the first can wait.
         """
         run = self._pool.runs.of(self._model)
         try:

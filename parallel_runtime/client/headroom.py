@@ -34,7 +34,9 @@ class Enough(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that so many ``ranks`` together were to ``work`` on, by a VAE or upscale model."""
+    """A picture for a VAE or upscale model. ``work`` is decode, encode or upscale; ``ranks`` ranks
+    were to compute it together.
+    """
 
     work: str
     ranks: int

@@ -35,8 +35,8 @@ def interrupting(call: Callable) -> Callable:
 
 
 def wait_for(is_over: Callable[[float], bool]) -> None:
-    """Asks ``is_over``, which may take the seconds that it is given, until it says so. Raises
-    ComfyUI's interrupt.
+    """Calls ``is_over`` until it returns True. Each call may take the seconds that it is given.
+    Raises ComfyUI's interrupt.
     """
     while not is_over(POLL_S):
         comfy.model_management.throw_exception_if_processing_interrupted()

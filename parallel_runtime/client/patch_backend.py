@@ -46,8 +46,8 @@ class PipelineBackend:
         return True
 
     def submit(self, call: SampleCall, patch: Patch | None) -> list[Ticket]:
-        """Starts it for every group that computes some of its rows. A group computes the same rows
-        in all of the run, because it keeps their keys and values.
+        """Submits a patch to every group that computes some of its rows. A group computes the same
+        rows in all of the run, because it keeps their keys and values.
         """
         run, layout, session = self._pool.runs.of(self._model), self._pool.layout, self._pool.sessions.live
         batch, branch = self.constants.batch_of(call.arguments), call.branch
@@ -92,8 +92,8 @@ class PipelineBackend:
         tell_of_fresh_workers(self._pool, error)
 
     def abandon(self) -> None:
-        """Ends what is in flight. The keys and values that stages kept of a failed evaluation are
-        void: the next one is whole.
+        """Ends all patches in flight. The keys and values that stages kept of a failed evaluation
+        are void: the next one is whole.
         """
         self._pool.evaluations.abandon()
         if self._load is not None:

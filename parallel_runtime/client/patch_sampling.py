@@ -65,7 +65,7 @@ class Patchwise:
     """Samples one MODEL in patches. ``patch_size`` and ``plan`` are its transformer's,
     ``patching`` the user's.
 
-    ``notice`` gets the mode of every run, and the reason where it is not free-running.
+    ``notice`` gets the mode of every run, and the reason if it is not free-running.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Patchwise:
         """Has nothing that outlives a run."""
 
     def begin_run(self, watch: ChooseJudge = nobody) -> None:
-        """Makes void all that the backend keeps. Call it between runs, never inside one. ``watch``
-        can only write to the log here: no rank has all blocks, so none can compute a whole
-        evaluation alone.
+        """Discards all data that the backend keeps. Call it between runs, never inside a run.
+        ``watch`` can only write to the log here: no rank has all blocks, so none can compute a
+        whole evaluation alone.
         """
         watch(())
         self._calls.begin_run()
@@ -221,7 +221,9 @@ class Patchwise:
         self._begun = True
 
     def _patches_of(self, call: SampleCall) -> Sequence[Patch | None]:
-        """Returns the patches of the next evaluation of a branch; [None] is all of it."""
+        """Returns the patches of the next evaluation of a branch; [None] means the whole
+        evaluation.
+        """
         arguments, number = call.arguments, self._calls.count(call.branch)
         together = self._plan.together
         uncut = (

@@ -7,6 +7,8 @@ if TYPE_CHECKING:
 
 
 class InPool:
-    """A MODEL that a pool computes. Who only asks whether one is that imports nothing of pools."""
+    """A MODEL that a pool computes. Code that only asks whether a MODEL is one imports nothing of
+    pools.
+    """
 
     remote: Remote

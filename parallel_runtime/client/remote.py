@@ -29,10 +29,10 @@ class Remote:
     """Keeps the state that all clones of one parallelized MODEL share.
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
-    ``activations``: likewise, of what a whole evaluation computes. ``sampling``: how evaluations
-    become patches, where the pool is a pipeline, or go to its groups; ``stages``: how many blocks
-    each stage has, where the user says so. ``weights``: how the ranks are to keep
-    them, one of ``planner.ways.ASKED``.
+    ``activations``: their part of the activations of a whole evaluation. ``sampling``: how
+    evaluations become patches, if the pool is a pipeline, or go to its groups; ``stages``: how many
+    blocks each stage has, if the user says so. ``weights``: how the ranks are to keep them, one of
+    ``planner.ways.ASKED``.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Remote:
         self.sampling.begin_run(self._first)
 
     def _first(self, shapes: tuple[torch.Size, ...]) -> Judge | None:
-        """Returns who judges the first evaluation that ranks share, of such latents, if somebody
-        has to and a rank can compute it alone.
+        """Returns the judge of the first evaluation of such latents that ranks share; None if none
+        is needed, or if no rank can compute the evaluation alone.
         """
         model = self.sampled.model() if self.sampled is not None else None
         judge = self.pool.admission.first(model) if model is not None else None

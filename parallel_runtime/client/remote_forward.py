@@ -122,7 +122,7 @@ def outer_sample(
 
 
 def between(patcher: Any) -> list[Any]:
-    """The code of nodes between the sampler and the transformer."""
+    """Yields the code of nodes between the sampler and the transformer."""
     options = patcher.model_options
     wrappers = [options.get("model_function_wrapper"), options.get("sampler_calc_cond_batch_function")]
     wrappers += [

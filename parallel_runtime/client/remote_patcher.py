@@ -112,8 +112,8 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         """Brings the pool to this clone's weights and puts the remote forward in place. Raises
         Refused, ModelError, PoolFailed.
 
-        In this order: where anything is refused, fails or is cancelled, the shared model is as
-        ComfyUI's own unpatching leaves it.
+        In this order, because if anything is refused, fails or is cancelled, the shared model must
+        be as ComfyUI's own unpatching leaves it.
         """
         refuse_foreign_levers(self)
         self.remote.pool.admission.load(self.model)
@@ -255,9 +255,10 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
 @interrupting
 def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequence[int] = ()) -> Any:
     """Returns the outputs of evaluations that ``compute`` returns. Brings the pool up first if it
-    failed, was closed or serves another clone. Repeats it with more free memory if an evaluation
-    needs that; once a run in a fresh pool, if ranks ran out of memory while others waited for them.
-    ``latent`` is the shape of the first latent, to ask for room; empty if room was asked for.
+    failed, was closed or serves another clone. If an evaluation runs out of memory, frees memory
+    and calls ``compute`` again; once a run in a fresh pool, if ranks ran out of memory while others
+    waited for them. ``latent`` is the shape of the first latent, to ask for room; empty if room was
+    asked for.
     """
     remote, model, unloads = patcher.remote, patcher.remote.model, True
     with remote.computing():
@@ -359,11 +360,11 @@ def parallelize(
     it is sampled.
 
     ``holds_ui_device``: the part of the weights that ranks on the UI's own device hold;
-    ``activations``: of what an evaluation computes. ``patching``: for a pool that is a pipeline;
-    ``notice`` is told how each run is sampled. ``weights``: how ranks are to keep them. ``ahead``:
-    what samples waiting prompts beside the one that runs, in groups. ``can_join``: whether groups
-    may share an image. Raises Refused for a model without a token plan, ModelError for a checkpoint
-    that is gone.
+    ``activations``: their part of an evaluation's activations. ``patching``: for a pool that is a
+    pipeline; ``notice`` is told how each run is sampled. ``weights``: how ranks are to keep them.
+    ``ahead`` samples waiting prompts beside the running one, in groups. ``can_join``: whether
+    groups may share an image. Raises Refused for a model without a token plan, ModelError for a
+    checkpoint that is gone.
     """
     plan = require_plan(patcher.model.diffusion_model)
     if (

@@ -28,9 +28,10 @@ class RemotePool:
         admission: Admission | None = None,
         beside_ui: Collection[int] | None = None,
     ):
-        """``turn``: held by a thread that acts on the pool between two runs. ``wait`` begins and
-        ends with that for a first step. ``counts``: by which evaluations have room beside the
-        weights. ``admission`` of models; without it all are. ``beside_ui``: as ``Runs`` has it.
+        """``turn`` is held by a thread that acts on the pool between two runs. ``wait`` begins and
+        ends with the wait for a first step. ``counts`` tells the memory that evaluations need
+        beside the weights. ``admission`` decides which models ranks may compute; without it, all.
+        ``beside_ui``: as ``Runs`` has it.
         """
         self.admission = admission or Admission()
         self.turn = turn or threading.Lock()

@@ -87,8 +87,8 @@ class TileTooLarge(BaseException):
 
 class ForNode:
     """Stands for ``model``, an upscale model, in a call of ComfyUI's node. The node halves its
-    tiles so often as it is told first that there is no room. What ranks have stays there when the
-    node moves the model; numbers and texts are the model's own.
+    tiles as often as it is told at first that there is no room. The ranks' copy stays when the node
+    moves the model; numbers and texts are the model's own.
     """
 
     def __init__(self, model: Any, patcher: VAEPatcher, scale: float, on_tile: OnTile, halved: int, why: str):
@@ -107,8 +107,7 @@ class ForNode:
 
     def __getattr__(self, name: str) -> Any:
         """Returns the other attributes of the model that the node reads. Raises Refused unless it
-        is a plain value: a method would compute in ComfyUI, or change the copy that ranks have
-        already.
+        is a plain value: a method would compute in ComfyUI, or change the ranks' copy.
         """
         value = getattr(self._model, name)
         if not isinstance(value, PLAIN):

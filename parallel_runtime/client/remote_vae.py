@@ -1,8 +1,8 @@
 """A stock VAE in, a stock VAE out: decoded and encoded in a pool by bands of rows.
 
-``first_stage_model`` is a stand-in whose ``decode`` and ``encode`` go to the ranks; what ComfyUI's
-VAE does around them stays its own: loading, batches, what comes before and after, and tiles where
-memory runs out. Read: comfy/sd.py (VAE), comfy/model_management.py @ ComfyUI 0.30.0.
+``first_stage_model`` is a stand-in whose ``decode`` and ``encode`` go to the ranks; ComfyUI's VAE
+does the rest itself: loading, batches, the work before and after, and tiles if memory runs out.
+Read: comfy/sd.py (VAE), comfy/model_management.py @ ComfyUI 0.30.0.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ log = logging.getLogger("pipemesh")
 
 class RemoteVAE:
     """A VAE in a pool. ``vae_of`` has the stock one. ``pool_of`` finds the pool, again at each
-    load. ``holds_ui_device``: a rank is on the UI's own device. ``behind``: what to do about a node
-    that changes it. What is here is of upscale models too (``remote_upscaler``).
+    load. ``holds_ui_device``: a rank is on the UI's own device. ``behind``: the sentence for a node
+    that changes the VAE. Upscale models use this class too (``remote_upscaler``).
     """
 
     kind, behind = "vae", BEHIND
@@ -84,7 +84,7 @@ class RemoteVAE:
         return why_by_stock(self.vae)
 
     def source(self) -> dict[str, Any]:
-        """Returns the tree from which a rank builds it."""
+        """Returns the tree from which a rank builds the VAE."""
         return vae_source(self.vae)
 
     def ranks(self) -> int:
@@ -277,8 +277,8 @@ def ranks_of(layout: Layout) -> int:
 
 
 def hold_part(firsts: FirstOf, key: tuple, name: str, look: Look) -> None:
-    """Raises Refused if ranks make something else of a part of a picture than one device does:
-    ComfyUI's code is another than that which was cut. ``name``: of what they compute.
+    """Raises Refused if ranks and one device get different results for a part of a picture, because
+    ComfyUI's code differs from the code that was cut. ``name``: of the VAE or upscale model.
     """
     refusal = (
         f"{name} is {{}} off from what one device makes of a part of this picture: leave PipeMesh Parallelize"
@@ -431,8 +431,8 @@ def parallelize_vae(
     vae: Any, pool_of: Callable[[], RemotePool], holds_ui_device: bool, keeps: bool = True
 ) -> Any:
     """Makes a copy of a stock VAE that is computed in a pool, as ``RemoteVAE`` has it. Nothing is
-    started or loaded before it is used. ``keeps``: the copy keeps the stock one, else whoever uses
-    the copy does.
+    started or loaded before it is used. ``keeps``: the copy keeps the stock VAE alive, else the
+    user of the copy must.
     """
     made = copy(vae)
     made.__class__ = VAEInPool

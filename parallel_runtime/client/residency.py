@@ -87,7 +87,7 @@ class Residency:
     ) -> None:
         """Loads the model in every rank that lacks it; starts the pool if need be.
 
-        ``state`` gives the state dict; it is asked only where the source has no factory and no rank
+        ``state`` gives the state dict; it is called only if the source has no factory and no rank
         holds the model. Raises ModelError, Refused, PoolFailed, RunCancelled.
         """
         session = self._open(interrupted)
@@ -149,7 +149,7 @@ class Residency:
         ``PatchedWeights`` has them; ``comes_back``: sets take turns, so ranks keep what they
         computed. Raises ModelError, Refused, PoolFailed, RunCancelled.
 
-        Nothing is done where the pool was lost since the model was loaded: its session tells.
+        Does nothing if the pool was lost since the model was loaded: its session reports that.
         """
         session = self._open(interrupted)
         resident = session.models.get(model)
@@ -198,8 +198,8 @@ class Residency:
         """Frees a model's weights in every rank, once nothing is in flight. The checkpoint's pages
         stay in the page cache.
 
-        A cancel does not stop it: what the UI forgets, the ranks must not keep. Nor does an error
-        of theirs reach the caller, mostly a node that ComfyUI frees memory for.
+        A cancel does not stop it, because ranks must not keep a model that the UI forgets. Errors
+        of the ranks do not reach the caller, mostly a node for which ComfyUI frees memory.
         """
         session = self._sessions.live
         if session is None or model not in session.models:
@@ -223,9 +223,9 @@ class Residency:
     def recut(
         self, model: PooledModel, asked: Sizes, weights: str = "whole", left_free: Callable[[], int] = least
     ) -> None:
-        """Decides, between runs, how many blocks each stage has. A model that is cut otherwise,
-        whose ``weights`` were asked to be kept otherwise, or leave less free than a run needs, is
-        released, and loaded again, from the page cache, when it is next used.
+        """Decides, between runs, how many blocks each stage has. Releases a model if its stages
+        change, if its ``weights`` are to be kept in another way, or if they leave less memory free
+        than a run needs. The model is loaded again, from the page cache, when it is next used.
         """
         session = self._sessions.live
         stages = session.pool.facts.stages if session is not None else 0
@@ -238,8 +238,8 @@ class Residency:
 
 
 def end_checks(models: Mapping[str, PooledModel], runs: Runs) -> None:
-    """Ends the comparisons that the end of no run ends, as nobody said that the model is sampled:
-    the ranks that they were for are gone.
+    """Ends the comparisons of models that no sampler announced, which no run's end would end: the
+    ranks of these models are gone.
     """
     for model in {*models.values()} - runs.models():
         model.end_check()
@@ -247,7 +247,7 @@ def end_checks(models: Mapping[str, PooledModel], runs: Runs) -> None:
 
 def forget_unused(models: dict[str, PooledModel], session: Session | None) -> None:
     """Forgets the oldest models that no loader's output uses and no rank holds, but for
-    ``MOST_UNUSED``: a VAE is another model for each loader's output.
+    ``MOST_UNUSED``: each loader's output makes a VAE another model.
     """
     held = session.models if session is not None else {}
     unused = [name for name, model in models.items() if not model.users and model not in held]

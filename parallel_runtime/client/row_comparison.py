@@ -1,6 +1,7 @@
-"""Whether a model without a token plan makes the same of a row of a batch, whatever other rows it
-computes with it. A class name does not say: temporal attention, and what exchanges the halves of a
-batch, mix rows. So rows that were computed apart are compared with all of them together, once.
+"""Finds out whether a model without a token plan computes a row of a batch to the same result,
+whatever the other rows are. The class name does not say: temporal attention mixes rows, and so do
+models that exchange the halves of a batch. So rows that were computed apart are compared, once,
+with all rows computed together.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ class RowsApart:
 
     def require_several(self, batches: Sequence[Batch], prompts: int) -> None:
         """Raises Refused if the first evaluation of a run keeps all but one group idle, because
-        there are no more ``prompts``, and its rows are computed together. Other prompts may be
-        computed after it, where something between them keeps a state.
+        there are no more ``prompts``, and its rows are computed together. Other prompts may come in
+        a later evaluation, if some code between them keeps a state.
         """
         first, self._is_first = self._is_first, False
         if first and prompts == len(batches) == 1 and batches[0].together and batches[0].items > 1:
             raise Refused(FRAMES_ALONE)
 
     def watch(self, shapes: tuple[torch.Size, ...], of: str = "images") -> Judge | None:
-        """Returns who compares rows, ``of`` one prompt's images, or of two prompts."""
+        """Returns the comparison of rows, ``of`` one prompt's images or of two prompts."""
         own = (of,) if self._is_tried else (of, shapes)
         is_done = own in self._not_now or (self._form, own) in self._known.right
         return None if is_done else partial(self._judge, own)

@@ -48,8 +48,8 @@ class Evaluation:
 
 
 class Queued(NamedTuple):
-    """Images that were sampled ``at_once``, of so many in the queue; 0 of a run whose image another
-    had sampled.
+    """Counts images that were sampled ``at_once``, out of ``of`` images in the queue; 0 at once for
+    a run whose image another run had sampled.
     """
 
     at_once: int = 1
@@ -120,10 +120,10 @@ class RunNames:
 
 @dataclass(eq=False)
 class Run:
-    """Keeps the figures of one run. ``mode`` of a pipeline; empty where the ranks are none.
-    ``is_sampled``: a sampler announced it, and will end it. ``joined``: the models whose runs end
-    with this one. ``restarts``: pools that were started for it after a lack of memory. ``fault``:
-    why it ended early, in a sentence. ``sums``: what was summed up of it once it had ended.
+    """Keeps the figures of one run. ``mode`` of a pipeline; empty without stages. ``is_sampled``: a
+    sampler announced the run, and will end it. ``joined``: the models whose runs end with this one.
+    ``restarts``: pools that were started for it after a lack of memory. ``fault``: why it ended
+    early, in a sentence. ``sums``: sums over its figures, made once it had ended.
 
     The report may look at any moment, so an evaluation is added whole.
     """

@@ -1,8 +1,8 @@
 """Run a stock sampler for several seeds at once, each on groups of ranks of its own.
 
 Each seed is a coroutine with random numbers of its own. It is suspended at every evaluation until
-those of all seeds are computed, so that the sampler of the first, which a prompt waits for, waits
-for the others' evaluation at hand and for nothing else of theirs.
+the evaluations of all seeds are computed. So the first seed's sampler, which a prompt waits for,
+waits for one evaluation of the others and for nothing else.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Seed(Coroutine):
 def sample_together(
     starts: Sequence[SeedSampler], together: Compute, alone: Compute, device: torch.device
 ) -> list[SeedResult | None]:
-    """Samples all seeds. ``together`` computes the evaluations of several, ``alone`` those of the
-    first. Where the first has ended the others have too, or are dropped: None, as for what failed.
-    What the first raises is raised, and after a failure of ``together`` it goes on alone.
+    """Samples all seeds. ``together`` computes the evaluations of several seeds, ``alone`` those of
+    the first. When the first seed has ended, a seed that has not ended is dropped: its result is
+    None, like that of a seed that failed. Raises the first seed's errors; if ``together`` fails,
+    the first seed goes on alone.
     """
     seeds = [Seed(number, start, device) for number, start in enumerate(starts)]
     first, going = seeds[0], list(seeds)
@@ -84,7 +85,7 @@ def sample_together(
 
 
 def _goes_on(seed: Seed, *outputs: list[Any]) -> bool:
-    """Runs a seed further. An error of another than the first ends that one alone."""
+    """Runs a seed further. An error ends only that seed, unless it is the first."""
     try:
         seed.resume(*outputs)
     except Exception as error:

@@ -81,8 +81,8 @@ class ResidentState(Enum):
 @dataclass(eq=False)
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
-    empty: as many each. ``weights``: what was asked for of them, and what came of it.
-    ``objects_id``: a name of the object patches' content.
+    empty: as many each. ``asked`` and ``weights``: how the weights were to be kept, and how they
+    are. ``objects_id``: a name of the object patches' content.
     """
 
     stages: tuple[int, ...] = ()
@@ -95,9 +95,9 @@ class Resident:
 
 @dataclass(frozen=True, eq=False)
 class WrittenArguments:
-    """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether
-    conditioning that was assumed to be known is. ``places`` of conditioning, by ``identity``;
-    ``versions`` of all of it.
+    """The arguments of an evaluation as they lie in the arena. ``is_right`` tells whether the
+    assumed conditioning was right. ``places`` has the conditioning's places by ``identity``,
+    ``versions`` the versions of all conditioning.
     """
 
     arguments: dict[str, Any]
@@ -173,9 +173,9 @@ class Session:
         self.conditioning.evict((one for ticket in self.tickets for one in ticket.written.versions), end)
 
     def cut_arena(self) -> int:
-        """Leaves nothing behind the arena's bound while nothing is in flight, and conditioning
-        within its own. Returns how much of the arena ranks are to keep, so that it can shrink; 0
-        for all.
+        """Evicts all that lies behind the arena's bound, unless requests are in flight, and
+        conditioning beyond its own bound. Returns how many bytes of the arena ranks are to keep, so
+        that it can shrink; 0 for all.
         """
         arena = self.pool.arena
         end = arena.bound if not self.tickets and arena.nbytes > arena.bound else None
@@ -195,7 +195,7 @@ class Session:
 
 
 class Sessions:
-    """The session of one pool handle, over as many pools as that takes."""
+    """Keeps the present session of one pool handle; each new pool gets a new session."""
 
     def __init__(self, handle: Handle):
         self._handle = handle

@@ -20,8 +20,8 @@ def as_it_is(latent: torch.Tensor) -> torch.Tensor:
 
 
 class Recompute(Protocol):
-    """Computes an evaluation once more, from changed latents; ``in_fp32``: in fp32, whatever
-    numbers the weights are in.
+    """Computes an evaluation once more, from changed latents; ``in_fp32``: in fp32, whatever the
+    dtype of the weights.
     """
 
     def __call__(self, change: Change = as_it_is, in_fp32: bool = False) -> list[torch.Tensor]: ...
@@ -45,10 +45,10 @@ ChooseJudge = Callable[[tuple[torch.Size, ...]], Judge | None]  # who judges an 
 @dataclass(frozen=True)
 class Admission:
     """Whether ranks may compute a BaseModel. ``load`` is called before they load it, and may raise
-    Refused, or RunCancelled while it waits. ``first`` returns who judges the first evaluation that
-    they share; None if nobody has to. ``not_judged`` is told why that judge was not asked.
-    ``firsts``: of models without a token plan; its notice takes what else users should know of a
-    run that goes on.
+    Refused, or RunCancelled while it waits. ``first`` returns the judge of the first evaluation
+    that they share; None if none is needed. ``not_judged`` is told why that judge was not asked.
+    ``firsts`` keeps first results of models without a token plan; its notice also takes other
+    messages to users about a run that goes on.
     """
 
     load: Callable[[Any], None] = lambda model: None

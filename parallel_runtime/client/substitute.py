@@ -48,7 +48,8 @@ class Instead:
 
 def take_place(made: Instead, of: Any) -> None:
     """Has ``made`` stand in the place of the MODEL ``of``, with the methods that a node has
-    replaced on that object. Raises Refused for one that the pool has another of, or does not call.
+    replaced on that object. Raises Refused for a method that the pool replaces too, or that it does
+    not call.
     """
     made.instead_of = of  # by which ``rebound`` knows whose methods they are
     for name, value in vars(of).items():
@@ -68,9 +69,7 @@ def is_method(one: Any, name: str) -> bool:
 
 
 def rebound(value: Any, to: Instead) -> Any:
-    """Returns a method of the object in whose place another stands as that one's; anything else as
-    it is.
-    """
+    """Returns a method of the replaced object bound to its substitute, other values as they are."""
     if isinstance(value, MethodType) and first_of(value.__self__) is first_of(to):
         return MethodType(value.__func__, to)
     return value

@@ -1,8 +1,8 @@
 """Give each rank whole tiles of a picture that ComfyUI takes tile by tile.
 
 ComfyUI cuts the picture and puts the tiles together; its loop waits for each tile before it asks
-for the next (comfy/utils.py tiled_scale_multidim @ 0.30.0), although tiles need nothing of each
-other (``lookahead``).
+for the next (comfy/utils.py tiled_scale_multidim @ 0.30.0), although no tile depends on another
+(``lookahead``).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each timeline is a coroutine in which the same sampler code runs on the full-shape latent, with
 random numbers of its own; only its patch's pixels are meaningful. It is suspended at every
 evaluation and resumed with the output, always in the order of patches, so that the result depends
-neither on timing nor on the number of stages. Right only where everything between the sampler and
-the transformer acts on each pixel by itself: ``separability`` decides.
+neither on timing nor on the number of stages. This is right only if everything between the sampler
+and the transformer acts on each pixel by itself: ``separability`` decides.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Callback = Callable[[int, torch.Tensor, torch.Tensor, int], Any]
 
 class PatchBackend(Protocol):
     """Computes evaluations and patches of them: first in, first out. ``constants``: the arguments
-    that ComfyUI does not batch. ``beside_ui``: it does so on the device of samplers, too.
+    that ComfyUI does not batch. ``beside_ui``: it also computes on the samplers' own device.
     """
 
     constants: Constants
     beside_ui: bool
 
     def begin_run(self) -> None:
-        """Makes void all that it keeps of the run before, or of this run so far."""
+        """Discards all data that it keeps of the run before, or of this run so far."""
         ...
 
     def restart_if_reloaded(self) -> bool:
@@ -45,17 +45,17 @@ class PatchBackend(Protocol):
         ...
 
     def submit(self, call: SampleCall, patch: Patch | None) -> Any:
-        """Starts one patch of an evaluation, or all of it: a whole evaluation is exact, and gives
+        """Starts one patch of an evaluation, or the whole evaluation, which is exact and gives
         later patches the keys and values of their neighbours. Returns a ticket.
         """
         ...
 
     def collect(self, ticket: Any) -> torch.Tensor:
-        """The output, full shape; outside the patch zero, or as last seen."""
+        """Returns the output in full shape. Outside the patch it is zero, or as last seen."""
         ...
 
     def make_room(self) -> bool:
-        """Frees memory that something else has. False: nothing has."""
+        """Frees memory that other models hold. Returns False if there is no more to free."""
         ...
 
     def may_start_again(self) -> bool:
@@ -97,13 +97,13 @@ class Call:
     result: Result | None = None
 
     def take(self) -> torch.Tensor:
-        """The output, of a call that was submitted."""
+        """Returns the output of a call that was submitted."""
         assert self.result is not None
         return self.result.take()
 
     @property
     def latent(self) -> tuple[str, torch.Tensor]:
-        """Name and value of the latent: the first argument of every forward of ComfyUI's."""
+        """Returns the latent's name and value: the first argument of ComfyUI's every forward."""
         return next(iter(self.arguments.items()))
 
 
@@ -126,8 +126,8 @@ class Timeline(Coroutine):
 
 
 class FreeRun:
-    """One sampling in as many timelines as there are ``patches``, which are all of the ``grid``.
-    ``warm_up``: how many first evaluations of every branch are whole. ``run`` once.
+    """One sampling with a timeline for each of the ``patches``, which cover the ``grid``.
+    ``warm_up``: how many first evaluations of every branch are whole. Call ``run`` once.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ def submitted(calls: Sequence[Call]) -> bool:
 
 
 def merged(latents: Sequence[torch.Tensor], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One latent, each patch's pixels taken from its own."""
+    """Returns one latent, with each patch's pixels from that patch's own latent."""
     whole = latents[0]
     for latent, own in zip(latents[1:], pixels[1:], strict=True):
         whole = torch.where(own, latent, whole)

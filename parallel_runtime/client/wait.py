@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Wait:
-    """A wait, which nobody is shown here. May be begun again while it lasts, and ended when it is
-    over.
+    """A wait; this class shows it to nobody. ``begin`` may be called again while it lasts, and
+    ``end`` when it is over.
     """
 
     def begin(self) -> None: ...

@@ -1,7 +1,7 @@
 """Take the context windows of one evaluation to the groups of ranks together.
 
 ComfyUI's loop asks for a window when it has the one before (comfy/context_windows.py @ 0.30.0),
-although windows need nothing of each other (``lookahead``).
+although no window depends on another (``lookahead``).
 """
 
 from __future__ import annotations

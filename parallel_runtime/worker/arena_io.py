@@ -21,8 +21,8 @@ from ..wire.tree import decode_tree, encode_tree
 
 
 class Written(NamedTuple):
-    """An output as a tree. ``wrote``: its place in the arena, as offset and bytes; ``apart``: its
-    memory, if it did not fit there.
+    """An output as a tree. ``wrote`` is its place in the arena, as offset and bytes. ``apart`` is
+    memory of its own, if it did not fit there.
     """
 
     tree: bytes = b""
@@ -31,10 +31,11 @@ class Written(NamedTuple):
 
 
 class KeptConditioning:
-    """Tensors by version, the least recently used first. What the evaluation at hand names stays,
-    of any size; beside it ``limit_bytes`` are kept.
+    """Tensors by version, the least recently used first. Tensors that the present evaluation names
+    stay, of any size; ``limit_bytes`` of others are kept too.
 
-    What goes is read again when it is next named: the arena has it for as long as the UI names it.
+    A dropped tensor is read again when it is next named: the arena has it for as long as the UI
+    names it.
     """
 
     def __init__(self, limit_bytes: int):
@@ -77,8 +78,8 @@ class KeptConditioning:
 
 
 class ArenaIO:
-    """Reads and writes for one rank. ``arena`` is the UI's arena, mapped; on another machine, that
-    of the leader, which has in the same places what ranks there read.
+    """Reads and writes for one rank. ``arena`` is the UI's arena, mapped; on another machine, the
+    leader's arena, which has the data that ranks there read in the same places.
     """
 
     def __init__(self, arena: Segment, device: torch.device, conditioning_bytes: int = KEPT_CONDITIONING):
@@ -98,8 +99,8 @@ class ArenaIO:
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """Returns the tensor at ``ref``. Conditioning is copied to the device once, and is the same
-        object in every evaluation: a model may keep what it made of it under its identity. A tensor
-        that changes with every evaluation is copied, because a model may write to it. One that is
+        object in every evaluation: a model may cache results under its identity. A tensor that
+        changes with every evaluation is copied, because a model may write to it. One that is
         ``in_place`` stays in the arena: the method moves the rows that it needs.
 
         No copy waits for the device.
@@ -126,9 +127,10 @@ class ArenaIO:
                 self._read.wait()
 
     def write(self, output: Any, place: TensorRef) -> Callable[[], Written]:
-        """Begins to write ``output`` into ``place``, without waiting for the device. What is
-        returned ends that, when the device has come so far; an output that does not fit is written
-        then, into memory of its own. It raises SharedMemoryFull if there is none.
+        """Begins to write ``output`` into ``place``, without waiting for the device. The returned
+        function finishes the write, when the device has computed the output; it then writes an
+        output that does not fit into memory of its own. It raises SharedMemoryFull if there is
+        none.
         """
         offset, end = place.offset, place.offset + place.nbytes
         pieces: list[tuple[TensorRef, torch.Tensor]] = []

@@ -22,10 +22,10 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 
 
 class DeviceMemory:
-    """The memory of one rank's device. ``model_bytes``: of the resident models' weights;
-    ``conditioning_bytes``: of a run's conditioning; ``kept_bytes``: of messages' memory, and what
-    methods keep; ``set_bytes``: of sets of patched weights, on the device or else. The handler sets
-    all four.
+    """The memory of one rank's device. ``model_bytes`` counts the resident models' weights,
+    ``conditioning_bytes`` a run's conditioning, ``kept_bytes`` messages' memory and tensors that
+    methods keep, ``set_bytes`` sets of patched weights, on the device or in main memory. The
+    handler sets all four.
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
@@ -63,8 +63,8 @@ class DeviceMemory:
         return False
 
     def recent(self) -> Memory:
-        """Returns the last measurement if it is at most ``MEMORY_KEPT_S`` old, else a new one. What
-        models and conditioning take is always as it is now.
+        """Returns the last measurement if it is at most ``MEMORY_KEPT_S`` old, else a new one. The
+        bytes of models and conditioning are always the present ones.
         """
         last = self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
         held = self.model_bytes, self.conditioning_bytes, last.kept, last.sets, last.sets_in_main
@@ -86,7 +86,7 @@ class DeviceMemory:
         return self.now().free // self._sharers if device == self._device else system_memory()[0] // ranks
 
     def reserve(self, nbytes: int) -> None:
-        """Checks that this rank's share of the free memory has so many bytes. Raises NoRoom."""
+        """Checks that this rank's share of the free memory has ``nbytes``. Raises NoRoom."""
         free = self.now().free // self._sharers
         if nbytes > free:
             raise NoRoom(

@@ -55,7 +55,7 @@ class Skipped(Exception):
 
 
 class Stand(NamedTuple):
-    """How far this rank has come in a request's messages: each as ``Failed`` has it."""
+    """How far this rank has come in a request's messages; the fields are those of ``Failed``."""
 
     at: tuple[int, int] | None = (0, 0)
     complete: bool = False
@@ -63,8 +63,8 @@ class Stand(NamedTuple):
 
 @dataclass(frozen=True)
 class Enqueued:
-    """The answer to an evaluation that the device still computes: ``answer`` makes it once
-    ``reached`` is over. ``stand`` of this rank then.
+    """The answer to an evaluation that the device still computes: ``answer`` makes the answer once
+    ``reached`` is over. ``stand`` is this rank's at that time.
     """
 
     request: Forward
@@ -75,8 +75,8 @@ class Enqueued:
 
 class RequestHandler:
     """Carries out the requests of one rank, and holds its models. ``machines``: as ``Start`` has
-    them; on another machine than ComfyUI's, files have times of their own. ``joining``: entered
-    where the rank joins groups.
+    them; on another machine than ComfyUI's, files have times of their own. ``joining`` is entered
+    while the rank joins groups.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class RequestHandler:
         return Done(request=request.request, memory=self._memory.now())
 
     def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
-        """Raises Skipped, and whatever the evaluation fails with: then ``stand`` tells whether
-        other ranks may wait for messages of this one.
+        """Raises Skipped, and every error of the evaluation: then ``stand`` tells whether other
+        ranks may wait for messages of this one.
         """
         traffic, attempt = self._mesh.sequence.traffic, (request.part.run, request.part.attempt)
         traffic.clear()

@@ -14,9 +14,9 @@ WARM_UP_S = 0.5  # a GPU that was idle takes some tenths of a second to its full
 
 
 def flops_per_s(device: torch.device) -> float:
-    """Return the FLOPs per second of matrix products, which most of a model is, in the precision
-    that ComfyUI would compute in. 0 on a CPU, whose ranks share its cores evenly, and on a GPU that
-    is full or cannot say.
+    """Return the FLOPs per second of matrix products, which are most of a model's work, in the
+    precision that ComfyUI would compute in. 0 on a CPU, whose ranks share its cores evenly, and on
+    a GPU that is full or cannot say.
     """
     if device.type != "cuda":
         return 0.0

@@ -49,7 +49,7 @@ class PatchedSets:
         self.in_place: Collection[str] = ()  # the weights of that set
 
     def nbytes(self, on_device: bool) -> int:
-        """Returns the bytes of all sets on the device, or of all sets elsewhere."""
+        """Returns the bytes of all sets on the device, or of all sets in main memory."""
         every = (self._loaded, *self._kept.values())
         return sum(one.nbytes for one in every if (one.device == self._device) == on_device)
 

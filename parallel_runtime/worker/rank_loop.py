@@ -41,8 +41,8 @@ CPU = torch.device("cpu")
 
 class RankLoop:
     """The loop of one rank, which computes on ``device``. Serves methods too: notes their progress,
-    reserves memory, tells which part comes next. ``spins``: beside a GPU, where there are cores
-    enough, it waits by looking again and again: a process that sleeps is woken too late.
+    reserves memory, tells which part comes next. ``spins``: with a GPU and enough cores it waits by
+    looking again and again, because a sleeping process is woken too late.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RankLoop:
         self._request: Request | None = None  # at hand
 
     def wants_stop(self) -> bool:
-        """True if the UI has cancelled the request at hand."""
+        """Returns whether the UI has cancelled the present request."""
         return self._request is not None and self._request.request <= self._board.cancelled_request
 
     def tick(self) -> None:
@@ -106,7 +106,7 @@ class RankLoop:
         return self._ahead[0][0] if self._ahead else None
 
     def reserve(self, nbytes: int) -> None:
-        """Checks that this rank's device has so much free. Raises NoRoom."""
+        """Checks that this rank's device has ``nbytes`` free. Raises NoRoom."""
         self._memory.reserve(nbytes)
 
     def serve(self, handler: RequestHandler) -> None:
@@ -227,7 +227,7 @@ class RankLoop:
 
 def look_rarely() -> None:
     """Have Python look for garbage between requests: amid an evaluation, all ranks would wait for
-    the one that looks. What is there by now, a rank's imports, is never looked at.
+    the one that looks. Objects that exist by now, a rank's imports, are never looked at.
     """
     gc.freeze()
     gc.set_threshold(ALLOWED, *gc.get_threshold()[1:])

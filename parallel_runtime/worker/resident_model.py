@@ -57,9 +57,9 @@ class ResidentModel:
     """``patcher`` is the host's own ModelPatcher. Its weights are on this rank's device; in a
     pipeline it has those of its own blocks alone.
 
-    ``load``: the request for it. ``kernels``: the rank's. ``readers``: with whom it reads whole
-    weights, by ``weights.read``. ``free_bytes``: as ``PatchedSets`` has it. Raises
-    Refused or LayoutError if the model cannot run in this layout.
+    ``load`` is the request that loads it. ``kernels`` are the rank's attention kernels. ``readers``
+    are the ranks with which it reads whole weights, by ``weights.read``. ``free_bytes``: see
+    ``PatchedSets``. Raises Refused or LayoutError if the model cannot run in this layout.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ResidentModel:
     ) -> bool:
         """Replace all weight patches by ``patches``, or without them by the set of this name if it
         is kept: False if it is not, and nothing changes. Replace all object patches by ``objects``;
-        without them those in place stay, and so does what nodes' code has noted of the run.
+        without them the present ones stay, with the state that nodes' code keeps of the run.
         ``comes_back``: sets take turns, so the one in place and this one are kept if there is room.
         """
         if patches is None and not self.sets.has(patches_id):
@@ -245,7 +245,9 @@ class ResidentModel:
 
 
 def in_fp32(model: ResidentModel, arguments: dict[str, Any], number: int) -> Any:
-    """Compute as ``on_rank`` does, in fp32. What the model keeps of others has no part in it."""
+    """Compute as ``on_rank`` does, in fp32. Data that the model keeps of other evaluations is not
+    used.
+    """
     transformer = model.patcher.model.diffusion_model
     plan = plan_or_whole(type(transformer))
     prefix = plan.prefix if plan is not None else None
@@ -254,8 +256,8 @@ def in_fp32(model: ResidentModel, arguments: dict[str, Any], number: int) -> Any
 
 
 def counted(rank: CountingRank, total: int) -> Callable[[int], None]:
-    """Return a function that is told how much more is done: bytes of a load, weights of a patching.
-    All of it is ``total``.
+    """Return a function that takes the additional progress: bytes of a load, weights of a patching.
+    ``total`` is the whole amount.
     """
     done = 0
 

@@ -15,7 +15,7 @@ from ..vae_modules import why_not_in_bands
 
 class ResidentVAE:
     """``model`` is the host's own, on this rank's device; it has no weight patches. Raises Refused
-    if it ``is_cut`` and has a module that is not known. An upscale model computes whole tiles.
+    if it ``is_cut`` and has an unknown module. An upscale model computes whole tiles.
     """
 
     patches_id = ""

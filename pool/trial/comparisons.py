@@ -1,7 +1,7 @@
 """The host trial itself, in a process of its own: the tiny models of a class, sampled by this
-ComfyUI alone and by two ranks on the CPU. Ranks are a sequence with whole weights, with shared-out
-ones, and with int8 ones, which ComfyUI's helpers read past a layer's own forward; and a pipeline.
-No process that serves imports this.
+ComfyUI alone and by two ranks on the CPU. Ranks are a sequence with whole, sharded and int8 weights
+(which ComfyUI's helpers read past a layer's own forward), and a pipeline. No process that serves
+imports this.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def run_trial(channel: Channel) -> None:
 
 
 def tried(kind: str, keeper: PoolKeeper, tell: Callable[[TrialStep], None] = lambda step: None) -> Tried:
-    """Compare every tiny model of a class, ``module:Class``. What fails, as code of another ComfyUI
-    may in any way, is a difference too. Raises what this machine is to blame for: that is no
-    verdict on the class.
+    """Compare every tiny model of a class, ``module:Class``. A failure is a difference too, because
+    another ComfyUI's code may fail in any way. Raises errors that come from this machine: they are
+    no verdict on the class.
     """
     compared: list[Compared] = []
     try:
@@ -227,7 +227,9 @@ def int8_model(form: Form, size: Size) -> ModelPatcher | None:
 
 
 def is_large(name: str, weight: torch.Tensor) -> bool:
-    """Whether files quantise such a layer: not the narrow ones into and out of a model."""
+    """Returns whether files quantise such a layer: not the narrow layers at a model's entry and
+    exit.
+    """
     return (
         name.endswith(".weight")
         and weight.dim() == 2

@@ -77,7 +77,7 @@ class HostCode:
 
 
 class TrialLost(Exception):
-    """A class could not be tried, for the reason given: another time it may be."""
+    """A class could not be tried, for the given reason. A later trial may succeed."""
 
 
 BEGINNING = TrialStep(text="its workers start", done=0, total=1)
@@ -150,8 +150,8 @@ def kitchen_version() -> str:
 
 class HostTrials:
     """Every class of the ComfyUI in a folder, of this ``version``, that was asked for. May be asked
-    from any thread. ``try_class`` tries one after the other, each in a thread that ends with it;
-    where there is none, all may be computed. ``notice`` is told what a user should know.
+    from any thread. ``try_class`` tries one class after the other, each in a thread of its own;
+    without it, ranks may compute every class. ``notice`` takes messages to the user.
     """
 
     def __init__(
@@ -234,8 +234,8 @@ class HostTrials:
         self._require_same(transformer, judged)
 
     def _of_known_form(self, transformer: type, model: Any, again: bool = False) -> Future[Verdict] | None:
-        """Begins as ``begin`` does. What is compared are the samples' forms: raises Refused for
-        another one that no tested ComfyUI has, which may run other code of the class.
+        """Begins as ``begin`` does. A trial compares the samples' forms. Raises Refused for a form
+        that no sample and no tested ComfyUI has, because it may run other code of the class.
         """
         judged = self.begin(transformer, again)
         if judged is None or model is None:
@@ -292,8 +292,8 @@ class HostTrials:
 
     def not_judged(self, model: Any, why: str, *next_time: str) -> None:
         """Tells the user, once for its class and numbers, that the first evaluation of such a
-        BaseModel could not be judged. Who judges it is asked again in every run, unless the pool
-        ended for it: the next one would end for it too.
+        BaseModel could not be judged. Every run tries again to judge it, unless the comparison
+        ended the pool: it would end the next pool too.
         """
         name = f"{type(model.diffusion_model).__name__} in {dtypes_of(model)}"
         self.firsts.not_judged(
@@ -374,8 +374,9 @@ def done(verdict: Verdict) -> Future[Verdict]:
 
 @cache
 def pack_digest(pack: Path = PACK) -> str:
-    """Returns a name of PipeMesh's own code that computes and compares: another one is tried anew.
-    It is told by syntax trees without docstrings, so that a comment is no other code.
+    """Returns a digest of PipeMesh's own code that computes and compares; if it changes, classes
+    are tried anew. It hashes syntax trees without docstrings, so that a new comment changes
+    nothing.
     """
     runtime = pack / RUNTIME
     files = [one for one in runtime.rglob("*.py") if one.relative_to(runtime).parts[0] not in NOT_IN_RANKS]

@@ -24,7 +24,7 @@ def try_in_process(
     limit_s: float = LIMIT_S,
 ) -> tuple[bool, str]:
     """Compares a class, ``module:Class``, with stock. Returns whether ranks compute the same, and
-    the reason. Users' own arguments of ComfyUI have no part in it. Raises TrialLost.
+    the reason. The user's own arguments of ComfyUI are not used. Raises TrialLost.
     """
     until = time.monotonic() + limit_s
     try:

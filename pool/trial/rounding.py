@@ -120,7 +120,7 @@ def wrapped(model: Any, evaluate: Callable) -> Any:
 
 
 def bound(run: SampleModel, stock: Any, truth: torch.Tensor | None = None) -> float:
-    """The largest relative error at the end of ``run`` that rounding explains. ``truth``: what
-    ``run(stock)`` gives, where it is known.
+    """The largest relative error at the end of ``run`` that rounding explains. ``truth``: the
+    result of ``run(stock)``, if it is known.
     """
     return FACTOR * relative_error(run(rounded(stock)), run(stock) if truth is None else truth)
