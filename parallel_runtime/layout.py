@@ -94,7 +94,6 @@ class Degrees:
 
     @cached_property
     def groups(self) -> int:
-        """The number of groups."""
         return prod(self._along("pool"))
 
     @property
@@ -181,7 +180,6 @@ class Layout(Degrees):
         return coordinates
 
     def stage(self, rank: int) -> int:
-        """The stage that ``rank`` is of."""
         return self.coordinates(rank)["pipefusion"]
 
     def of_stages(self, rank: int) -> tuple[int, ...]:
@@ -189,12 +187,10 @@ class Layout(Degrees):
         return self.group("pipefusion", rank)
 
     def sequence(self, rank: int) -> range:
-        """The ranks that share the sequence of ``rank``."""
         first = rank - rank % self.sequence_size
         return range(first, first + self.sequence_size)
 
     def sequences(self) -> list[range]:
-        """The ranks of every sequence."""
         return [self.sequence(first) for first in range(0, self.world_size, self.sequence_size)]
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def unescaped(path: str) -> Path:
 
 
 def give_back_freed() -> None:
-    """Returns freed blocks to the system: glibc keeps many MiB of them in its heap."""
+    """Returns freed blocks, of which glibc keeps many MiB in its heap, to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -30,8 +30,8 @@ class InBlockPatches:
     for one that holds what cannot cross; one that the plan cannot serve is left out.
 
     ``numbers`` of the patches, by their ids; ``rebuilt`` and ``kept`` of the plan; ``state``: what
-    their code reads in packs' modules; ``readers`` of options. ``objects``: the object patch that
-    brings all of it to the ranks; ``identity``: the same with ids in place of models.
+    their code reads in packs' modules. ``objects``: the object patch that brings all of it to the
+    ranks; ``identity``: the same with ids in place of models.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ def in_block_patches(patcher: Any) -> InBlockPatches:
 
 def runs_code_in_blocks(patcher: Any) -> bool:
     """True if ranks run a node's code inside the blocks: it may look at the batch that ComfyUI made
-    of conds and images, or keep a state from one evaluation to the next.
+    of conds and images, or keep a state between evaluations.
     """
     in_block = getattr(patcher, "in_block", None)
     return in_block is not None and bool(in_block.objects)
@@ -89,9 +89,7 @@ def patches_of(options: Options) -> Iterator[tuple[str, Any]]:
 
 
 def node_override(options: Options) -> list[Any]:
-    """Returns the attention override of a node if it does more than choose a function that ranks
-    know by name.
-    """
+    """Returns a node's attention override if it does more than choose a function known by name."""
     override = options.get(OVERRIDE)
     return [override] if override is not None and attention_backend(override) is None else []
 
@@ -113,7 +111,7 @@ def why_all_rows(plan: TokenPlan, options: Options) -> list[str]:
 
 class PatchesHere(NamedTuple):
     """The patches in a rank: (name, patch) of each; methods, as object patches; and the values that
-    their code reads in packs' modules, for ``put_state``.
+    their code reads in packs' modules.
     """
 
     patches: Sequence[tuple[str, Callable]] = ()

@@ -1,6 +1,5 @@
-"""Refer to code by its file, so that a rank can import its own copy: a file of ComfyUI's, or of a
-node pack that the user lets ranks import. Only names cross, and the hash of the file, which must be
-the same on both sides.
+"""Refers to code by its file, so that a rank can import its own copy: a file of ComfyUI's, or of a
+node pack that the user lets ranks import. Only names cross, and the hash of the file.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class NotReferable(Exception):
 
 
 def name_of(thing: Any) -> str:
-    """Returns ``module:name`` of a function, or of an object's class, as token plans write it. The
-    module's name is the one that an import uses, wherever it was loaded from; for a node pack, the
-    pack's name in small letters.
+    """Returns ``module:name`` of a function, or of an object's class, as token plans write it: the
+    module's name as an import uses it, wherever it was loaded from; for a node pack, the pack's
+    name in small letters.
     """
     thing = getattr(thing, "__func__", thing)
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
@@ -66,9 +65,7 @@ def reference_to(thing: Any) -> Reference:
 
 
 def compiled(function: types.FunctionType) -> Reference:
-    """Refers to the code of a function that another function made, even if its module does not bind
-    it to a name. Raises NotReferable.
-    """
+    """Refers to the code of a function that another function made. Raises NotReferable."""
     module = module_of(sys.modules.get(function.__globals__.get("__name__", "")))
     if module is None:
         raise NotReferable("its module has no file")
@@ -143,7 +140,7 @@ def resolved(reference: Reference) -> Any:
 
 def imported(place: Reference) -> types.ModuleType:
     """Returns the module of a reference, imported from this machine's own copy. Raises Refused if
-    that copy differs, or if ranks may not import it.
+    that differs, or if ranks may not import it.
     """
     root, path, expected = place
     if root == TORCH and path.partition(".")[0] == TORCH:

@@ -36,8 +36,7 @@ def kept_settings(kept: BranchCache, options: Mapping[str, Any]) -> dict[str, An
 
 class KeptBranch(dict):
     """The tokens that are kept for one branch's latents. It equals nothing but itself, because
-    ComfyUI's own dicts of tensors cannot be compared. ``shapes`` has the tokens' shape in each
-    block.
+    dicts of tensors cannot be compared. ``shapes``: the tokens' shape in each block.
     """
 
     __eq__ = object.__eq__
@@ -102,9 +101,7 @@ class KeptTokens:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of a device. For main memory it respects a container's limit, which
-    ComfyUI does not.
-    """
+    """Returns the free bytes of a device; of main memory within a container's limit."""
     from comfy.model_management import get_free_memory
 
     return system_memory()[0] if device.type == "cpu" else int(get_free_memory(device))

@@ -90,8 +90,8 @@ def blocks_left_out(options: Options) -> list[tuple[str, int]]:
 
 
 def attention_backend(override: Any) -> str | None:
-    """Returns the name of the registered attention function that a node's override chooses; None
-    for an override that does anything else, and for a function of a pack that ranks may import.
+    """Returns the name of the registered attention function that a node's override chooses; None if
+    it does anything else, or if the function is of a pack that ranks may import.
     """
     if not any(does_as(override, form(override)) for form in (choose, choose_unwrapped)):
         return None
@@ -138,8 +138,8 @@ def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
 
 def options_by_name(options: Options, numbers: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
     """In the UI: plain data in place of code inside the blocks. ``numbers``: of the patches that
-    ranks hold, by their ids. Raises Refused for the first callable that is neither known by name
-    nor held there, naming it.
+    ranks hold, by their ids. Raises Refused, naming the first callable that is neither known by
+    name nor held there.
     """
     found: dict[str, Any] = {}
     if lists := options.get("patches"):
@@ -183,9 +183,8 @@ def torch_settings() -> dict[str, Any]:
 
 
 def options_made(options: Options, patches: Sequence[tuple[str, Callable]] = ()) -> dict[str, Any]:
-    """In a rank: the inverse of ``options_by_name``. Sets torch's settings, and puts ``patches`` in
-    the place of their numbers. Raises Refused for an attention function that ComfyUI does not have
-    here.
+    """In a rank: the inverse of ``options_by_name``. Also sets torch's settings. Raises Refused for
+    an attention function that ComfyUI does not have here.
     """
     made = {name: value for name, value in options.items() if name not in (SETTINGS, BACKEND, NODES)}
     here = torch_settings()

@@ -59,9 +59,7 @@ def crossing_options(
 
 
 def refuse_foreign_levers(patcher: Any) -> None:
-    """Raises Refused for settings of other nodes on a MODEL beside patches and options, naming
-    them.
-    """
+    """Raises Refused for settings of other nodes on a MODEL beside patches and options."""
     injected = [one for items in patcher.injections.values() for one in items]
     foreign = [one for one in injected if adapters_of(one) is None]
     if foreign:
@@ -125,9 +123,8 @@ def compiled_paths(wrapper: Any, model: Any) -> list[str]:
 
 
 def compilation(kwargs: dict[str, Any], paths: list[str], wrapper: str) -> dict[str, Any]:
-    """Returns the option that has ranks compile these modules. If they cannot, it is empty and a
-    line goes to the log. A filter of guards is replaced by the ranks' own. ``wrapper`` names the
-    node's function for the log.
+    """Returns the option that has ranks compile these modules; empty, with a line in the log, if
+    they cannot. A filter of guards is replaced by the ranks' own.
     """
     inside = [
         path.removeprefix(WHOLE).removeprefix(".") for path in paths if f"{path}.".startswith(f"{WHOLE}.")

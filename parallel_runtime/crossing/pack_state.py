@@ -1,7 +1,6 @@
 """Plain values in a node pack's modules and classes that its code reads: ComfyUI's, which nodes may
-have set at run time, are put into the modules that a rank imported.
-
-Read is what a function names, and what the functions and classes of the pack name that it names.
+have set at run time, are put into the modules that a rank imported. Read is what a function names,
+and what the functions and classes of the pack name that it names.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def is_sent(name: str, value: Any) -> bool:
 
 
 class PackState:
-    """In the UI: the values that the code of some patches (``things``) reads, to be sent with the
-    patches.
+    """In the UI: the values that the code of some patches (``things``) reads, to be sent with
+    them.
     """
 
     def __init__(self, things: list[Any], take: Callable[[Any, str], Any]):

@@ -27,8 +27,7 @@ Flattened = Any  # a plain value, or [number of the object, kind, content...]; "
 
 
 class Disassembly:
-    """Flattens objects that may share others. Modules of ``transformer`` are named by their paths,
-    and not flattened.
+    """Flattens objects that may share others. Modules of ``transformer`` are named by their paths.
 
     ``code`` lists the functions and classes that the objects refer to. ``models`` maps a number to
     each flattened module that patches bring along as a model of its own. Others refer to a module
@@ -253,7 +252,7 @@ BUILT_IN = (Enum, list, tuple, dict, set, frozenset, str, bytes, int, float, tor
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Returns the axes in the order in which they lie in memory, outermost first. In another order
+    """Returns the axes in the order in which they lie in memory, outermost first: in another order
     kernels would add up differently, and a patch may magnify the difference.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -49,8 +49,8 @@ class PreparedText:
 
 
 def name_dtype(transformer: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Tells quantised weights their dtype for dequantising if their loader left it open. ComfyUI
-    does that when it loads the model, and the UI's weights are never loaded.
+    """Tells quantised weights their dtype for dequantising if their loader left it open, as ComfyUI
+    does when it loads the model; the UI's weights are never loaded.
     """
     for weight in transformer.parameters():
         if is_quantised(weight) and weight._params.orig_dtype is None:  # pyright: ignore[reportAttributeAccessIssue]

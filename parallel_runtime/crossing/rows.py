@@ -33,9 +33,9 @@ ALL_ROWS = Batch(1, 1, 1.0)
 
 
 def batch_of(arguments: dict[str, Any], constants: Collection[str] = ()) -> Batch:
-    """Counts the rows that can be computed apart; one if some tensor's rows may not be the rows of
-    the batch. Rows of a branch stay together if they are frames of one video. ``constants`` are
-    arguments that ComfyUI does not batch.
+    """Counts the rows that can be computed apart; one if some tensor's rows may not be those of the
+    batch. Rows of a branch stay together if they are frames of one video. ``constants``: arguments
+    that ComfyUI does not batch.
     """
     rows = latents_of(arguments)[0].shape[0]
     weight = cost_of_row(arguments)
@@ -55,8 +55,8 @@ def is_along(tensor: torch.Tensor, rows: int) -> bool:
 
 
 def cost_of_row(arguments: dict[str, Any]) -> float:
-    """Returns the approximate cost of one row, compared with others: the latent's elements in each
-    channel, divided by 4 because a token covers about 4 latent pixels, plus the tokens of the text.
+    """Returns the approximate cost of one row, compared with others: a token for 4 latent pixels,
+    and the tokens of the text.
     """
     pixels = sum(prod(latent.shape[2:]) for latent in latents_of(arguments))
     text = arguments.get("context")
@@ -110,7 +110,7 @@ def equal_trees(one: Any, other: Any) -> bool:
 
 def batched(several: Sequence[dict[str, Any]], constants: Collection[str] = ()) -> dict[str, Any]:
     """Makes the arguments of one evaluation of the rows of several, as the host batches conds of
-    equal shapes, equal names and the same options. ``constants``: as in ``take``. Raises NotAlike.
+    equal shapes, equal names and the same options. Raises NotAlike.
     """
     first, rows = several[0], latents_of(several[0])[0].shape[0]
     options = [

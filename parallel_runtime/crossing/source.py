@@ -89,8 +89,8 @@ def checkpoint_of(patcher: Any) -> str:
 
 
 def describe_source(patcher: Any) -> Source:
-    """In the UI: the source of a stock MODEL. Raises ModelError when the checkpoint is gone,
-    Refused for a model that no rank can rebuild.
+    """In the UI: the source of a stock MODEL. Raises ModelError if the checkpoint is gone, Refused
+    for a model that no rank can rebuild.
     """
     init = patcher.cached_patcher_init
     if init is not None:
@@ -121,9 +121,7 @@ def refuse_state(patcher: Any) -> None:
 
 
 def resolved_dtypes(config: Any) -> Dtypes:
-    """In the UI: returns the dtypes that ComfyUI chose by the file's dtype, the device and the free
-    memory.
-    """
+    """In the UI: returns the dtypes that ComfyUI chose."""
     return config.unet_config.get("dtype"), config.manual_cast_dtype
 
 
@@ -155,9 +153,9 @@ def call_factory(name: str, args: tuple, index: int | None, dtypes: Dtypes = (No
 
 
 def find_here(path: str) -> str:
-    """In a rank on another machine: returns the path of a model file of the UI's ComfyUI. It is the
-    same path, or the same place in this ComfyUI's own models folder. If neither exists, it is the
-    place in that folder where the file belongs, or the same path if there is none.
+    """In a rank on another machine: returns the path of a model file of the UI's ComfyUI: the same
+    path, or the same place in this ComfyUI's own models folder. If neither exists, it is the place
+    where the file belongs.
     """
     import comfy
 
@@ -238,8 +236,7 @@ def numbers_id(vae: Any, kind: str = "vae") -> str:
 
 def vae_numbers(model: Any) -> dict[str, Any]:
     """Returns the numbers that the class of a VAE took from its file's metadata: a node may have
-    changed them since. Numbers that ComfyUI's patchers note on the module, such as the bytes that
-    are loaded, are none of the VAE's.
+    changed them since. Numbers that ComfyUI's patchers note on the module are left out.
     """
     own = vars(model) if getattr(model, "config", None) is not None else {}
     names = assigned_first(type(model))

@@ -324,9 +324,7 @@ class TokenPlan:
 
     @property
     def why_no_stages(self) -> str:
-        """Returns why PipeFusion refuses the model, in words for users; empty if it takes the
-        model.
-        """
+        """Returns why PipeFusion refuses the model, in words for users; empty if it takes it."""
         among = next((group.path for group in self.blocks if group.interleaved), "")
         if among:
             return f"its {among} run among its other blocks, so that no stage can hold a part of it"
@@ -355,7 +353,7 @@ class TokenPlan:
             )
 
     def block_patch(self, code: str) -> BlockPatch | None:
-        """Returns the plan's entry for a node's patch, by the patch's code; None if it has none."""
+        """Returns the plan's entry for a node's patch, by the patch's code."""
         return next((patch for group in self.blocks for patch in group.patches if patch.code == code), None)
 
     def has_own_rows(self, code: str) -> bool:
@@ -364,14 +362,11 @@ class TokenPlan:
         return patch is not None and not patch.adds and patch.instead != "keep references"
 
     def gathers_at(self, point: str) -> bool:
-        """Returns whether a patch can be given all tokens at a point."""
         return any(point in group.points for group in self.blocks)
 
     @cached_property
     def leaves_behind_blocks(self) -> bool:
-        """Returns whether tokens leave behind the last block: the code that follows takes all
-        tokens.
-        """
+        """Whether tokens leave behind the last block: the code that follows takes all tokens."""
         return bool(self.blocks) and self.leave.path == self.blocks[-1].path
 
     def __post_init__(self) -> None:
@@ -380,7 +375,6 @@ class TokenPlan:
                 raise ValueError(f"A plan must give `lengths` of all but one of the streams in {arg}.")
 
     def patch_size_of(self, model: Any) -> Any:
-        """The number, or numbers, of one model."""
         if isinstance(self.patch_size, tuple):
             return tuple(getattr(model, name) or 1 for name in self.patch_size)
         return getattr(model, self.patch_size) if isinstance(self.patch_size, str) else self.patch_size

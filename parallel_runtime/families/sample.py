@@ -84,9 +84,7 @@ def numbers_in(version: str) -> tuple[int, ...]:
 
 
 def keep_first_frame(latent: torch.Tensor) -> torch.Tensor:
-    """Returns a noise mask that keeps the first frame as it is, which so gets a timestep of its
-    own.
-    """
+    """Returns a noise mask that keeps the first frame, which so gets a timestep of its own."""
     mask = torch.ones(1, 1, *latent.shape[2:])
     mask[:, :, 0] = 0
     return mask

@@ -154,7 +154,7 @@ def differing(now: Known, built: Known, path: str) -> dict[str, Any]:
 
 
 def is_of_comfyui(value: Any) -> bool:
-    """True for an object of ComfyUI's that is no module, such as a model's parameters."""
+    """True for an object of ComfyUI's that is no module."""
     return (
         hasattr(value, "__dict__")
         and type(value).__module__.startswith("comfy.")

@@ -127,7 +127,6 @@ def _functions(transformer: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _host_classes(transformer: torch.nn.Module) -> set[type]:
-    """Returns the classes of ComfyUI's that a transformer's modules are of."""
     kinds = {kind for module in transformer.modules() for kind in type(module).__mro__}
     return {kind for kind in kinds if root_of(kind) == "comfy"}
 

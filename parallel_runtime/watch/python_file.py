@@ -145,9 +145,7 @@ def full_name(thing: types.ModuleType | type) -> str:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Returns the names that a code object looks up, and that the code objects inside it look
-    up.
-    """
+    """Returns the names that a code object looks up, and those inside it."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -182,9 +180,7 @@ def codes_in(file: str, _hash: str) -> list[types.CodeType]:
 
 
 def edited_function(module: types.ModuleType, hash_: str) -> types.FunctionType | None:
-    """Returns a function of a module whose code is no longer in the module's file; None if there is
-    none. ``hash_`` is the file's hash.
-    """
+    """Returns a function of a module whose code is no longer in the module's file, of this hash."""
     known = _code_set(str(module.__file__), hash_)
     for function in functions_of(module):
         is_of_file = function.__globals__ is vars(module) and function.__code__.co_filename[:1] != "<"

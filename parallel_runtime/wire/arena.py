@@ -102,8 +102,8 @@ class Board:
 
 class Allocator:
     """Hands out ranges of [start, end), first fit; ``end`` moves out when nothing fits. Sizes are
-    in bytes. No range crosses a seam: a place where ``end`` has been, or ``bound``. What lies
-    between two seams was registered with a GPU by itself, which copies no further than that.
+    in bytes. No range crosses a seam: a place where ``end`` has been, or ``bound``, because what
+    lies between two seams was registered with a GPU by itself.
     """
 
     def __init__(self, start: int, end: int, bound: int):
@@ -222,9 +222,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def identity(tensor: torch.Tensor) -> tuple:
-    """Returns a key by which tensors that are alive at the same time differ: address, shape,
-    strides, dtype and device.
-    """
+    """Returns a key by which tensors that are alive at the same time differ."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 

@@ -61,9 +61,7 @@ class Channel:
             raise ChannelClosed("the other side closed the channel") from error
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Blocks for one whole message; returns it with the descriptors it carried, which the
-        caller owns.
-        """
+        """Blocks for one whole message; returns it with its descriptors, which the caller owns."""
         while (message := self._take()) is None:
             self._fill()
         return message

@@ -68,7 +68,7 @@ def mib(nbytes: float) -> str:
 class Segment:
     """A memfd mapped into this process. Views keep the mapping alive; ``close`` gives the
     descriptor back. ``room``: the bytes of addresses that are mapped at once, for a segment that
-    grows: it stays where it is then, and so do its views.
+    grows: it and its views stay where they are then.
     """
 
     def __init__(self, fd: int, nbytes: int, room: int = 0):
@@ -135,9 +135,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int, room: int = 0) -> Segment:
-        """Makes a segment. Raises SharedMemoryFull when the system has no room: pages are reserved
-        here, not at first touch.
-        """
+        """Makes a segment, and reserves its pages. Raises SharedMemoryFull."""
         try:
             fd = os.memfd_create(f"pipemesh-{name}", os.MFD_CLOEXEC)
         except OSError as error:

@@ -58,8 +58,8 @@ def shake_hands(sock: socket.socket, secret: str, role: Role, own: Hello, limit_
     side's Hello.
 
     Both ends must call it, one in each role. The leader speaks last, so that it tells a stranger
-    nothing. ``limit_s`` seconds are the limit for all of it, so a peer cannot prolong it by sending
-    a byte now and then. Raises SecretRefused, TimeoutError, other OSErrors.
+    nothing. ``limit_s`` seconds are the limit for all of it. Raises SecretRefused, TimeoutError,
+    other OSErrors.
     """
     until, body = time.monotonic() + limit_s, msgspec.msgpack.encode(own)
     prove(sock, secret, role, until)
@@ -94,9 +94,7 @@ def proof(secret: str, role: bytes, nonces: bytes) -> bytes:
 
 
 def receive_hello(sock: socket.socket, until: float) -> Hello:
-    """Returns the other side's Hello. Raises ConnectionError if its first message is not a
-    Hello.
-    """
+    """Returns the other side's Hello. Raises ConnectionError if its first message is none."""
     length, _descriptors = HEADER.unpack(read_before(sock, HEADER.size, until))
     try:
         if length <= MAX_HELLO_BYTES:
@@ -200,8 +198,7 @@ class Link(Channel):
 
     def check(self) -> None:
         """Raises ChannelClosed if a peer that should speak has been silent for too long although it
-        got all data. The kernel of a peer goes on answering for a process that is stopped, so the
-        kernel alone does not notice.
+        got all data: the kernel of a stopped process goes on answering.
         """
         # Our kernel tells of a lost connection first: it counts from the last that the other kernel
         # sent, at most a beat after the last message, and looks once a second; the third is spare
@@ -251,8 +248,7 @@ class Link(Channel):
 
     def _read(self, count: int) -> bytes:
         """Blocks until so many bytes are there. Raises ChannelClosed if none comes for the time
-        after which a peer counts as lost: the kernel of a stopped process goes on answering, so the
-        connection stays open.
+        after which a peer counts as lost.
         """
         while len(self._buffer) < count:
             if self._lost_ms and not self._readable.poll(self._lost_ms):
