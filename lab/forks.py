@@ -1,69 +1,69 @@
-"""Commands that are forks of one process, which has imported what all of them need: ``forks.py
-CONTROL_FD SCRIPT ARGUMENT...`` runs a script in such a fork, and ends as it does.
+"""One process that has imported ComfyUI, of which the tests' processes ask for their ranks.
 
 Standard library only.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import struct
 import subprocess
-import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
-WORD = struct.Struct("<i")  # of a report: the fork's pid, then its exit status
+AT_HAND = "pipemesh.tests.comfyui_at_hand"  # to import it takes six seconds
 
 
 @contextmanager
-def forking(python: str, env: Mapping[str, str], *modules: str) -> Iterator[int]:
-    """Yields the descriptor over which a process that has imported the modules is asked for forks
-    (pool/fork_server_main.py).
+def comfyui_shared(python: str, env: Mapping[str, str], module: str = AT_HAND) -> Iterator[str]:
+    """Yields the path at which other processes get their way to one that has imported ComfyUI by
+    the module (pool/fork_server_main.py): ``handed_out``.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
+    with (
+        ours,
+        theirs,
+        TemporaryDirectory(prefix="pipemesh-tests-") as folder,
+        socket.socket(socket.AF_UNIX) as hand,
+    ):
+        path = os.path.join(folder, "at_hand")
+        hand.bind(path)
+        hand.listen()
         script = str(ROOT / "pool" / "fork_server_main.py")
         server = subprocess.Popen(
-            [python, script, str(theirs.fileno()), str(os.getpid()), *modules],
+            [python, script, str(theirs.fileno()), str(os.getpid()), module],
             env=env,
             cwd=ROOT,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
+        threading.Thread(target=hand_out, args=(hand, server.pid, ours.fileno()), daemon=True).start()
         try:
-            yield ours.fileno()
+            yield path
         finally:
             server.kill()
             server.wait()
+            hand.shutdown(socket.SHUT_RDWR)  # so hand_out returns
 
 
-def in_a_fork(control: int, script: str | Path, *arguments: str) -> list[str]:
-    """Returns the command that runs a script in a fork. ``{fd}`` in an argument becomes the
-    descriptor over which the fork asks for forks too.
-    """
-    return [sys.executable, __file__, str(control), str(script), *arguments]
+def hand_out(hand: socket.socket, pid: int, control: int) -> None:
+    while True:
+        try:
+            asks, _address = hand.accept()
+        except OSError:
+            return
+        with asks:
+            socket.send_fds(asks, [str(pid).encode()], [control])
 
 
-def main() -> int:
-    control = int(sys.argv[1])
-    report, theirs = os.pipe()
-    request = {"argv": sys.argv[2:], "set": {}, "unset": []}
-    with socket.socket(fileno=control) as asked:
-        socket.send_fds(asked, [json.dumps(request).encode()], [control, sys.stdout.fileno(), theirs])
-    os.close(theirs)
-    with os.fdopen(report, "rb") as words:
-        said = words.read()  # until the fork has ended; it is killed where this process ends first
-    if len(said) < 2 * WORD.size:
-        sys.exit("The process that this one would be forked from has ended.")
-    (status,) = WORD.unpack(said[WORD.size :])
-    return abs(status)  # of a signal too
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def handed_out(path: str) -> tuple[int, int]:
+    """Returns the descriptor over which the process is asked for forks, and its pid."""
+    with socket.socket(socket.AF_UNIX) as asks:
+        asks.connect(path)
+        pid, (control,), _flags, _address = socket.recv_fds(asks, 32, 1)
+    return control, int(pid)

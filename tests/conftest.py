@@ -38,12 +38,7 @@ ON_A_GPU = ROOT / "tests" / "cuda"
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--taken", type=Path, help="a folder in which several processes take tests, so that each runs once"
-    )
-    parser.addoption(
-        "--forked-from", type=int, help="a descriptor over which the process above is asked for ranks"
-    )
+    parser.addoption("--forked-from", help="where to ask for the process that ranks are forked from")
     parser.addoption("--screens", help="a folder for the pictures that tests take of pages")
     parser.addoption(
         "--browser", action="store_true", help="also the tests that open ComfyUI's page in a Chromium"
@@ -66,9 +61,12 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
+    may_take_long = ALL or config.getoption("--browser") or config.getoption("--cuda")
     for item in items:
         if item.get_closest_marker("browser") and (why := why_no_browser(config, item)):
             item.add_marker(pytest.mark.skip(reason=why))
+        if may_take_long:
+            item.add_marker(pytest.mark.timeout(1500))
     if not ALL and (left_out := set(left_out_of_covers(items))):
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -95,23 +93,18 @@ def pytest_collection_finish():
     gc.freeze()  # torch's and ComfyUI's own objects: a collection in a test would look at each of them again
 
 
-def pytest_runtestloop(session):
-    """Goes as pytest's own loop, through the tests that no other process takes."""
-    from .in_turns import handed_out
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Workers take file after file, and one of them all files that share a server."""
+    from xdist.scheduler import LoadFileScheduling
 
-    taken = session.config.getoption("--taken")
-    if taken is None or session.testsfailed or session.config.option.collectonly:
-        return None
-    tests = handed_out(session.items, taken)
-    following = next(tests, None)
-    while (item := following) is not None:
-        following = next(tests, None)  # is known before `item` ends: so is which fixtures end with it
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        if session.shouldfail:
-            raise session.Failed(session.shouldfail)
-        if session.shouldstop:
-            raise session.Interrupted(session.shouldstop)
-    return True
+    class ByFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "server" if "/test_end_to_end" in file else file
+
+    gc.enable()  # this process collects nothing
+    return ByFiles(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,13 +182,14 @@ def setup_as_users():
 def setup(setup_as_users, pytestconfig):
     """Ranks are forked with ComfyUI imported: a second less for each."""
     from pipemesh.lab.bench.forked import above
+    from pipemesh.lab.forks import AT_HAND, handed_out
     from pipemesh.pool.fork_server import ForkServer
     from pipemesh.pool.rank_setup import KEEP_MEMORY
 
-    if (control := pytestconfig.getoption("--forked-from")) is not None:
-        yield replace(setup_as_users, start=above(control).fork)
+    if path := pytestconfig.getoption("--forked-from"):
+        yield replace(setup_as_users, start=above(*handed_out(path)).fork)
         return
-    server = ForkServer(tuple(KEEP_MEMORY), ("pipemesh.tests.comfyui_at_hand",))
+    server = ForkServer(tuple(KEEP_MEMORY), (AT_HAND,))
     yield replace(setup_as_users, start=server.start)
     server.close()
 
@@ -340,8 +334,16 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def client(clients):
-    return clients(2)
+def client(request, clients, setup):
+    if not hasattr(request, "param"):
+        yield clients(2)
+        return
+    with running_clients(setup) as alone:
+        yield alone(2)
+
+
+# A rank that had no memory for oneDNN's code once cannot convolve tensors of another shape later
+with_ranks_of_its_own = pytest.mark.parametrize("client", ["alone"], indirect=True)
 
 
 @pytest.fixture

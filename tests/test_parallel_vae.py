@@ -29,6 +29,7 @@ from pipemesh.pool.devices import place
 from pipemesh.pool.handle import PoolHandle
 from safetensors.torch import save_file
 
+from .conftest import with_ranks_of_its_own
 from .fake_pools import cpus, fake_setup
 from .models import run
 from .test_pool_faults import Once, in_forward, kill
@@ -268,6 +269,7 @@ def test_a_long_work_shows_a_page_how_far_it_is_once_its_steps_were_counted(stoc
     assert not told
 
 
+@with_ranks_of_its_own
 def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_next_is_right(
     stock, client, caplog, requests
 ):

@@ -16,6 +16,7 @@ from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import ALONE
 from pipemesh.pool.handle import PoolHandle
 
+from .conftest import with_ranks_of_its_own
 from .fake_pools import cpus
 from .test_pool_faults import Once, in_forward, kill
 from .vaes import image_weights, loaded, noise, random, video_weights
@@ -150,6 +151,7 @@ def test_the_progress_that_comfyui_shows_is_that_of_tiles_that_are_there(stock, 
     assert (first, last) == (1, total) and all(value <= 2 * done for value, _, done in shown)
 
 
+@with_ranks_of_its_own
 def test_a_tile_out_of_memory_is_named_as_comfyuis_own_and_the_same_pool_goes_on(stock, client):
     vae, latent = parallel(stock["image"], client), noise(1, 16, 9, 4)
     small = {"tile_x": 4, "tile_y": 4, "overlap": 1}

@@ -34,20 +34,20 @@ def comfyui_at_hand(host: ComfyInstall) -> Iterator[ServerProcess]:
 
 
 class Above:
-    """The process that this one was forked from, as much of ``subprocess.Popen`` as is needed of
-    it.
-    """
+    """A process that this one has not started, as much of ``subprocess.Popen`` as is needed."""
 
-    def __init__(self) -> None:
-        self.pid = os.getppid()
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
 
     def poll(self) -> int | None:
         return None if state_of(self.pid) else 1
 
 
-def above(control: int) -> ServerProcess:
-    """Return the server that this process was forked from, which is asked over ``control``."""
+def above(control: int, pid: int | None = None) -> ServerProcess:
+    """Return the server that is asked over ``control``: the process ``pid``, or else the one that
+    this process was forked from.
+    """
     asked = socket.socket(fileno=control)
     asked.settimeout(ANSWER_S)
-    process: Any = Above()
+    process: Any = Above(pid or os.getppid())
     return ServerProcess(process, asked, {}, threading.Event())

@@ -26,6 +26,7 @@ STEPS = {  # a word of each command of an install -> what it does
     "-c": "check",
     "compileall": "compile",
 }
+EXTRAS = {"test": "pytest", "workers": "pytest-xdist"}
 OVER_THE_FIRST = ["venv", "install", "check", "compile"]
 
 
@@ -112,7 +113,8 @@ def second(desk):
 def make_checkout(folder, requirement="msgspec>=0.18"):
     folder.mkdir()
     (folder / "requirements.txt").write_text(f"# the pack's\n{requirement}\n")
-    (folder / "pyproject.toml").write_text('[project.optional-dependencies]\ntest = [\n    "pytest",\n]\n')
+    extras = "".join(f'{name} = [\n    "{package}",\n]\n' for name, package in EXTRAS.items())
+    (folder / "pyproject.toml").write_text(f"[project.optional-dependencies]\n{extras}")
     return folder
 
 
@@ -140,7 +142,11 @@ def test_the_first_use_installs_by_pip_alone_and_says_what_it_costs(desk, capsys
     assert "About 6 GB and 3 minutes" in capsys.readouterr().err
     download, install = ({*command} for command in desk.commands if {"download", "install"} & {*command})
     assert {"--require-hashes", "--no-deps", str(desk.module.ARCHIVE)} <= download
-    ours = (*desk.module.TORCH_PINS, *desk.module.pack_requirements(ROOT))
+    ours = (
+        *desk.module.TORCH_PINS,
+        *desk.module.pack_requirements(ROOT),
+        *desk.module.extra(ROOT, "workers"),
+    )
     assert {*ours, f"{made.comfyui}/requirements.txt"} <= install, (
         "in one call: the torch pins hold against all"
     )
@@ -153,6 +159,21 @@ def test_checkouts_with_the_same_requirements_share_a_host_and_others_get_one_of
     assert desk.ran == [*STEPS.values()]
     other = desk.ensure(make_checkout(desk.folder / "three", "msgspec>=0.19"))
     assert desk.module.other_installs(other) == (first.base,)
+
+
+def test_a_host_gets_what_tests_need_and_what_fails_is_told(desk, monkeypatch):
+    """Of a checkout that needed less, it is the same host."""
+    root = make_checkout(desk.folder / "one")
+    host = desk.ensure(root)
+    desk.ran.clear()
+    monkeypatch.setattr(desk.module.os, "environ", desk.env)
+    desk.module.add_test_tools(host, root, desk.run)
+    assert desk.ran == ["install"] and {*EXTRAS.values()} <= {*desk.commands[-1]}
+    assert sorted(path.name for path in Path(host.base).iterdir()) == ["ComfyUI", "complete", "venv"]
+    desk.fail = "install"
+    with pytest.raises(desk.module.LaunchError, match="failed, with the output above"):
+        desk.module.add_test_tools(host, root, desk.run)
+    assert desk.ensure(root) == host and desk.ran == ["install", "install"]
 
 
 @pytest.mark.parametrize("step", ["venv", "compile"])
