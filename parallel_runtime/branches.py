@@ -64,11 +64,11 @@ class BranchPlan:
 def plan_branches(
     batches: Sequence[Batch], groups: int, widths: Sequence[int] = (1,), speeds: Sequence[float] = ()
 ) -> BranchPlan:
-    """Share out all rows so that the last group ends as early as can be, as far as the longest
-    piece first tells. Branches stay whole where pieces of them gain nothing, and groups apart.
+    """Share out all rows so that the last group ends early, by giving out the longest piece first.
+    Branches stay whole, and groups apart, if a split gains nothing.
 
-    ``widths``: the numbers of groups that can be one, smallest first. ``speeds`` of the groups;
-    empty where they are alike.
+    ``widths``: how many groups can join into one, smallest first. ``speeds`` of the groups; empty
+    if all are alike.
     """
     pieces = min(groups, max(batch.items for batch in batches))
     plans = []

@@ -1,6 +1,7 @@
 """Arrange ranks in a grid of parallel axes, and split a sequence or a set of heads over one axis.
 
-Degrees are what is asked for, sizes what is. Pure arithmetic: no process group is needed.
+A degree is the number that the user asks for, a size the number that an axis has. Pure arithmetic:
+no process group is needed.
 """
 
 from __future__ import annotations

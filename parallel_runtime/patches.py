@@ -39,7 +39,7 @@ class Patch:
 class Part(NamedTuple):
     """The part of an evaluation that one request computes. ``run`` and ``branch`` (cond, uncond)
     say which K/V buffers it uses; ranks keep those of one run at a time. ``attempt``: how many
-    evaluations of the run failed so far; what one left on some ranks is void.
+    evaluations of the run failed so far; data that a failed one left on some ranks is void.
 
     ``patch``: (start, size, last) of its image tokens, None for all tokens.
     """

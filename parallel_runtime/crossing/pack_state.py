@@ -102,8 +102,8 @@ def is_of_another_pack(culprit: Any, module: types.ModuleType) -> bool:
 
 
 def is_sent(name: str, value: Any) -> bool:
-    """True for data: values, containers and objects of packs' classes. What is of libraries, such
-    as a logger, what runs, and members of an Enum, are each process's own.
+    """True for data: values, containers and objects of packs' classes. Objects of libraries, such
+    as a logger, code, and members of an Enum stay each process's own.
     """
     if name.startswith("__") or isinstance(value, (types.ModuleType, type, torch.device, Enum)):
         return False

@@ -38,8 +38,8 @@ CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin")
 class Source:
     """How a rank gets a model. Without a ``factory`` the UI sends its state dict.
 
-    ``model``: the identity, equal for equal sources. ``dtypes``: of the weights, and of what they
-    are cast to in computing (None: nothing else), as the UI's ComfyUI resolved them.
+    ``model``: the identity, equal for equal sources. ``dtypes``: the weights' dtype, and the dtype
+    to which they are cast for computing (None: no other), as the UI's ComfyUI resolved them.
     """
 
     model: str

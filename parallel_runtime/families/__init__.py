@@ -2,8 +2,8 @@
 for each class of ComfyUI's that it has a plan for. The file is imported when a MODEL of such a
 class is looked at.
 
-Nothing outside this folder names a family: what is tried on all of them iterates ``SAMPLES`` of
-``catalogue.py``, and what is tried once for every word of the vocabulary its ``REPRESENTATIVES``.
+Nothing outside this folder names a family: tests of all families iterate ``SAMPLES`` of
+``catalogue.py``, and tests of every word of the vocabulary its ``REPRESENTATIVES``.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ class Along:
     in the same order for all blocks; or a tuple, each of whose tensors has such rows.
 
     ``repeated``: the argument may have fewer rows (one per frame, say), which ComfyUI repeats over
-    equal runs of tokens. Where the runs do not divide they are rounded up, as in
+    equal runs of tokens. If the runs do not divide evenly, they are rounded up, as in
     comfy/ldm/wan/model.py:repeat_e@0.30.0.
 
     ``masks_keys``: blocks make the attention's mask of the rows that they are given, and of zeros

@@ -268,7 +268,7 @@ class Sample:
 
     ``stands_for`` names what this sample alone stands for, words of the plan vocabulary as a rule:
     the tests try every method on it. A sample that brings nothing new leaves it empty; the tests
-    then try what only a plan of its own can get wrong, and the rest goes by command. ``bf16``:
+    then try only the faults that its own plan can have, and a command runs the rest. ``bf16``:
     tried in bf16 too.
 
     ``larger``: sizes by the name of their use: ``demo``, and of the benches ``bench`` (24 blocks),

@@ -1,8 +1,8 @@
 """Transformers of ComfyUI's that have no token plan, and why. Groups of one rank each compute whole
-images of them, but for those that would not be one GPU's then: these stay on one GPU.
+images of them. If these images would differ from one GPU's, the model stays on one GPU.
 
-A class that stands neither here nor in a plan is one that nobody has looked at: its first
-evaluation is compared (``client/groups.py``), and what it keeps or draws is looked for
+Nobody has examined a class that stands neither here nor in a plan: its first evaluation is compared
+(``client/groups.py``), and its modules are searched for kept state and random numbers
 (``methods/whole_forward.py``).
 """
 

@@ -44,8 +44,8 @@ def as_BLC(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def as_given(tokens_BLC: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-    """Invert ``as_BLC``. ``grid``: what stood between batch and channels; nothing where there was
-    no batch.
+    """Invert ``as_BLC``. ``grid``: the dimensions between batch and channels; empty if there was no
+    batch.
     """
     if not grid:
         return tokens_BLC[0]

@@ -59,8 +59,8 @@ class Method:
         """Remove all that ``attach`` installed. ``attach`` may follow."""
 
     def begin(self, part: Part) -> None:
-        """Open an evaluation. What was kept for one of another run, or of another attempt of this
-        one, is void: some ranks may have kept what others have not.
+        """Open an evaluation. Data kept for another run, or for another attempt of this run, is
+        void: some ranks may have kept data that others have not.
         """
         if (part.run, part.attempt) != (self.part.run, self.part.attempt):
             self.forget()

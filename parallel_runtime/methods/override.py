@@ -105,7 +105,7 @@ class AttentionOverride:
     """ComfyUI's ``optimized_attention_override`` of one attached model; ``attend`` computes while a
     run is open.
 
-    ``shared``: what of an attention is shared with other ranks: all of it, the keys that whole
+    ``shared``: the part of an attention that is shared with other ranks: all, the keys that whole
     queries look at, or nothing. ``options``: the evaluation's ``transformer_options``. ``opaque``:
     what stands for ``attend`` in graphs of ``torch.compile``, and ``brought`` the functions that
     they call. ``asked``: by the call at hand.

@@ -45,7 +45,7 @@ class RingAttention:
         """Return (B, h, g, D). ``kv_2BhKD`` is this rank's own block, ``keys`` are those of every
         place. The cancel flags travel with the blocks. ``passing`` is called with each of them.
 
-        Where this rank fails, it passes on what others wait for, then raises.
+        If this rank fails, it first passes on the blocks that others wait for, then raises.
         """
         scale, host = call.options.get("scale"), inexact(call.attention, call.options, call.mask is not None)
         partial: Partial | None = None

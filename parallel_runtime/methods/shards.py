@@ -41,11 +41,11 @@ class KeysByFrame(NamedTuple):
 
 
 class Rows:
-    """The rows of each stream that are computed here: ``local`` (start, size) of its
-    ``all_tokens`` rows, streams in the plan's order. ``grid``: the shape (L) or (T, H, W) in
-    which the first block is given its tokens; empty where they have no batch. ``behind``: called
-    where all rows leave behind the last block. ``attending``: the streams of the attention at hand,
-    where the plan alone does not tell; ``by_frame``: what it looks at besides.
+    """The rows of each stream that are computed here: ``local`` (start, size) of its ``all_tokens``
+    rows, streams in the plan's order. ``grid``: the shape (L) or (T, H, W) in which the first block
+    is given its tokens; empty if they have no batch. ``behind``: called when all rows leave behind
+    the last block. ``attending``: the streams of the attention at hand, where the plan alone does
+    not tell; ``by_frame``: what it looks at besides.
     """
 
     def __init__(self, all_tokens: Mapping[str, int], local: Mapping[str, tuple[int, int]]):

@@ -34,10 +34,10 @@ CHUNK = 64 * 2**20  # bytes of frames that are computed at once; ComfyUI has 32 
 
 
 class BandsOfRows(Method):
-    """The method of a VAE. What it hooks are attributes of modules of this rank's model.
+    """The method of a VAE. Its hooks are attributes of modules of this rank's model.
 
-    ``on_progress`` is called before every message. ``is_cut``: else a rank has all rows, and what
-    it does not know of the model stays as it is.
+    ``on_progress`` is called before every message. ``is_cut``: the rows are cut; else a rank has
+    all rows, and unknown modules stay as they are.
     """
 
     def __init__(

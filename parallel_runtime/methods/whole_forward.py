@@ -99,7 +99,8 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
 
 def kept_state(model: nn.Module) -> KeptState:
     """Return the submodules that every module has, and the attributes and buffers that modules of
-    ComfyUI's models have. Those of layers are left out: what keeps weights changes them.
+    ComfyUI's models have. Attributes of layers are left out, because code that keeps weights
+    changes them.
     """
     return {
         path: {name: (value, *held_in(value)) for name, value in state_attributes_of(module).items()}

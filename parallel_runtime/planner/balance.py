@@ -25,7 +25,7 @@ class StageBalance:
 
     def learn(self, part: Part, block_s: Iterable[Mapping[int, float]], speeds: Sequence[float] = ()) -> None:
         """Notes the seconds that each rank's blocks took for one patch, until sizes were chosen by
-        them. ``speeds`` of those ranks' stages; empty where they are alike.
+        them. ``speeds`` of these ranks' stages; empty if all are alike.
         """
         if self._measured is None:
             for blocks, speed in zip(block_s, speeds or repeat(1.0), strict=False):

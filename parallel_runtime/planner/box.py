@@ -28,12 +28,12 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeeds:
-    """Speeds as achieved on a model's blocks, not peaks. ``launch_s``: what a CPU takes to start a
-    kernel while the device computes. ``beside_s``: of a block beside what it computes,
-    where nothing is started ahead. ``merge_bytes_per_s`` of what the parts of a ring's attention
-    take beyond one over all keys; 0 for that of the memory. ``processors``: that take a tile of a
-    product each; 0 where there are none, or speeds were measured. ``cache``: None where they were
-    measured, with what is moved between products.
+    """Speeds as achieved on a model's blocks, not peaks. ``launch_s``: the CPU's time to start a
+    kernel while the device computes. ``beside_s``: a block's time beside its computation, if
+    nothing is started ahead. ``merge_bytes_per_s``: the speed of the additional work for a ring's
+    parts of an attention; 0 for the memory's speed. ``processors``: that take a tile of a product
+    each; 0 where there are none, or speeds were measured. ``cache``: None where they were measured,
+    with what is moved between products.
     """
 
     name: str
@@ -84,7 +84,7 @@ class SentBytes(NamedTuple):
 class Box:
     """A machine, or several. ``levels`` from the innermost outwards. ``host_bytes_per_s``: from
     main memory to each device. ``hop_s``: from the sampler to the pool and back, in one evaluation.
-    ``overlaps``: messages travel while ranks compute, as where no core of theirs moves them.
+    ``overlaps``: messages travel while ranks compute, because no core of the ranks moves them.
     ``exchanges``: so many ranks, and the least that an exchange of all with all takes them.
     ``patch_s``: of ComfyUI's process for each patch of a pipeline. ``machine``: devices of each
     machine, ComfyUI being on the first; 0 where there is one.

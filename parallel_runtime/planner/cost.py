@@ -159,8 +159,9 @@ class Costs:
 
     def ring_s(self, ranks: Sequence[int], share: float) -> float:
         """Return the seconds that the slowest of these ranks, which have the same blocks, waits for
-        keys and values, and merges parts. Those of all tokens travel, whatever ``share`` of them
-        attends; the fullest block has the fresh rows of a patch beside those that are kept.
+        keys and values, and merges parts. The keys and values of all tokens travel, whatever
+        ``share`` of the tokens attends; the fullest block has the fresh rows of a patch beside the
+        kept ones.
         """
         if self.layout.ring == 1:
             return 0.0

@@ -25,9 +25,10 @@ class Attended(NamedTuple):
 
 class Shareable(NamedTuple):
     """Bytes of weights that ranks of a sequence can share out: of each of the blocks, of all that
-    is around them, and of the ``largest`` layer and the largest ``two``. ``aside``: of those that
-    stay in the machine's memory then. ``layers``: the bytes of each, block by block, last of those
-    around them, and of layers that are gathered ``together``; empty where they are not known.
+    is around them, and of the ``largest`` layer and the largest ``two``. ``aside``: bytes of
+    weights that stay in the machine's memory then. ``layers``: the bytes of each, block by block,
+    last of those around them, and of layers that are gathered ``together``; empty if they are not
+    known.
     """
 
     blocks: Sequence[int]
@@ -54,7 +55,7 @@ class Activations(NamedTuple):
 class Whole:
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
     ``tokens`` of each stream enter the blocks, ``hidden`` wide. ``block_launches``: kernels of each
-    block, last those around them; empty where they were not counted.
+    block, last the kernels around the blocks; empty if they were not counted.
     """
 
     weight_bytes: int

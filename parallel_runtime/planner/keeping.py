@@ -98,8 +98,8 @@ class Way(NamedTuple):
 class Keeping:
     """How the ranks keep a model's weights, and why. ``nbytes``: the most that the weights take on
     each device; offloaded weights take no more than that. ``leaves``: free bytes on each device
-    afterwards. A run that needs more reloads the model with less kept. Infinite where reloading
-    would change nothing. ``by_layer``: of sharded weights, as ``Way`` has it.
+    afterwards. A run that needs more reloads the model with less kept. Infinite if reloading would
+    change nothing. ``by_layer``: of sharded weights, as ``Way`` has it.
     """
 
     kept: Kept = "whole"

@@ -1,9 +1,10 @@
 """Finds functions of ComfyUI's own modules and classes that another pack replaced for all models:
 ``Model.forward = ...``, ``comfy.ldm.modules.attention.optimized_attention = ...``.
 
-Ranks import ComfyUI without the packs, so such a change would have no effect there. What a class
-may run is told by ComfyUI's files (``fingerprint``); of that, what runs here must be what its file
-says: a function by where it was compiled, an imported name by what its module imports.
+Ranks import ComfyUI without the packs, so such a change would have no effect there. ComfyUI's files
+tell which code a class may run (``fingerprint``); the live code of each such function or class must
+be the code in its file: a function by where it was compiled, an imported name by what its module
+imports.
 """
 
 from __future__ import annotations

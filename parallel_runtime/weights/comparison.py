@@ -140,12 +140,12 @@ class WeightMark:
     """A weight as it was when its content was last compared.
 
     A write to pages of a file (one of ``mapped``) is always found: by the kernel's marks, or by a
-    sum of all of it before every run if a node has written to them or others may. Other memory,
-    such as that of a weight whose dtype is not the file's, has no marks of writes. Before a run,
-    the count that torch keeps of writes is compared, and one element of every row and of every
-    column. torch does not count writes through ``tensor.data``, by numpy or to inference tensors,
-    and most writes to a single element leave those that are looked at as they were: ``has_changed``
-    finds these.
+    checksum of the whole weight before every run if a node has written to these pages or others
+    may. Other memory, such as that of a weight whose dtype is not the file's, has no marks of
+    writes. Before a run, the count that torch keeps of writes is compared, and one element of every
+    row and of every column. torch does not count writes through ``tensor.data``, by numpy or to
+    inference tensors, and most writes to a single element leave those that are looked at as they
+    were: ``has_changed`` finds these.
     """
 
     def __init__(self, tensor: torch.Tensor, mapped: Sequence[Mapping] = ()):

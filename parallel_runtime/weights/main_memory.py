@@ -89,9 +89,9 @@ def tables_of(model: torch.nn.Module, device: torch.device = CPU) -> list[Table]
 
 
 class InMainMemory(torch.Tensor):
-    """A tensor of a model on a device, whose elements stay in the machine's memory. What only
-    chooses among them is done there, and returns another such tensor, or rows; any other operation
-    has what it reads brought to the device first.
+    """A tensor of a model on a device, whose elements stay in the machine's memory. An operation
+    that only chooses among the elements runs there, and returns another such tensor, or rows; for
+    any other operation the elements that it reads are first copied to the device.
     """
 
     held: torch.Tensor

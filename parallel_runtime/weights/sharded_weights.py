@@ -24,7 +24,7 @@ from .shared_layers import Sharing, gathered_together, shared_layers
 class ShardedWeights(WeightPlacement):
     """An equal part of each block of layers that is shared out; all ranks of a sequence make theirs
     at the same time. ``by_layer``: each layer is gathered by itself, which takes less memory.
-    Everything else is whole, but for tables of which little is read: those stay where they were
+    Everything else is whole, except tables of which little is read: they stay where they were
     loaded.
     """
 

@@ -1,6 +1,6 @@
 """The weights of a transformer as its checkpoint has them, to compare with.
 
-The file is read, never through its mapped pages: where it is cut short meanwhile, reading those
+The file is read, never through its mapped pages: if it is cut short meanwhile, reading mapped pages
 would end ComfyUI.
 """
 

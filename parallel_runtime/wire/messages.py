@@ -184,14 +184,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answers a request that was carried out. ``output`` is a tree, of the rank that has it;
+    """Answers a request that was carried out. ``output`` is a tree, from the rank that has it;
     ``apart``: the memory in which its tensors lie, if they did not fit into the arena.
 
-    ``block_s``: seconds that a patch took in each block of a pipeline's stage, where they were
-    taken. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of them
-    for other ranks' messages, by axis. ``unread``: the model is built, and its ``ReadWeights`` is
-    to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the output's
-    tensors lie, as offset and bytes.
+    ``block_s``: seconds that a patch took in each block of a pipeline's stage, if they were
+    measured. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of
+    them for other ranks' messages, by axis. ``unread``: the model is built, and its ``ReadWeights``
+    is to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the
+    output's tensors lie, as offset and bytes.
     """
 
     request: int
