@@ -149,7 +149,7 @@ def test_weights_that_are_written_to_after_the_load_are_the_ranks_own_or_end_the
         change(vae)
         if change is one_element:
             with pytest.raises(
-                Refused, match=f"to the weight {WEIGHT} of WanVAE .*: run again, and they get it"
+                Refused, match=f"to the weight {WEIGHT} of WanVAE .*: run again, and they get the new one"
             ):
                 ours.decode(latent)
         made, truth = ours.decode(latent), vae.decode(latent)

@@ -400,7 +400,9 @@ def test_a_machine_that_is_stopped_is_not_suspected_of_another_secret(store):
     setup = replace(fake_setup(), rendezvous=f"127.0.0.1:{store.port}", secret=SECRET, lost_s=0.2)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         store.set(store_key("deaf"), "{}:{}".format(*deaf.getsockname()))
-        with pytest.raises(MachineMissing, match=r"^Machine deaf does not answer at \S+ \(timed out\): see"):
+        with pytest.raises(
+            MachineMissing, match=r"^Machine deaf does not answer at \S+ \(timed out\): check"
+        ):
             join("deaf", (1,), setup, Arena())
 
 
@@ -458,7 +460,7 @@ def test_a_leader_that_ends_in_mid_run_is_named(leader):
             PoolFailed,
             match=(
                 r"^Machine far was lost while loading \(rank 1 on far/cpu, rank 2 on far/cpu; it closed the"
-                r" connection\): see"
+                r" connection\): check"
             ),
         ):
             call(pool, "Load", lose)
