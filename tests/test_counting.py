@@ -38,7 +38,6 @@ from pipemesh.parallel_runtime.planner.counts import (
     CounterLost,
     Counts,
     NotCounted,
-    as_stored,
     count_nothing,
     with_rounded_text,
 )
@@ -190,17 +189,14 @@ def test_an_evaluation_is_counted_once_for_each_size_class_and_configuration(mod
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_weights_that_are_stored_in_half_the_bytes_take_half_the_room_shared_out_too(by_layer):
-    blocks, around = FLUX.shareable.blocks, FLUX.shareable.around
-    of = FLUX.shareable._replace(
-        layers=[*([size // 2] * 2 for size in blocks), [around]],
-        together=[*([size] for size in blocks), [around]],
-    )
-    whole = replace(FLUX, shareable=of)
-    half = as_stored(whole, whole.weight_bytes // 2)
-    assert half.weight_bytes == whole.weight_bytes // 2
-    room, halved = (
-        sharded_bytes(one, Layout(ulysses=2), (0, len(blocks)), by_layer) for one in (whole, half)
-    )
+    model = stock_model(5).model
+    known = Counts(lambda asked: done())
+    whole = known.of(model, [PROMPT], SHAPE)
+    model.diffusion_model.half()
+    half = known.of(model, [PROMPT], SHAPE)
+    assert (half.weight_bytes, half.flops) == (whole.weight_bytes // 2, FLUX.flops)
+    blocks = 0, len(whole.block_weight_bytes)
+    room, halved = (sharded_bytes(one, Layout(ulysses=2), blocks, by_layer) for one in (whole, half))
     assert halved == pytest.approx(room / 2, rel=1e-3)
 
 

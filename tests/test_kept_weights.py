@@ -16,8 +16,9 @@ from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families.catalogue import PLAIN
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.cost import costs_of
+from pipemesh.parallel_runtime.planner.evaluation_count import ModelBytes, Shareable
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, ModelBytes, WeightsWish
+from pipemesh.parallel_runtime.planner.keeping import LEFT_FREE, WeightsWish
 from pipemesh.parallel_runtime.planner.prediction import beside_bytes, fullest
 from pipemesh.parallel_runtime.weights.offloaded_weights import OffloadedWeights
 from pipemesh.parallel_runtime.weights.quantisation import stored_tensors
@@ -126,8 +127,18 @@ def test_a_budget_is_never_passed(written, form, part):
 GIB = 1 << 30
 TWO_GPUS = ("cuda:0", "cuda:1")
 ALONE = "no other rank has the same blocks: raise ulysses or ring to share weights out"
+BLOCKS = [23 * GIB // 56] * 56
 FLUX = ModelBytes(
-    around=GIB, blocks=23 * GIB, shared_blocks=23 * GIB, largest=GIB, two=2 * GIB, two_blocks=4 * GIB
+    weight_bytes=GIB + sum(BLOCKS),
+    block_weight_bytes=BLOCKS,
+    shareable=Shareable(
+        BLOCKS,
+        0,
+        GIB,
+        2 * GIB,
+        layers=[*([GIB] for _ in BLOCKS), []],
+        together=[*([2 * GIB] for _ in BLOCKS), []],
+    ),
 )
 
 
@@ -183,8 +194,8 @@ def test_each_stage_needs_room_for_the_blocks_that_it_has():
     def kept(*parts):
         return WeightsWish("auto", FLUX).kept_in(TWO_GPUS, layout, memory, parts)
 
-    assert kept(2.0, 1.0).kept == "whole" and kept(38, 19) == kept(2.0, 1.0)
-    assert kept(2.0, 1.0).why == "each rank needs 8.7 GiB, and 10.5 GiB are free", "the tightest"
+    assert kept(2.0, 1.0).kept == "whole" and kept(37, 19) == kept(2.0, 1.0)
+    assert kept(2.0, 1.0).why == "each rank needs 8.8 GiB, and 10.5 GiB are free", "the tightest"
     assert kept().kept == kept(1.0, 1.0).kept == kept(1.0, 2.0).kept == "offloaded"
     assert kept().why == kept(1.0, 1.0).why == "each rank needs 12.5 GiB of weights, and 10.5 GiB are free"
 
@@ -195,7 +206,7 @@ def test_what_an_evaluation_needs_beside_the_weights_is_left_free(spare, kept):
     layout, whole = Layout(ulysses=2), counts("hunyuan 720p")
     needed = beside_bytes(whole, layout, branches=1, batch=1)
     assert whole.activations.peak_bytes / 2 < needed < whole.activations.peak_bytes
-    free = FLUX.whole(1) + needed + spare * GIB
+    free = FLUX.weight_bytes + needed + spare * GIB
     keeping, chosen = (
         WeightsWish(asked, FLUX, lambda: needed).kept_in(TWO_GPUS, layout, [Memory(free, 96 * GIB, 0)] * 2)
         for asked in ("auto", "offloaded")

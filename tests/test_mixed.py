@@ -27,9 +27,9 @@ from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.balance import StageBalance
 from pipemesh.parallel_runtime.planner.counts import Counts, count_nothing
-from pipemesh.parallel_runtime.planner.evaluation_count import ITEM_BYTES, Attended
+from pipemesh.parallel_runtime.planner.evaluation_count import ITEM_BYTES, Attended, ModelBytes, Shareable
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.parallel_runtime.planner.keeping import ModelBytes, WeightsWish
+from pipemesh.parallel_runtime.planner.keeping import WeightsWish
 from pipemesh.parallel_runtime.planner.machine import RankDevice, machine_box
 from pipemesh.parallel_runtime.planner.measurements import keep_devices, read_devices
 from pipemesh.parallel_runtime.planner.messages import SharedAttention
@@ -406,7 +406,10 @@ def test_workers_share_by_the_speeds_that_they_are_told_and_the_image_is_stocks_
 
 
 def test_stages_that_have_no_room_by_speed_are_even_where_that_has():
-    wish = WeightsWish("auto", ModelBytes(blocks=32 << 30, count=32))
+    size = ModelBytes(
+        weight_bytes=32 << 30, block_weight_bytes=[1 << 30] * 32, shareable=Shareable([0] * 32, 0, 0, 0)
+    )
+    wish = WeightsWish("auto", size)
     names, layout = ("cuda:0", "cuda:1"), Layout(pipefusion=2)
     memory = [SimpleNamespace(free=20 << 30, model=0)] * 2
     assert wish.kept_in(names, layout, memory, (100.0, 30.0)).kept == "offloaded"

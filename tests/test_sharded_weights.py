@@ -18,7 +18,9 @@ from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.dry_device import DEVICE
 from pipemesh.parallel_runtime.planner.fake_mode import QuickFakeMode
-from pipemesh.parallel_runtime.planner.keeping import ModelBytes, module_bytes
+from pipemesh.parallel_runtime.planner.keeping import model_bytes, module_bytes
+from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
+from pipemesh.parallel_runtime.refusals import require_plan
 from pipemesh.parallel_runtime.weights.main_memory import LEAST_BYTES, OF_MODEL, InMainMemory, tables_of
 from pipemesh.parallel_runtime.weights.placeholder import Placeholder
 from pipemesh.parallel_runtime.weights.quantisation import taken_apart
@@ -316,9 +318,14 @@ ONE_LARGE_LAYER = "ideogram4-9.3b"  # which needs its weights while it computes
 def test_the_ranks_of_a_sequence_hold_little_more_than_one_released_model(name):
     """Tables of positions and of tokens are in the machine's memory, which all of them map."""
     model = empty_model(*RELEASED[name], torch.bfloat16, torch.device("meta")).diffusion_model
-    size, whole = ModelBytes.of(model), module_bytes(model)
-    assert size.sharded(1, 1) + size.aside == size.whole(1) == whole
-    above = [ranks for ranks in (2, 3, 4, 8) if ranks * size.sharded(1, ranks, True) > 1.15 * whole]
+    size, whole = model_bytes(model, require_plan(model)), module_bytes(model)
+    blocks = 0, len(size.block_weight_bytes)
+
+    def held(ranks):
+        return sharded_bytes(size, Layout(ulysses=ranks), blocks, by_layer=True)
+
+    assert held(1) + size.shareable.aside == size.weight_bytes == whole
+    above = [ranks for ranks in (2, 3, 4, 8) if ranks * held(ranks) > 1.15 * whole]
     assert above == ([8] if name == ONE_LARGE_LAYER else [])
 
 

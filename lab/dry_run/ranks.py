@@ -26,8 +26,8 @@ from ...parallel_runtime.methods.blocks import blocks_of
 from ...parallel_runtime.methods.factory import make_method
 from ...parallel_runtime.patches import Part, TokenGrid
 from ...parallel_runtime.planner.dry_device import DEVICE
-from ...parallel_runtime.planner.dry_run import weights_of
 from ...parallel_runtime.planner.evaluation_count import Whole
+from ...parallel_runtime.planner.keeping import own_weights
 from ...parallel_runtime.stages import share_out
 from ...parallel_runtime.weights.sharded_weights import ShardedWeights
 from .device import Wait, dry_device
@@ -116,7 +116,7 @@ class DryRanks(DryModel):
             try:
                 with dry_device(self.mode) as counts:
                     counts.chosen = 1 / self.released.cut.experts
-                    counts.memory.leave_out(weights_of(self.model))
+                    counts.memory.leave_out(own_weights(self.model.diffusion_model))
                     if kept == "sharded" and mesh.sequence.weights is not None:
                         turns = ShardedWeights(
                             transformer, DEVICE, mesh.sequence.weights, lambda nbytes: None
@@ -161,7 +161,7 @@ class DryRanks(DryModel):
             stage = stages[mesh.layout.stage(rank)]
             return RankFigures(
                 rank=rank,
-                weight_bytes=stored_bytes(weights_of(self.model)) + held,
+                weight_bytes=stored_bytes(own_weights(self.model.diffusion_model)) + held,
                 flops=flops,
                 sent_bytes=sent.by_axis,
                 wired_bytes=wired_bytes,

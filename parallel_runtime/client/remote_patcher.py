@@ -28,7 +28,7 @@ from ..crossing.rows import Constants
 from ..crossing.source import describe_source, state_source
 from ..errors import OutOfMemory, Refused
 from ..forward import PREFIX, forward_patch
-from ..planner.keeping import ModelBytes, WeightsWish
+from ..planner.keeping import WeightsWish, model_bytes
 from ..refusals import require_plan, require_whole_groups
 from ..watch.model_changes import Watch, require_unchanged
 from ..weights.bypass import pack_bypass
@@ -303,9 +303,9 @@ def bring_up(patcher: RemotePatcher) -> None:
         require_state(residency, pool.runs, model)
     while (session := sessions.live) is None or not session.is_ready(model, patcher.patches_id):
         state = partial(state_source, patcher, patcher.remote.source.weights)
-        wish = WeightsWish(
-            patcher.remote.weights, ModelBytes.of(patcher.model.diffusion_model), patcher.remote.left_free
-        )
+        transformer = patcher.model.diffusion_model
+        size = model_bytes(transformer, require_plan(transformer))
+        wish = WeightsWish(patcher.remote.weights, size, patcher.remote.left_free)
         residency.load(model, patcher.remote.source, state, interrupted, wish)
         if (session := sessions.live) is not None and not session.is_ready(model, patcher.patches_id):
             patches, takes_turns = pack_patches(with_hooks(patcher, hook_patches)), bool(patcher.hook_patches)

@@ -18,9 +18,9 @@ import torch
 
 from ..errors import RunCancelled
 from ..families import plan_or_whole
-from ..weights.quantisation import stored_bytes
 from ..wire.tree import NotPlain
-from .evaluation_count import Shareable, Whole
+from .evaluation_count import Whole
+from .keeping import model_bytes
 from .meta_model import model_description
 
 TEXT = 64  # tokens by which texts are counted
@@ -88,8 +88,8 @@ class Counts:
         """Return the count of one evaluation of ``model``, a BaseModel: for the longest of
         ComfyUI's ``conds``, and one latent of a batch of ``shape`` (B, C, ...). ``is_up``: a pool
         is that could sample it without the count. Unless the caller ``waits``, a count that is not
-        there is begun for the next time. Weights are as large as they are stored, which for
-        quantised ones is smaller than the meta model's. Raises NotCounted, RunCancelled.
+        there is begun for the next time. Weights are those of ``model``: quantised ones are smaller
+        than the meta model's. Raises NotCounted, RunCancelled.
         """
         plan = plan_or_whole(type(model.diffusion_model))
         if plan is None:
@@ -102,7 +102,7 @@ class Counts:
             raise NotCounted(f"its copy without weights cannot be described: {error}") from None
         patience_s = min(WHILE_UP_S, self._patience_s) if is_up else self._patience_s
         patience_s = patience_s if waits else 0.0
-        return as_stored(self._awaited(asked, patience_s), stored_bytes(model.diffusion_model.parameters()))
+        return replace(self._awaited(asked, patience_s), **vars(model_bytes(model.diffusion_model, plan)))
 
     def _awaited(self, asked: bytes, patience_s: float) -> Whole:
         key = blake2b(asked, digest_size=16).digest()
@@ -136,21 +136,6 @@ def count_nothing(asked: bytes) -> Future[Whole]:
     future: Future[Whole] = Future()
     future.set_exception(NotCounted("nothing counts here"))
     return future
-
-
-def as_stored(whole: Whole, stored: int) -> Whole:
-    """Return a meta model's count with weights that take ``stored`` bytes."""
-    share, of = stored / max(1, whole.weight_bytes), whole.shareable
-
-    def scaled(sizes: Any) -> Any:
-        return round(share * sizes) if isinstance(sizes, int) else [scaled(one) for one in sizes]
-
-    return replace(
-        whole,
-        weight_bytes=scaled(whole.weight_bytes),
-        block_weight_bytes=scaled(whole.block_weight_bytes),
-        shareable=Shareable(*map(scaled, of)),
-    )
 
 
 def longest(conds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -18,12 +18,10 @@ from ..forward import forward_name
 from ..methods.blocks import blocks_of, taken
 from ..methods.hooks import Attention, TokenHooks
 from ..methods.shards import Rows
-from ..weights.main_memory import InMainMemory, tables_of
-from ..weights.placeholder import Placeholder
-from ..weights.shared_layers import Sharing, gathered_together, shared_layers
 from .dry_device import DeviceCounts, computing_dry
-from .evaluation_count import Activations, Attended, Shareable, Whole
+from .evaluation_count import Activations, Attended, Whole
 from .fake_mode import QuickFakeMode
+from .keeping import model_bytes, own_weights
 
 
 def count_evaluation(
@@ -106,30 +104,23 @@ class Recorder:
         self.end = self.counts.so_far
 
     def whole(self, model: Any, plan: TokenPlan) -> Whole:
-        """Return the counts. A model that ranks never cut counts as one block."""
-        transformer, counts = model.diffusion_model, self.counts
+        counts = self.counts
         marks = [*(self.before or [(0, 0)]), self.end or counts.so_far]
         block_flops, launches = (
             [after[of] - before[of] for before, after in pairwise(marks)] for of in (0, 1)
         )
-        weights = nbytes(weights_of(model))
         return Whole(
-            weight_bytes=weights,
-            block_weight_bytes=[
-                nbytes(container[index].parameters()) for container, index, _ in blocks_of(transformer, plan)
-            ]
-            or [weights],
+            **vars(model_bytes(model.diffusion_model, plan)),
             block_flops=block_flops,
             around_flops=counts.flops - sum(block_flops),
             activations=Activations(
                 counts.memory.peak,
                 sorted((size, kernels) for size, kernels in counts.moved.items() if size),
-                nbytes(one for one in tree_leaves(self.out) if isinstance(one, torch.Tensor)),
+                sum(one.nbytes for one in tree_leaves(self.out) if isinstance(one, torch.Tensor)),
             ),
             attended_by_block=self.attended or [[]],
             tokens=self.tokens,
             hidden=self.hidden,
-            shareable=shareable(transformer, plan) if plan.blocks else Shareable([0], 0, 0, 0),
             block_launches=[*launches, counts.launches - sum(launches)],
         )
 
@@ -139,7 +130,7 @@ def run_recorded(
 ) -> None:
     transformer = model.diffusion_model
     with computing_dry(mode, recorder.counts) as counts, ExitStack() as stack:
-        counts.memory.leave_out(weights_of(model))
+        counts.memory.leave_out(own_weights(transformer))
         if plan.blocks:
             hooks = TokenHooks(transformer, plan, recorder)
             stack.callback(hooks.detach)
@@ -149,28 +140,3 @@ def run_recorded(
                 stack.callback(handle.remove)
             arguments = hooks.arguments(arguments)
         recorder.out = getattr(transformer, forward_name(transformer))(**arguments)
-
-
-def weights_of(model: Any) -> tuple[torch.Tensor, ...]:
-    """Return the weights that are on the device."""
-    every = (*model.diffusion_model.parameters(), *model.diffusion_model.buffers())
-    return tuple(tensor for tensor in every if not isinstance(tensor, (InMainMemory, Placeholder)))
-
-
-def shareable(transformer: torch.nn.Module, plan: TokenPlan) -> Shareable:
-    paths = [f"{group.path}.{index}." for _, index, group in blocks_of(transformer, plan)]
-    layers: list[list[int]] = [[] for _ in (*paths, "around")]
-    together: list[list[int]] = [[] for _ in layers]
-    for some in gathered_together(shared_layers(transformer)):
-        sizes, first = [layer.nbytes for layer in some], some[0].path
-        at = next((place for place, path in enumerate(paths) if first.startswith(path)), -1)
-        layers[at] += sizes
-        together[at].append(sum(sizes))
-    *blocks, around = map(sum, layers)
-    sharing = Sharing.of([size for one in layers for size in one], 0)
-    aside = sum(table.nbytes for table in tables_of(transformer))
-    return Shareable(blocks, around, sharing.largest, sharing.two, aside, layers, together)
-
-
-def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

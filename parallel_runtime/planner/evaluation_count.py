@@ -52,21 +52,29 @@ class Activations(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class ModelBytes:
+    """Bytes of a model's weights as they are stored, and of each of its blocks. A model that ranks
+    never cut counts as one block.
+    """
+
+    weight_bytes: int
+    block_weight_bytes: Sequence[int]
+    shareable: Shareable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(ModelBytes):
     """One evaluation on a single device. ``around_flops`` are computed outside the blocks.
     ``tokens`` of each stream enter the blocks, ``hidden`` wide. ``block_launches``: kernels of each
     block, last the kernels around the blocks; empty if they were not counted.
     """
 
-    weight_bytes: int
-    block_weight_bytes: Sequence[int]
     block_flops: Sequence[int]
     around_flops: int
     activations: Activations
     attended_by_block: Sequence[Sequence[Attended]]
     tokens: Mapping[str, int]
     hidden: int
-    shareable: Shareable
     block_launches: Sequence[int] = ()
 
     @property

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..families import plan_or_whole
+from ..families.plan import TokenPlan
 from ..layout import OF_A_SEQUENCE, Layout, listed
+from ..methods.blocks import blocks_of
 from ..stages import share_out
-from ..weights.main_memory import tables_of
+from ..weights.main_memory import InMainMemory, tables_of
+from ..weights.placeholder import Placeholder
 from ..weights.quantisation import stored_bytes
 from ..weights.shared_layers import Sharing, gathered_together, shared_layers
+from .evaluation_count import ModelBytes, Shareable
+from .prediction import sharded_bytes, weight_bytes
 from .ways import WAYS, Kept
 
 LEFT_FREE = 3 << 29  # bytes on each device, at least, for what an evaluation computes
@@ -25,63 +29,6 @@ LEFT_FREE = 3 << 29  # bytes on each device, at least, for what an evaluation co
 
 def least() -> int:
     return LEFT_FREE
-
-
-@dataclass(frozen=True)
-class ModelBytes:
-    """Bytes of a model's weights: ``around`` the blocks, and of the ``blocks``, whose number is
-    ``count``. ``shared_around`` and ``shared_blocks`` are the parts of these in layers that ranks
-    can share out. The ``largest`` such layer and the largest ``two`` in a row have so many bytes,
-    as do the largest ``two_blocks`` that are gathered together. ``aside`` bytes stay in main memory
-    when weights are sharded.
-    """
-
-    around: int = 0
-    blocks: int = 0
-    shared_around: int = 0
-    shared_blocks: int = 0
-    largest: int = 0
-    two: int = 0
-    two_blocks: int = 0
-    aside: int = 0
-    count: int = 0
-
-    @classmethod
-    def of(cls, diffusion_model: torch.nn.Module) -> ModelBytes:
-        plan = plan_or_whole(type(diffusion_model))
-        assert plan is not None
-        in_blocks = tuple(f"{group.path}." for group in plan.blocks)
-        containers = [diffusion_model.get_submodule(group.path) for group in plan.blocks]
-        blocks = sum(map(module_bytes, containers))
-        layers = shared_layers(diffusion_model)
-        shared_blocks = sum(layer.nbytes for layer in layers if layer.path.startswith(in_blocks))
-        sharing = Sharing.of([layer.nbytes for layer in layers], 0)
-        together = [sum(layer.nbytes for layer in some) for some in gathered_together(layers)]
-        around = module_bytes(diffusion_model) - blocks
-        return cls(
-            around=around,
-            blocks=blocks,
-            shared_around=sharing.shared - shared_blocks,
-            shared_blocks=shared_blocks,
-            largest=sharing.largest,
-            two=sharing.two,
-            two_blocks=Sharing.of(together, 0).two,
-            aside=sum(table.nbytes for table in tables_of(diffusion_model)),
-            count=sum(len(list(one.children())) for one in containers),
-        )
-
-    def whole(self, stages: float) -> int:
-        """Returns the bytes that each rank of a pipeline of so many stages holds. A stage with half
-        of the blocks counts as one of two stages, however the other half is cut.
-        """
-        return self.around + int(self.blocks // stages)
-
-    def sharded(self, stages: float, ranks: int, by_layer: bool = False) -> int:
-        """Returns the bytes that each of a stage's ``ranks`` holds."""
-        shared = self.shared_around + int(self.shared_blocks // stages)
-        two = self.two if by_layer else self.two_blocks
-        whole = self.whole(stages) - shared - self.aside
-        return Sharing(whole, shared, self.largest, two, by_layer).held(ranks)
 
 
 class Way(NamedTuple):
@@ -136,31 +83,32 @@ class WeightsWish:
     ) -> Keeping:
         """Returns the wanted way to keep weights. For ``auto`` it is the first way that fits beside
         other models, or else in their place. ``names`` has each rank's device, ``memory`` the
-        present memory of each. ``parts`` has the number of blocks of each stage; empty if all
-        stages have as many.
+        present memory of each. ``parts``: the numbers of blocks of the stages, or their speeds, in
+        proportion to which they have blocks; empty if all stages have as many.
 
         Ranks on one device share its free memory. Ranks of one sequence shard weights: by layer if
         whole blocks do not fit, and on the CPU, whose memory all ranks share.
         """
-        sharers, ranks = Counter(names), layout.sequence_size
-        stages = [sum(parts) / part for part in parts] or [layout.stages] * layout.stages
-        if self.asked == "sharded" and ranks == 1:
+        sharers = Counter(names)
+        if self.asked == "sharded" and layout.sequence_size == 1:
             return Keeping(
                 "whole",
                 f"no other rank has the same blocks: raise {listed(OF_A_SEQUENCE, 'or')} to share weights"
                 " out",
             )
         if not self.depends_on_room:
-            return Keeping("whole", "as chosen", self.size.whole(min(stages)))
+            return Keeping("whole", "as chosen")
         on_cpu = are_cpus(names)
         left = LEFT_FREE if on_cpu else self.left_free()
-        beside, alone = ([math.inf] * len(stages), [math.inf] * len(stages))
+        beside, alone = ([math.inf] * layout.stages, [math.inf] * layout.stages)
         for rank, (one, name) in enumerate(zip(memory, names, strict=True)):
             stage = layout.stage(rank)
             beside[stage] = min(beside[stage], one.free // sharers[name] - left)
             alone[stage] = min(alone[stage], (one.free + one.model) // sharers[name] - left)
         if self.asked == "sharded":
-            _, by_block, by_layer = self._ways(min(stages), ranks)
+            _, by_block, by_layer = (
+                max(ways, key=lambda way: way.nbytes) for ways in self._ways(layout, parts)
+            )
             way = by_layer if on_cpu or by_block.nbytes > min(alone) else by_block
             leaves = math.inf if way.by_layer else min(alone) - way.nbytes + left
             return Keeping("sharded", "as chosen", way.nbytes, leaves, way.by_layer)
@@ -168,7 +116,7 @@ class WeightsWish:
             return Keeping("offloaded", "as chosen", int(max(0, min(alone))), math.inf if on_cpu else left)
         if on_cpu:
             return Keeping("whole", "ranks on the CPU map the checkpoint, one copy for all")
-        return self._fitting(stages, ranks, beside, alone, left)
+        return self._fitting(self._ways(layout, parts), beside, alone, left)
 
     def cut_for(
         self,
@@ -188,25 +136,38 @@ class WeightsWish:
         evenly = self.kept_in(names, layout, memory)
         if not speeds or WAYS.index(by_speed.kept) <= WAYS.index(evenly.kept):
             return by_speed, ()
-        return evenly, tuple(stage.size for stage in share_out([1.0] * self.size.count, layout.stages))
+        return evenly, tuple(last - first for first, last in self._cut(layout, ()))
 
-    def _ways(self, stages: float, ranks: int) -> list[Way]:
-        """Returns the ways to keep all weights on the devices, the fastest first."""
-        parts = [
-            Way("sharded", self.size.sharded(stages, ranks, by_layer), by_layer) for by_layer in (False, True)
-        ]
-        return [Way("whole", self.size.whole(stages)), *(parts if ranks > 1 else ())]
+    def _cut(self, layout: Layout, parts: Sequence[float]) -> list[tuple[int, int]]:
+        """Returns the blocks [first, end) of each stage."""
+        cut = share_out([1.0] * len(self.size.block_weight_bytes), layout.stages, parts)
+        return [(stage.first, stage.end) for stage in cut]
+
+    def _ways(self, layout: Layout, parts: Sequence[float]) -> list[list[Way]]:
+        """Returns the ways to keep all weights on the devices, the fastest first, each with the
+        bytes that a rank of each stage holds.
+        """
+        cut = self._cut(layout, parts)
+        ways = [[Way("whole", weight_bytes(self.size, blocks)) for blocks in cut]]
+        for by_layer in (False, True) if layout.sequence_size > 1 else ():
+            ways.append(
+                [
+                    Way("sharded", sharded_bytes(self.size, layout, blocks, by_layer), by_layer)
+                    for blocks in cut
+                ]
+            )
+        return ways
 
     def _fitting(
-        self, stages: Sequence[float], ranks: int, beside: Sequence[float], alone: Sequence[float], left: int
+        self, ways_there: list[list[Way]], beside: Sequence[float], alone: Sequence[float], left: int
     ) -> Keeping:
-        """Returns the first way that fits, and names the tightest stage. ``beside`` and ``alone``
-        have the bytes of each stage for weights, next to other models and in their place, without
-        the ``left`` bytes that stay free there for activations.
+        """Returns the first of the ways that fits, and names the tightest stage. ``beside`` and
+        ``alone`` have the bytes of each stage for weights, next to other models and in their place,
+        without the ``left`` bytes that stay free there for activations.
         """
         needed, room = 0.0, 0.0
         for rooms, where in ((beside, "are free"), (alone, "are free without other models")):
-            for ways in zip(*(self._ways(one, ranks) for one in stages), strict=True):
+            for ways in ways_there:
                 room, needed = min(
                     ((there, way.nbytes) for there, way in zip(rooms, ways, strict=True)),
                     key=lambda pair: pair[0] - pair[1],
@@ -228,7 +189,34 @@ class WeightsWish:
         )
 
 
-WHOLE = WeightsWish("whole", ModelBytes())
+WHOLE = WeightsWish(
+    "whole", ModelBytes(weight_bytes=0, block_weight_bytes=(), shareable=Shareable((), 0, 0, 0))
+)
+
+
+def model_bytes(transformer: torch.nn.Module, plan: TokenPlan) -> ModelBytes:
+    """Returns the bytes of a transformer's weights, and which of them ranks can share out."""
+    weights = module_bytes(transformer)
+    blocks = [(f"{group.path}.{index}.", held[index]) for held, index, group in blocks_of(transformer, plan)]
+    if not blocks:
+        return ModelBytes(
+            weight_bytes=weights, block_weight_bytes=[weights], shareable=Shareable([0], 0, 0, 0)
+        )
+    layers: list[list[int]] = [[] for _ in (*blocks, "around")]
+    together: list[list[int]] = [[] for _ in layers]
+    for some in gathered_together(shared_layers(transformer)):
+        sizes, first = [layer.nbytes for layer in some], some[0].path
+        at = next((place for place, (path, _) in enumerate(blocks) if first.startswith(path)), -1)
+        layers[at] += sizes
+        together[at].append(sum(sizes))
+    *of_blocks, around = map(sum, layers)
+    sharing = Sharing.of([size for one in layers for size in one], 0)
+    aside = sum(table.nbytes for table in tables_of(transformer))
+    return ModelBytes(
+        weight_bytes=weights,
+        block_weight_bytes=[stored_bytes(block.parameters()) for _, block in blocks],
+        shareable=Shareable(of_blocks, around, sharing.largest, sharing.two, aside, layers, together),
+    )
 
 
 def are_cpus(names: Sequence[str]) -> bool:
@@ -236,8 +224,14 @@ def are_cpus(names: Sequence[str]) -> bool:
     return all(name.rpartition("/")[2] == "cpu" for name in names)
 
 
+def own_weights(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns the weights that are on the module's device."""
+    every = (*module.parameters(), *module.buffers())
+    return [tensor for tensor in every if not isinstance(tensor, (InMainMemory, Placeholder))]
+
+
 def module_bytes(module: torch.nn.Module) -> int:
-    return stored_bytes([*module.parameters(), *module.buffers()])
+    return stored_bytes(own_weights(module))
 
 
 def as_gib(nbytes: float) -> str:

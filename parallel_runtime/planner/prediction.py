@@ -17,7 +17,7 @@ from ..weights.shared_layers import Sharing
 from . import messages
 from .box import Box
 from .cost import NOWHERE, BlockRange, Costs, costs_of, joined_layout, latent_s, starting_s
-from .evaluation_count import Whole
+from .evaluation_count import ModelBytes, Whole
 from .job import Job
 from .ways import Kept
 
@@ -214,23 +214,23 @@ def bytes_needed(job: Job, layout: Layout, box: Box) -> tuple[int, int]:
     return weights + activations + RESERVED, there + RESERVED
 
 
-def weight_bytes(whole: Whole, blocks: BlockRange) -> int:
+def weight_bytes(model: ModelBytes, blocks: BlockRange) -> int:
     """Return the bytes of a rank's weights: its blocks, and the layers around all blocks."""
-    of_blocks = whole.block_weight_bytes
-    return whole.weight_bytes - sum(of_blocks) + sum(of_blocks[slice(*blocks)])
+    of_blocks = model.block_weight_bytes
+    return model.weight_bytes - sum(of_blocks) + sum(of_blocks[slice(*blocks)])
 
 
-def sharded_bytes(whole: Whole, layout: Layout, blocks: BlockRange, by_layer: bool = False) -> int:
+def sharded_bytes(model: ModelBytes, layout: Layout, blocks: BlockRange, by_layer: bool = False) -> int:
     """Return the bytes of a rank's weights if each rank of a sequence has a shard of every
     block.
     """
-    of = whole.shareable
+    of = model.shareable
     shared = of.around + sum(of.blocks[slice(*blocks)])
     largest, two, pieces = of.largest, of.two, of.layers if by_layer else of.together
     if pieces:
         own = sorted(chain(pieces[-1], *pieces[slice(*blocks)]))
         largest, two = own[-1], sum(own[-2:])
-    own_whole = weight_bytes(whole, blocks) - shared - of.aside
+    own_whole = weight_bytes(model, blocks) - shared - of.aside
     return Sharing(own_whole, shared, largest, two, by_layer).held(layout.sequence_size)
 
 
