@@ -9,7 +9,7 @@ and Host on loopback only; PipeMesh checks each POST whatever the Host is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,12 +50,15 @@ def add_routes(
 
         return PoolControl(runtime(), is_executing)
 
-    def status() -> web.Response:
+    def asked() -> dict[str, Any]:
         from .status.collection import status_of
 
-        return web.json_response(asdict(status_of(runtime(), auto, control().is_busy)), headers=NOT_CACHED)
+        return asdict(status_of(runtime(), auto, control().is_busy))
 
-    routes.get(STATUS)(on_a_thread(status))
+    async def status(_request: web.Request) -> web.Response:
+        return web.json_response(await asyncio.to_thread(asked), headers=NOT_CACHED)
+
+    routes.get(STATUS)(status)
 
     async def acted(name: str, request: web.Request) -> web.Response:
         return await answer(lambda pool: getattr(control(), name)(pool), request)
@@ -63,13 +66,6 @@ def add_routes(
     routes.post("/pipemesh/pools/{id}/restart")(partial(acted, "restart"))
     routes.post("/pipemesh/pools/{id}/unload")(partial(acted, "unload"))
     routes.post("/pipemesh/pools/{id}/release")(partial(acted, "release"))
-
-
-def on_a_thread(make: Callable[[], web.Response]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def handler(_request: web.Request) -> web.Response:
-        return await asyncio.to_thread(make)
-
-    return handler
 
 
 async def answer(act: Callable[[str], tuple[PoolHandle, RemotePool]], request: web.Request) -> web.Response:

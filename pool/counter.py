@@ -41,7 +41,7 @@ class Counter:
         limit_s: float = LIMIT_S,
         idle_s: float = IDLE_S,
     ):
-        self._work = CountingWork(lambda: CountingProcess(setup, device(), argv), limit_s, idle_s)
+        self._work = CountingWork(lambda: counting_process(setup, device(), argv), limit_s, idle_s)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._end = weakref.finalize(self, self._work.end)
@@ -63,12 +63,6 @@ class Counter:
             self._work.asked.put((described, future))
         return future
 
-    @property
-    def pid(self) -> int:
-        """Returns the process id; 0 while there is no process."""
-        process = self._work.process
-        return process.pid if process is not None else 0
-
     def close(self) -> None:
         """Ends the process. The present count is lost."""
         with self._lock:
@@ -81,8 +75,8 @@ class CountingWork:
     while the thread waits.
     """
 
-    def __init__(self, start: Callable[[], CountingProcess], limit_s: float, idle_s: float):
-        self.process: CountingProcess | None = None
+    def __init__(self, start: Callable[[], SideProcess], limit_s: float, idle_s: float):
+        self.process: SideProcess | None = None
         self.asked: SimpleQueue[tuple[bytes, Future[Whole]] | None] = SimpleQueue()
         self._start = start
         self._limit_s = limit_s
@@ -126,7 +120,11 @@ class CountingWork:
         try:
             if self.process is None:
                 self.process = self._start()
-            return self.process.ask(described, until)
+            self.process.channel.send(Count(described=described))
+            message = self.process.receive(until)
+            if isinstance(message, Counted):
+                return msgspec.msgpack.decode(message.whole, type=Whole)
+            raise NotCounted(message.why)
         except NotCounted:
             raise
         except ChannelClosed:
@@ -144,21 +142,8 @@ class CountingWork:
         return process.end() if process is not None else ""
 
 
-class CountingProcess(SideProcess):
-    """One such process. Raises OSError if it cannot be started."""
-
-    def __init__(self, setup: RankSetup, device: Device, argv: Sequence[str]):
-        super().__init__(setup, device, argv, FromCounter, {**setup.comfy_args, "cpu": True})
-
-    def ask(self, described: bytes, until: float) -> Whole:
-        """Returns the count. Raises NotCounted; ChannelClosed if the process has ended;
-        TimeoutError.
-        """
-        self.channel.send(Count(described=described))
-        message = self.receive(until)
-        if isinstance(message, Counted):
-            return msgspec.msgpack.decode(message.whole, type=Whole)
-        raise NotCounted(message.why)
+def counting_process(setup: RankSetup, device: Device, argv: Sequence[str]) -> SideProcess:
+    return SideProcess(setup, device, argv, FromCounter, {**setup.comfy_args, "cpu": True})
 
 
 def lost(what: str) -> CounterLost:

@@ -35,8 +35,8 @@ PRELOADED = (*LIBRARIES, *OWN)
 GPUS = (CUDA_VARIABLE, HIP_VARIABLE)  # each rank has its own, and a server none
 LISTEN_MS = 200
 ANSWER_S = 30.0  # a server that has imported answers within milliseconds; beside much else, in seconds
-IMPORT_S = 120.0  # a rank that waits longer is judged by the pool; then the next pool has another server
-STOPPED, ENDED = "T", ("Z", "X", "")
+IMPORT_S = 240.0  # and one that imports, from a slow disk, within that
+ENDED = ("Z", "X", "")
 log = logging.getLogger("pipemesh")
 
 
@@ -65,14 +65,13 @@ class ForkServer:
         key = command.argv[0], *map(command.env.get, self._fixed_at_start)
         with self._lock:
             for other, server in list(self._servers.items()):
-                if (other != key and server.has_no_ranks) or not server.is_usable:
+                if (other != key and server.has_no_ranks) or server.process.poll() is not None:
                     self._servers.pop(other).end()
-            forked = self._server(key, command).fork(command)
-            if self._servers[key].is_deaf:  # it was killed a moment ago
-                forked.forget()
+            try:
+                return self._server(key, command).fork(command)
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):  # it was killed a moment ago
                 self._servers.pop(key).end()
-                forked = self._server(key, command).fork(command)
-            return forked
+                return self._server(key, command).fork(command)
 
     def _server(self, key: tuple, command: Command) -> ServerProcess:
         if key not in self._servers:
@@ -163,29 +162,18 @@ class ServerProcess:
     ):
         self.process = process
         self.has_forked = False
-        self.is_deaf = False  # a request could not be sent to it
         self.control = control
         self._env = env
         self._expected = expected
-        self._launched = time.monotonic()
         self._ranks: list[Forked] = []
 
     @property
     def has_no_ranks(self) -> bool:
         return all(rank.poll() is not None for rank in self._ranks)
 
-    @property
-    def is_usable(self) -> bool:
-        """True unless it has ended, is stopped, takes no request, or still imports after
-        ``IMPORT_S``.
-        """
-        state = state_of(self.process.pid)
-        late = not self.has_forked and bool(self._ranks) and time.monotonic() - self._launched > IMPORT_S
-        return self.process.poll() is None and state not in (STOPPED, *ENDED) and not (late or self.is_deaf)
-
     def fork(self, command: Command) -> Forked:
-        """Asks for a rank, without waiting for it; one that could not be asked for ends as
-        NEVER_STARTED. Raises OSError if the request is too long, or descriptors are missing.
+        """Asks for a rank, without waiting for it. Raises OSError if the process has ended, the
+        request is too long, or descriptors are missing.
         """
         request = {
             "argv": command.line("{fd}", self.process.pid)[1:],
@@ -201,8 +189,6 @@ class ServerProcess:
                 [json.dumps(request).encode()],
                 [command.fd, their_output.fileno(), their_report],
             )
-        except (BrokenPipeError, ConnectionResetError, TimeoutError):
-            self.is_deaf = True
         except OSError:
             forked.forget()
             raise
@@ -213,16 +199,15 @@ class ServerProcess:
         return forked
 
     def end_if_it_does_not_answer(self, owing_since: float) -> None:
-        """Kills the process if it is stopped, or if it has imported and still owes a word about a
-        rank for ``ANSWER_S``. Its ranks and their reports end with it, so nobody waits any longer.
+        """Kills the process if it has owed a word about a rank for ``ANSWER_S``, or ``IMPORT_S``
+        while it imports. Its ranks and their reports end with it, so nobody waits any longer.
         """
-        late = self.has_forked and time.monotonic() - owing_since > ANSWER_S
-        if late or state_of(self.process.pid) == STOPPED:
-            if not self._expected.is_set():
-                log.warning(
-                    "[PipeMesh] the process that workers are forked from does not answer and is ended; the"
-                    " next pool has another"
-                )
+        limit_s = ANSWER_S if self.has_forked else IMPORT_S
+        if time.monotonic() - owing_since > limit_s and not self._expected.is_set():
+            log.warning(
+                "[PipeMesh] the process that workers are forked from does not answer and is ended; the"
+                " next pool has another"
+            )
             self._expected.set()
             self.process.kill()
 
@@ -236,18 +221,14 @@ class ServerProcess:
 
 
 def state_of(pid: int) -> str:
-    """Returns the state of a process as the kernel's letter: T stopped, Z ended and not yet waited
-    for. Empty if there is no such process.
+    """Returns the state of a process as the kernel's letter: Z ended and not yet waited for. Empty
+    if there is none.
     """
     try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 class Forked:
@@ -307,8 +288,8 @@ class Forked:
                 self._report = -1
 
     def _listen(self, wait: bool) -> None:
-        """Takes the server's report on this rank, or waits a moment for it. A server that
-        owes a word and does not answer is ended; the end of its report says so here.
+        """Takes the server's report on this rank, or waits a moment for it. The end of the report
+        says that a server that did not answer was ended.
         """
         poller = select.poll()
         with self._lock:

@@ -52,10 +52,6 @@ class SideProcess:
                 self.channel.send(CountLike(comfyui=setup.comfyui, comfy_args=encode_plain(dict(comfy_args))))
             undo.pop_all()
 
-    @property
-    def pid(self) -> int:
-        return self._supervisor.pids[0]
-
     def receive(self, until: float) -> Any:
         """Returns its next message. Raises ChannelClosed if it has ended, TimeoutError."""
         poller = select.poll()

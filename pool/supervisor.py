@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 LOG_LINES = 12
 LINE_CHARS = 2000
@@ -40,19 +40,13 @@ class Command:
         return [part.replace("{fd}", str(fd)).replace("{parent}", str(parent)) for part in self.argv]
 
 
-class Output(Protocol):
-    def fileno(self) -> int: ...
-    def read(self, size: int, /) -> bytes | None: ...
-    def close(self) -> None: ...
-
-
 class Process(Protocol):
     """As much of ``subprocess.Popen`` as a supervisor needs."""
 
     @property
     def pid(self) -> int: ...
     @property
-    def stdout(self) -> Output | None: ...
+    def stdout(self) -> Any: ...
     @property
     def returncode(self) -> int | None: ...
     def poll(self) -> int | None: ...
@@ -160,7 +154,6 @@ class Supervisor:
         try:
             for rank, command in commands.items():
                 child = self._children[rank] = Child(self._launch(command))
-                assert child.process.stdout is not None
                 selector.register(child.process.stdout, selectors.EVENT_READ, (rank, child))
         except Exception as error:  # noqa: BLE001 - raised where the start is waited for
             self.kill()
@@ -184,7 +177,6 @@ class Supervisor:
 
     def _reap(self, selector: selectors.BaseSelector, rank: int, child: Child) -> None:
         output = child.process.stdout
-        assert output is not None
         selector.unregister(output)
         output.close()
         child.process.wait()

@@ -259,7 +259,7 @@ def test_comfyuis_start_imports_nothing_that_only_a_model_needs(modules):
     """No family, no planner, nothing of ranks and of the status."""
     assert modules("parallel_runtime") <= AT_START
     nodes = modules("nodes")
-    assert not nodes & {"runtime", "planning", "auto.sampling", "status", "report.last_run"}
+    assert not nodes & {"runtime", "planning", "auto.sampling", "status", "report.text"}
     assert len(nodes | modules("launcher") | modules("pool") | modules("parallel_runtime")) <= 50
 
 

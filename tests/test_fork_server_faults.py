@@ -63,7 +63,8 @@ def returns(act) -> bool:
     return not thread.is_alive()
 
 
-def test_a_pool_ends_although_the_server_of_its_ranks_is_stopped(server):
+def test_a_pool_ends_although_the_server_of_its_ranks_answers_no_more(server, monkeypatch):
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.5)
     pool = WorkerPool(cpus(2), setup_of(server))
     pool.start()
     pids = pool.ranks.pids
@@ -73,19 +74,6 @@ def test_a_pool_ends_although_the_server_of_its_ranks_is_stopped(server):
         assert returns(pool.close)
     psutil.wait_procs(ranks, DEADLINE_S)  # they die with the server, each when the system comes to it
     assert not any(map(is_alive, [*pids, old]))
-
-
-def test_a_stopped_server_is_replaced_when_ranks_are_to_be_started(server):
-    first = WorkerPool(cpus(1), setup_of(server))
-    first.start()
-    first.close()
-    (old,) = server.pids
-    stop(old)
-    pool = WorkerPool(cpus(2), setup_of(server))
-    assert returns(pool.start)
-    assert pool.state == "ready"
-    assert not is_alive(old)
-    pool.close()
 
 
 def test_a_cancel_is_obeyed_while_a_stopped_server_is_to_fork(server):
@@ -164,28 +152,25 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(im
     last.wait()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_dies_or_stops_before_it_forks_is_no_lack_of_memory(importing, sign):
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_server_that_dies_or_imports_for_too_long_is_no_lack_of_memory_and_is_replaced(
+    importing, monkeypatch, is_killed
+):
     server, command, _ = importing
+    (old,) = server.pids
     supervisor = Supervisor(server.start)
     supervisor.start({0: command})
-    os.kill(*server.pids, sign)
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.0)
+    assert supervisor.exit_of(0, 0) is None, "it imports"
+    if is_killed:
+        os.kill(old, signal.SIGKILL)
+    else:
+        monkeypatch.setattr(fork_server, "IMPORT_S", 0.0)
     assert supervisor.exit_of(0, DEADLINE_S) == NEVER_STARTED
     assert supervisor.pids == {0: 0}
     supervisor.stop(0)
-
-
-def test_a_server_that_imports_for_too_long_is_replaced_by_the_next_pool_and_not_by_its_own(
-    importing, monkeypatch
-):
-    server, command, _ = importing
-    old = server.pids
-    monkeypatch.setattr(fork_server, "ANSWER_S", 0.0)
     server.start(command).kill()
-    assert server.pids == old
-    monkeypatch.setattr(fork_server, "IMPORT_S", 0.0)
-    server.start(command).kill()
-    assert server.pids != old
+    assert server.pids != [old]
 
 
 HANGS = """

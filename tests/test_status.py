@@ -7,8 +7,7 @@ from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.switch import Switch
 from pipemesh.nodes.notices import Notices
 from pipemesh.nodes.planning import PlannedLayout
-from pipemesh.nodes.report.last_run import text_of
-from pipemesh.nodes.report.text import queue_text
+from pipemesh.nodes.report.text import queue_text, text_of
 from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.status.collection import MOST, status_of
 from pipemesh.nodes.status.figures import QueueFigures

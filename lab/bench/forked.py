@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...pool.fork_server import ANSWER_S, ServerProcess, launch, state_of
+from ...pool.fork_server import ANSWER_S, ServerProcess, launch
 from ...pool.rank_setup import KEEP_MEMORY
 from ...pool.supervisor import Command
 
@@ -38,9 +38,6 @@ class Above:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-
-    def poll(self) -> int | None:
-        return None if state_of(self.pid) else 1
 
 
 def above(control: int, pid: int | None = None) -> ServerProcess:

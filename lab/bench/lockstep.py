@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...parallel_runtime.comm.mesh import Mesh
     from ...parallel_runtime.layout import Layout
     from ...pool.fork_server import ServerProcess
-    from ...pool.supervisor import Output, Process
+    from ...pool.supervisor import Process
 
 WARM_UP = 2
 POLL_S = 0.02
@@ -198,7 +198,7 @@ def wait_for(processes: Sequence[Process], limit_s: float) -> None:
             )
 
 
-def pass_on(outputs: list[Output], wait_s: float = 0.0) -> bool:
+def pass_on(outputs: list[Any], wait_s: float = 0.0) -> bool:
     """Show what was said, and wait a moment for it: a process whose words nobody takes blocks.
     Return whether there was any. Outputs that have ended are taken off.
     """

@@ -44,7 +44,7 @@ def report_node(runtime: Callable[[], Runtime]) -> type[io.ComfyNode]:
 
         @classmethod
         def execute(cls, latent: dict[str, Any] | None = None, pool: Choice | None = None) -> io.NodeOutput:
-            from .last_run import text_of
+            from .text import text_of
 
             text = text_of(runtime(), pool)
             shown = ui.PreviewText(text).as_dict()

@@ -10,6 +10,9 @@ from ...parallel_runtime.wire.segment import mib
 from ...pool.devices import Placement
 from ..notices import Notice
 from ..prompt_times import PromptFigures
+from ..runtime import Runtime
+from ..settings import Choice
+from ..status.collection import pool_status, run_status
 from ..status.figures import (
     InPatches,
     Loser,
@@ -32,6 +35,15 @@ NO_POOL = (
     "Nothing has been sampled by a pool yet: switch auto mode on in ComfyUI's settings, under PipeMesh, or"
     " put PipeMesh Parallelize before the sampler; connect the sampler's LATENT to this node and run."
 )
+
+
+def text_of(runtime: Runtime, only: Choice | None) -> str:
+    """Report the run that began last, in any pool or in ``only`` one."""
+    pools, last = [pool_status(*one) for one in runtime.pools(only)], runtime.last_run(only)
+    run = run_status(runtime, *last) if last is not None else None
+    return report_text(
+        pools, run, runtime.notices.latest(), only and only.placement, runtime.planning.ahead.images
+    )
 
 
 def report_text(

@@ -30,8 +30,7 @@ MOST = 50  # kinds of evaluations whose counts are kept
 PATIENCE_S = 60.0
 WHILE_UP_S = 5.0  # and where something is
 POLL_S = 0.05
-TRIES = 2  # a count whose process was lost is begun again, once
-LOST_S = 600.0  # after which it is begun again all the same: memory that was short then may be free
+LOST_S = 60.0  # after which a count whose process was lost is begun again: memory may be free by then
 
 
 class NotCounted(Exception):
@@ -52,11 +51,10 @@ Begin = Callable[[bytes], "Future[Whole]"]
 
 @dataclass
 class PendingCount:
-    """A count that was begun at a time, for so many times."""
+    """A count that was begun at a time."""
 
     future: Future[Whole]
     at_s: float
-    tries: int = 1
 
 
 class Counts:
@@ -107,12 +105,8 @@ class Counts:
     def _awaited(self, asked: bytes, patience_s: float) -> Whole:
         key = blake2b(asked, digest_size=16).digest()
         begun = self._begun.get(key)
-        if begun is not None and is_lost(begun.future) and self._clock() - begun.at_s >= LOST_S:
-            begun = None
-        if begun is None or (begun.tries < TRIES and is_lost(begun.future)):
-            begun = self._begun[key] = PendingCount(
-                self._begin(asked), self._clock(), begun.tries + 1 if begun is not None else 1
-            )
+        if begun is None or (is_lost(begun.future) and self._clock() - begun.at_s >= LOST_S):
+            begun = self._begun[key] = PendingCount(self._begin(asked), self._clock())
             if len(self._begun) > MOST:
                 del self._begun[next(iter(self._begun))]
         until = begun.at_s + patience_s
