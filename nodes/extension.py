@@ -51,8 +51,7 @@ def show_on_node(text: str) -> None:
 
 def show_notice(waiting: Waiting, notice: Notice) -> None:
     """Put a notice on its node, and a badge there on the page that has queued the prompt. A notice
-    of one GPU ends the wait first, as nobody waits for a pool then: the wait's last line would
-    cover the notice.
+    of one GPU ends the wait first, whose last line would cover it.
     """
     if notice.one_gpu:
         waiting.end()
@@ -79,7 +78,7 @@ def first_line(placement: Placement, auto_is_on: bool) -> str:
 
 def folder_with_routes(routes: Iterable[web.AbstractRouteDef]) -> Path | None:
     """Return the folder of a copy of the pack that ComfyUI has loaded before; None if there is
-    none. Both would replace the same methods, and know nothing of each other's pools.
+    none. Both would replace the same methods.
     """
     for route in routes:
         if isinstance(route, web.RouteDef) and route.path == STATUS:

@@ -66,8 +66,7 @@ def rank_setup(environ: Mapping[str, str]) -> RankSetup:
 
 def setup_or_fault(environ: Mapping[str, str]) -> tuple[RankSetup, str]:
     """Return the set-up, and a sentence that names an environment variable that cannot be read,
-    empty if all can. The sentence is raised when a pool is to start: raised here, it would keep
-    ComfyUI from loading any node of the pack.
+    empty if all can. It is raised when a pool is to start, so that ComfyUI loads the nodes.
     """
     try:
         return rank_setup(environ), ""

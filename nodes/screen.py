@@ -58,9 +58,8 @@ def span_of(prompt: str) -> tuple[float, float] | None:
 
 
 def page_now() -> str | None:
-    """Return the id of the page that has queued the prompt. None if a script has queued it, as a
-    script may take an unexpected frame for a picture or JSON, and if nobody listens: ComfyUI would
-    send the event to every page.
+    """Return the id of the page that has queued the prompt. None if a script has queued it, which
+    may take the frame for a picture, and if nobody listens: ComfyUI would send it to every page.
     """
     server = PromptServer.instance
     flags = server.sockets_metadata.get(server.client_id, {}).get("feature_flags", {})

@@ -44,9 +44,8 @@ def schema(node: str, inputs: list[io.Input], outputs: list[io.Output], **more: 
 
 
 def require_links(**given: Any) -> bool | str:
-    """Check sockets when a prompt is queued, because ComfyUI accepts any value there: True, or the
-    sentence that names the socket that has a value in place of a link. A linked socket is None
-    here, as is an open one.
+    """Check sockets when a prompt is queued: True, or the sentence that names the socket that has
+    a value in place of a link. A linked socket is None here, as is an open one.
     """
     for name, value in given.items():
         if value is not None:

@@ -152,11 +152,9 @@ class Conversation:
         until: float = math.inf,
     ) -> bool:
         """Takes answers until all ``wanted`` requests have them, and all requests whose outcome a
-        failure leaves in doubt.
-
-        With ``leave`` a cancel is passed on to the ranks, which then have ``CANCEL_WAIT_S``;
-        ``settle`` waits for ranks that need longer. Returns whether it was cancelled. Raises Lost
-        if ranks hang, but not during a wait with a limit.
+        failure leaves in doubt. With ``leave`` a cancel is passed on to the ranks, which then have
+        ``CANCEL_WAIT_S``. Returns whether it was cancelled. Raises Lost if ranks hang, but not
+        during a wait with a limit.
         """
         cancelled = False
         doubtful: list[SentRequest] = []

@@ -258,9 +258,7 @@ class Forked:
         return self.returncode
 
     def wait(self) -> int:
-        """Returns the exit status (negative: a signal), NEVER_STARTED, or SERVER_ENDED for a rank
-        that was killed with its server.
-        """
+        """Returns the exit status (negative: a signal), NEVER_STARTED or SERVER_ENDED."""
         while self.returncode is None:
             self._listen(wait=True)
         self.forget()

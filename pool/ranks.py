@@ -176,9 +176,8 @@ class Ranks:
         return f"\nLast lines of rank {rank}:\n  " + "\n  ".join(lines) if lines else ""
 
     def kill(self) -> None:
-        """Ends the ranks of this machine at once, even if a thread waits for them: their requests
-        are cancelled. Ranks of another machine end with its connection. May be called from any
-        thread.
+        """Ends the ranks of this machine at once; those of another end with its connection. May be
+        called from any thread.
         """
         self.are_killed = True
         self._crew.supervisor.kill()

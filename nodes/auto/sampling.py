@@ -124,10 +124,8 @@ class PoolSampling:
         """Says why the pool is not tried; empty if it is tried.
 
         A failure after the first step keeps one prompt out of the pool, the first that samples with
-        this key again; outside of prompts, one sampling. It is not more than one, because a refusal
-        does not say whether it would come again, and not less, because a node may sample many times
-        in one prompt. A sampling that found no memory is tried in ``NO_ROOM_TIMES`` prompts, as
-        each try costs a start of the pool.
+        this key again; outside of prompts, one sampling. A sampling that found no memory is tried
+        in ``NO_ROOM_TIMES`` prompts, as each try costs a start of the pool.
         """
         prompt = executed_now()[1]
         if self._given_up and self._given_up == prompt:
@@ -198,9 +196,8 @@ class PoolSampling:
 
     @interrupting
     def _give_back(self, models: Iterable[BaseModel]) -> None:
-        """Frees the copies of these models that ranks hold for auto mode, because stock ComfyUI
-        needs that memory on its own GPU. A guider around this one keeps its models. Raises
-        ComfyUI's interrupt.
+        """Frees the copies of these models that ranks hold for auto mode, because ComfyUI needs
+        that memory. A guider around this one keeps its models. Raises ComfyUI's interrupt.
         """
         for model in models:
             if model in self._lent and not any(model is one for one in self._sampled):

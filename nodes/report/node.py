@@ -35,10 +35,8 @@ def report_node(runtime: Callable[[], Runtime]) -> type[io.ComfyNode]:
 
         @classmethod
         def fingerprint_inputs(cls, **given: Any) -> str | float:
-            """Makes the node run whenever its sampler does. With a latent it is the same every
-            time: a run that ComfyUI has cached has its report already, and nodes behind this one
-            are cached too. Without a latent nothing tells when a run ended, so the node runs at
-            each prompt.
+            """Makes the node run whenever its sampler does: without a latent nothing tells when
+            that is, so the node runs at each prompt.
             """
             return "" if "latent" in given else float("nan")
 

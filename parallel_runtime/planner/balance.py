@@ -34,11 +34,8 @@ class StageBalance:
 
     def choose(self, asked: Sizes, stages: int, speeds: Sequence[float] = ()) -> Sizes:
         """Decides, between runs, how many blocks each stage has from now on: as ``asked``, else by
-        cost.
-
-        Only the first run's measurements count: stages that followed every run would be loaded
-        again and again. ``stages`` 0: not known yet, so nothing is measured. ``speeds`` of the
-        stages; empty where they are alike.
+        the first run's cost: stages that followed every run would be loaded again and again.
+        ``stages`` 0: not known yet. ``speeds`` of the stages; empty where they are alike.
         """
         if asked:
             self._seconds.clear()  # not needed any more
