@@ -154,14 +154,17 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended_at_once_and_is_never_seen(im
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_server_that_dies_or_imports_for_too_long_is_no_lack_of_memory_and_is_replaced(
-    importing, monkeypatch, is_killed
+    importing, monkeypatch, caplog, is_killed
 ):
     server, command, _ = importing
     (old,) = server.pids
     supervisor = Supervisor(server.start)
     supervisor.start({0: command})
     monkeypatch.setattr(fork_server, "ANSWER_S", 0.0)
-    assert supervisor.exit_of(0, 0) is None, "it imports"
+    waiting = server.start(command)
+    assert waiting.poll() is None and not caplog.messages, "it imports"
+    waiting.kill()
+    waiting.wait()
     if is_killed:
         os.kill(old, signal.SIGKILL)
     else:
