@@ -33,6 +33,7 @@ AT_START = {  # what ComfyUI's start imports of how models are sampled; the rest
         "client",
         "client.pool_marker",
         "client.patching",
+        "client.wait",
         "comm",
         "comm.cores",
         "comm.shares",
