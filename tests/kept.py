@@ -14,8 +14,8 @@ MADE = "dict list set deque Counter OrderedDict defaultdict WeakKeyDictionary We
 LIFETIMES = {
     "an evaluation, a call or an answer": (
         "Done.block_s,waited_s Frame._on_their_way,_seen,_taken"
-        " Joint._owned KeptRows.stale Lookahead._answers,_asked Prediction.sent_bytes"
-        " Rows._memoised RunFigures.exchange_by_axis Shards._joint Traffic.sent_bytes"
+        " Lookahead._answers,_asked Prediction.sent_bytes"
+        " Rows._memoised RunFigures.exchange_by_axis Traffic.sent_bytes"
     ),
     "a run": (
         "AttentionOverride.brought,options BlockClock._begun,times Calls._counts,_latents*,_numbers"
@@ -29,11 +29,11 @@ LIFETIMES = {
     "a model in the pool, a MODEL or a VAE": (
         "Assembly._made,_modules BandsOfRows._put CompiledBlocks._blocks Constants.names"
         " DeviceWeights._loaded,_replaced,_unread Disassembly._kept,_numbers,code,models"
-        " InBlockPatches._functions InGroups._plan"
+        " Division._joint,active,all_tokens InBlockPatches._functions InGroups._plan Joint._owned KeptRows.stale"
         " NodePatches._left_out OffloadedWeights._loaded,_replaced Order._follows,_seen"
-        " PackState._read,taken PatchedSets._kept*,_used PipelineBackend._pieces"
+        " PackState._read,taken PatchedSets._kept*,_used PatchSharding._kept_rows PipelineBackend._pieces"
         " PoolDecoding._left,_lent OptionReaders.of"
-        " RemoteVAE._steps ObjectPatches._take_away,weights"
+        " RemoteVAE._steps SequenceAttention._divided ObjectPatches._take_away,weights"
         " FirstOf.right,told,wrong ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
         " Weights._own,_seen,changed WholeForward._handles"

@@ -10,7 +10,7 @@ from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families.plan import Frames, Insert
 from pipemesh.parallel_runtime.forward import binder
 from pipemesh.parallel_runtime.methods.inserts import Inserted
-from pipemesh.parallel_runtime.methods.shards import Shards
+from pipemesh.parallel_runtime.methods.shards import Division, Shards
 
 
 class Injector(torch.nn.Module):
@@ -57,7 +57,7 @@ def test_each_token_gets_what_its_own_frame_has(module, frames, each, more, rank
         path="", frames=Frames(stream="img", each={"sound": 2, "also": 2}, count="count" if counted else "")
     )
     for rank in range(ranks):
-        rows = Shards({"img": total}, rank, ranks, active)
+        rows = Shards(Division({"img": total}, rank, ranks, active))
         inserted = Inserted(plan, binder(type(module).forward), lambda rows=rows: rows)
         entered = inserted.enter(
             module, (rows.slice(x, 1, ("img",)),), {"sound": sound, "also": also, **counted}
@@ -79,7 +79,7 @@ def test_a_module_that_has_all_tokens_is_let_be():
 
 
 def test_frames_of_unequal_size_are_refused():
-    module, rows = Within(), Shards({"img": 7}, 0, 2)
+    module, rows = Within(), Shards(Division({"img": 7}, 0, 2))
     inserted = Inserted(
         Insert(path="", frames=Frames(stream="img", each={"sound": 1})),
         binder(type(module).forward),

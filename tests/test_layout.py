@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.parallel_runtime.layout import AXES, Layout, Split, clip_ranges, layouts_of
-from pipemesh.parallel_runtime.methods.shards import Shards
+from pipemesh.parallel_runtime.methods.shards import Division
 
 
 def test_a_grid_prints_its_equation_and_itself():
@@ -123,7 +123,7 @@ def test_an_even_split_covers_everything_once_in_order_and_the_first_parts_get_o
 def test_every_rank_carries_its_own_rows_or_one_anchor(total, parts):
     split = Split.even(total, parts)
     for part, (start, size) in enumerate(zip(split.starts, split.sizes, strict=True)):
-        local = Shards({"img": total}, part, parts).local["img"]
+        local = Division({"img": total}, part, parts).local["img"]
         assert local == ((start, size) if size else (0, min(1, total)))  # of nothing there is no anchor
 
 

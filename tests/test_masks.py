@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.commands.parity import BOUND, Bench, relative_error
-from pipemesh.parallel_runtime.methods.shards import Shards, part_of_mask, permute_mask
+from pipemesh.parallel_runtime.methods.shards import Division, part_of_mask, permute_mask
 
 from .models import run
 
@@ -66,7 +66,7 @@ def test_a_part_of_a_mask_says_of_every_query_key_and_head_what_the_whole_says(
     rows, columns, heads = cut(total), cut(total), cut(HEADS)
     mask = make_mask(form, kind, total, batch)
     streams = {str(index): size for index, size in enumerate(totals)}
-    joint = Shards(streams, 0, ranks).joint(tuple(streams))
+    joint = Division(streams, 0, ranks).joint(tuple(streams))
     part = part_of_mask(permute_mask(mask, joint), rows, columns, heads, total, HEADS)
     order, whole = rank_major(totals, ranks), everywhere(mask, batch, HEADS, total, total)
     here = everywhere(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families.catalogue import PLANS
 from pipemesh.parallel_runtime.families.plan import Along, Boundary, Ranges
-from pipemesh.parallel_runtime.methods.shards import KeysByFrame, Shards, permute_mask
+from pipemesh.parallel_runtime.methods.shards import Division, KeysByFrame, Shards, permute_mask
 
 STREAMS = ("txt", "img")
 
@@ -19,7 +19,7 @@ def shards(draw):
     totals = {stream: draw(st.integers(1, 9)) for stream in STREAMS}
     ranks = draw(st.integers(1, 5))
     weights = draw(st.just(()) | st.lists(st.integers(1, 9), min_size=ranks, max_size=ranks))
-    return Shards(totals, draw(st.integers(0, ranks - 1)), ranks, weights=tuple(weights))
+    return Shards(Division(totals, draw(st.integers(0, ranks - 1)), ranks, weights=tuple(weights)))
 
 
 def marked(ranges, tokens):
@@ -66,7 +66,7 @@ def test_rows_of_a_range_are_cut_with_their_tokens(rows, first, streams):
 
 @pytest.mark.parametrize(("knows", "count"), [(False, 4), (True, 3)])
 def test_rows_of_a_range_that_the_plan_does_not_know_are_refused(knows, count):
-    rows = Shards({"img": 5}, 0, 2)
+    rows = Shards(Division({"img": 5}, 0, 2))
     with pytest.raises(
         ModelError,
         match=f"segments has {count} rows for a range of 4 tokens: this model cannot be split by its plan",
@@ -98,7 +98,7 @@ def test_attention_gets_the_whole_mask_for_one_that_a_block_makes_of_its_own_row
         whole, torch.cat((given_, given_.new_zeros(2, rows.all_tokens["img"])), 1).unsqueeze(1)
     )
     assert rows.key_mask(given_, item, made) is whole, "it is permuted anew for every block"
-    assert permute_mask(whole, rows.joint(STREAMS)).shape == whole.shape
+    assert permute_mask(whole, rows.division.joint(STREAMS)).shape == whole.shape
 
 
 def test_a_plan_that_cannot_tell_how_long_its_streams_are_is_refused():

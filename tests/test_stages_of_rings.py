@@ -13,7 +13,7 @@ from pipemesh.lab.reference import PatchForward
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.pipefusion.kept_rows import KeptRows
 from pipemesh.parallel_runtime.methods.pipefusion.kv_buffer import KVBuffers
-from pipemesh.parallel_runtime.methods.shards import Shards
+from pipemesh.parallel_runtime.methods.shards import Division
 from pipemesh.parallel_runtime.patches import Part, Patch
 
 from .conftest import ALL
@@ -32,7 +32,7 @@ REQUESTS = WARM + [Part(1, branch, patch) for _ in range(2) for patch in UNEVEN 
 def places_of(totals, patch, ulysses, ring, streams):
     """The ranges that each place of the ring computes of a patch (begin, size), or of all."""
     active = patch and {"txt": (0, 0 if patch[0] else totals["txt"]), "img": patch}
-    joint = Shards(totals, 0, ulysses * ring, active).joint(streams)
+    joint = Division(totals, 0, ulysses * ring, active).joint(streams)
     return [joint.ranges_of(range(index * ulysses, (index + 1) * ulysses)) for index in range(ring)]
 
 

@@ -166,7 +166,10 @@ class Evaluations:
         return output
 
     def _await_output(self, ticket: Ticket, interrupted: Callable[[], bool]) -> tuple[Any, Answers]:
-        """Waits for the output. Raises what ``collect`` raises."""
+        """Waits for the output. Raises what ``collect`` raises. The first output of each branch of
+        a run is checked in place for numbers that are not finite: a fault in all outputs is in the
+        first.
+        """
         session = self.session
         if session is None or ticket not in session.tickets:  # it was abandoned with another run's
             raise PoolFailed(
@@ -180,19 +183,8 @@ class Evaluations:
             raise PoolFailed(
                 "No rank returned an output: restart ComfyUI, and report it if it happens again."
             )
-        output = self._own_tensors(session, ticket, reply)
-        self._done_with(session, ticket)
-        if session.leaving:
-            self._residency.release_leaving(session)
-        return output, replies
-
-    def _own_tensors(self, session: Session, ticket: Ticket, reply: Done) -> Any:
-        """Copies an output out of the arena, to the latent's device. An output that came in memory
-        of its own stays there. The first output of each branch of a run is checked in place for
-        numbers that are not finite: a fault in all of them is in the first. Raises ModelError,
-        SharedMemoryFull.
-        """
         run, arena = ticket.run, session.pool.arena.segment
+        # Else memory of its own, in which it stays
         segment = arena if reply.apart is None else segment_over(reply.apart.fd)
         branch = ticket.part.branch, ticket.part.attempt
         if run.is_told and branch not in run.names.looked_at:
@@ -200,7 +192,11 @@ class Evaluations:
             kept = session.models[run.model].weights.kept if run.model in session.models else "whole"
             made_by = f"{self._sessions.layout.product()} with {kept} weights"
             require_finite(decode_tree(reply.output, segment.tensor), ticket.written.arguments, made_by)
-        return own_tensors(segment, reply.output, ticket.device, is_own=segment is not arena)
+        output = own_tensors(segment, reply.output, ticket.device, is_own=segment is not arena)
+        self._done_with(session, ticket)
+        if session.leaving:
+            self._residency.release_leaving(session)
+        return output, replies
 
     def _retract(self, tickets: Sequence[Ticket], interrupted: Callable[[], bool]) -> None:
         """Sets the cancel flag of all evaluations in flight, and waits without a limit until ranks

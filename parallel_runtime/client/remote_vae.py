@@ -153,7 +153,8 @@ class RemoteVAE:
         unit, samples = 1, with_noise(self.vae, work, samples)
         if work == "encode":
             unit = self.vae.spacial_compression_encode()
-        with with_own_weights(self), self._computing(work, unit, options) as (pool, dispatch):
+        with with_own_weights(self) as at, self._computing(*at, work, unit, options) as dispatch:
+            pool, _ = at
             ranks, width = pool.layout.members(0, pool.layout.widths[-1]), pool.layout.widths[-1]
             if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
                 why = "the pool is a pipeline" if pool.layout.stages > 1 else "it has too few rows"
@@ -174,15 +175,15 @@ class RemoteVAE:
         own rank. There are at most as many tiles as ranks. Raises as ``compute`` does.
         """
         tiles = [with_noise(self.vae, work, tile) for tile in tiles]
-        with self._computing(work, 1, {}) as (_, dispatch):
+        pool, model, _ = self.bring_up()
+        with self._computing(pool, model, work, 1, {}) as dispatch:
             return dispatch([(tile, (rank,), ALONE) for rank, tile in enumerate(tiles)])
 
     @contextmanager
     def _computing(
-        self, work: str, unit: int, options: dict[str, Any]
-    ) -> Iterator[tuple[RemotePool, Callable[[Sequence[VAEShare]], list[torch.Tensor]]]]:
-        """Yields the pool, and a function that has it compute shares side by side."""
-        pool, model, _ = self.bring_up()
+        self, pool: RemotePool, model: PooledModel, work: str, unit: int, options: dict[str, Any]
+    ) -> Iterator[Callable[[Sequence[VAEShare]], list[torch.Tensor]]]:
+        """Yields a function that has the pool compute shares side by side."""
         with held(pool.turn):
             run = pool.runs.beside(model)
 
@@ -215,7 +216,7 @@ class RemoteVAE:
                 return outputs
 
         try:
-            yield pool, dispatch
+            yield dispatch
         except OutOfMemory as error:
             log.warning("[PipeMesh] %s", error)
             raise torch.OutOfMemoryError(str(error)) from error
@@ -224,20 +225,19 @@ class RemoteVAE:
 
 
 @contextmanager
-def with_own_weights(remote: RemoteVAE) -> Iterator[None]:
-    """Inside, ranks compute with the weights that the UI has: they load them again if a node has
-    changed them since. Raises Refused at the end for a write that only the full comparison beside
-    the ranks' work finds, and ComfyUI's interrupt.
+def with_own_weights(remote: RemoteVAE) -> Iterator[tuple[RemotePool, PooledModel]]:
+    """Yields the pool, and its model with the UI's present weights. Raises Refused at the end for a
+    write that only the full comparison beside the ranks' work finds, and ComfyUI's interrupt.
     """
-    *_, source = remote.bring_up()
+    pool, model, source = remote.bring_up()
     source.weights.compare(remote.module)
     if source.weights.changed:
         remote.release()
-        *_, source = remote.bring_up()
+        pool, model, source = remote.bring_up()
         source.weights.compare(remote.module)
     check = BackgroundCheck(source.weights, type(remote.module).__name__)
     try:
-        yield
+        yield pool, model
         wait_for(check.require_unchanged)
     finally:
         check.end()

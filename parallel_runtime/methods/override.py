@@ -77,7 +77,9 @@ class AttentionCall(NamedTuple):
         attention does not need that order, or if the tokens lie in it already.
         """
         needs_order = getattr(self.attention, "needs_order", False)
-        return self.joint.rank_major() if needs_order and len(self.joint.streams) > 1 else None
+        if not needs_order or len(self.joint.streams) < 2:
+            return None
+        return self.rows.memoise(self.joint, ("order",), self.joint.rank_major)
 
     def compute(self, qkv: QKV, mask: torch.Tensor | None) -> torch.Tensor:
         """3 x (B, h, g, D) -> (B, h, g, D) by the host's own attention."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..layout import Split
 from .hooks import Attention, split_heads
 from .override import QKV, AttentionCall
 from .ring_attention import RingAttention
-from .shards import Joint, KeysByFrame, Rows, Shards
+from .shards import Division, Joint, KeysByFrame, Rows, Shards
 
 
 def in_order(order: torch.Tensor, *rank_major: torch.Tensor) -> list[torch.Tensor]:
@@ -51,6 +51,7 @@ class SequenceAttention(ABC):
     def __init__(
         self, plan: TokenPlan, comm: SequenceComm, on_progress: Callable[[], None], kernels: Kernels
     ):
+        self._divided = lru_cache(maxsize=32)(Division)  # alike in all evaluations of a run, as a rule
         self._kernels = kernels
         self._plan = plan
         self._comm = comm
@@ -77,7 +78,11 @@ class SequenceAttention(ABC):
             repeats = q_BHlD.shape[1] // k_BHlD.shape[1]
             k_BHlD, v_BHlD = (t.repeat_interleave(repeats, dim=1) for t in (k_BHlD, v_BHlD))
             kwargs.pop("enable_gqa", None)
-        joint = rows.joint(rows.attending) if rows.attending else self._joint_of(rows, q_BHlD.shape[2])
+        joint = (
+            rows.division.joint(rows.attending)
+            if rows.attending
+            else self._joint_of(rows.division, q_BHlD.shape[2])
+        )
         exchange = self._comm.ulysses
         split, rank = Split.by(self._comm.shares.heads, q_BHlD.shape[1], exchange.size), exchange.rank
         own = slice(split.starts[rank], split.starts[rank] + split.sizes[rank])
@@ -99,7 +104,7 @@ class SequenceAttention(ABC):
 
     def _whole_keys(self, rows: Shards, local: KeysByFrame, split: Split) -> KeysByFrame:
         """Return the keys and values of all tokens of their stream, of the own heads."""
-        joint, ring = rows.joint((local.stream,)), self._comm.ring
+        joint, ring = rows.division.joint((local.stream,)), self._comm.ring
         kv, flag = self._heads_for_tokens((local.keys, local.values), split, joint)
         kv_2BhKD = kv if isinstance(kv, torch.Tensor) else torch.stack(tuple(kv))
         if ring.size > 1:
@@ -121,7 +126,7 @@ class SequenceAttention(ABC):
                 "Attention over sharded keys has a mask, and no plan says how to cut it: this model needs"
                 " another plan."
             )
-        joint = rows.joint((self._plan.leave.stream,))
+        joint = rows.division.joint((self._plan.leave.stream,))
         q_BHQD, k_BHlD, v_BHlD = by_heads(q, k, v, heads, kwargs)
         skip_output_reshape = kwargs.pop("skip_output_reshape", False)
         host = inexact(attention, kwargs, False)
@@ -162,13 +167,13 @@ class SequenceAttention(ABC):
         self._from_all(own, runs_of(out, 1, heads.sizes))
         return out
 
-    def _joint_of(self, rows: Shards, count: int) -> Joint:
+    def _joint_of(self, division: Division, count: int) -> Joint:
         """Return the streams that attend together, told by how many local rows they have."""
         for streams in (self._plan.streams, *((stream,) for stream in self._plan.also_attend_alone)):
-            if rows.joint(streams).local == count:
-                return rows.joint(streams)
+            if division.joint(streams).local == count:
+                return division.joint(streams)
         raise ModelError(
-            f"Attention over {count} rows fits none of the plan's streams {dict(rows.local)}: this model"
+            f"Attention over {count} rows fits none of the plan's streams {division.local}: this model"
             " needs another plan."
         )
 
@@ -216,7 +221,7 @@ class SequenceAttention(ABC):
         ones. Every rank of the sequence must call it.
         """
         assert isinstance(rows, Shards)
-        joint = rows.joint(streams)
+        joint = rows.division.joint(streams)
         rows_BgC = own = joint.drop_anchors(local_BlC, 1)
         if self._comm.world.size > 1:
             rows_BgC = own.new_empty(own.shape[0], sum(joint.counts), own.shape[2])
@@ -232,7 +237,7 @@ class SequenceAttention(ABC):
         exchange = self._comm.world
         if not isinstance(rows, Shards) or exchange.size == 1:
             return None
-        split = rows.splits[self._plan.leave.stream]
+        split = rows.division.splits[self._plan.leave.stream]
         batch, _, channels = out_BlC.shape
         own = out_BlC[:, : split.sizes[exchange.rank]]
         nothing = [0] * (exchange.size - 1)

@@ -232,9 +232,10 @@ class Rows:
         return self._memoised[full_key][1]
 
 
-class Shards(Rows):
-    """The shard of rank ``rank`` of ``size``: each stream is split as evenly as it goes, or by the
-    ``weights`` of the ranks.
+class Division:
+    """How the ranks of a sequence share the streams out: alike in all evaluations of the same
+    tokens. ``local`` (start, size) of the rows of each stream are those of rank ``rank`` of
+    ``size``: each stream is split as evenly as it goes, or by the ``weights`` of the ranks.
 
     ``active``: (start, size) of the rows of each stream that are computed at all, here or on
     another rank; None computes all rows.
@@ -242,27 +243,28 @@ class Shards(Rows):
 
     def __init__(
         self,
-        all_tokens: Mapping[str, int],
+        all_tokens: Mapping[str, int] | Sequence[tuple[str, int]],
         rank: int,
         size: int,
-        active: Mapping[str, tuple[int, int]] | None = None,
+        active: Mapping[str, tuple[int, int]] | Sequence[tuple[str, tuple[int, int]]] | None = None,
         weights: tuple[float, ...] = (),
     ):
+        self.all_tokens = dict(all_tokens)
         self.rank = rank
         self.size = size
-        self.active = active or {stream: (0, count) for stream, count in all_tokens.items()}
+        self.weights = weights
+        self.active = dict(active or {stream: (0, count) for stream, count in self.all_tokens.items()})
         self.splits = {
             stream: Split.by(weights, count, size, least=1) for stream, (_, count) in self.active.items()
         }
         # Row 0 is an anchor where there are no own rows: host blocks cannot view an empty stream.
         # Anchors never take part in attention or in the result.
-        local = {
+        self.local = {
             stream: (self.active[stream][0] + split.starts[rank], split.sizes[rank])
             if split.sizes[rank]
-            else (0, min(1, all_tokens[stream]))
+            else (0, min(1, self.all_tokens[stream]))
             for stream, split in self.splits.items()
         }
-        super().__init__(all_tokens, local)
         self._joint: dict[tuple[str, ...], Joint] = {}
 
     def joint(self, streams: tuple[str, ...]) -> Joint:
@@ -271,27 +273,34 @@ class Shards(Rows):
         return self._joint[streams]
 
 
+class Shards(Rows):
+    """The rows of this rank in one evaluation whose streams are shared out by ``division``."""
+
+    def __init__(self, division: Division):
+        super().__init__(division.all_tokens, division.local)
+        self.division = division
+
+
 class Joint:
     """Streams that attention sees as one sequence. ``counts`` are the active tokens of each rank,
     ``local`` the rows of this one, anchors included.
     """
 
-    def __init__(self, shards: Shards, streams: tuple[str, ...]):
-        self._shards = shards
+    def __init__(self, division: Division, streams: tuple[str, ...]):
+        self.division = division
         self.streams = streams
-        splits = [shards.splits[stream] for stream in streams]
-        self.counts = [sum(split.sizes[rank] for split in splits) for rank in range(shards.size)]
+        splits = [division.splits[stream] for stream in streams]
+        self.counts = [sum(split.sizes[rank] for split in splits) for rank in range(division.size)]
         # (start, size) of each stream's own rows within the local ones
         self._owned: list[tuple[int, int]] = []
         self.local = 0
         self.active_tokens = sum(self.counts)  # computed, over all ranks
-        self.all_tokens = sum(shards.all_tokens[stream] for stream in streams)
+        self.all_tokens = sum(division.all_tokens[stream] for stream in streams)
         for stream, split in zip(streams, splits, strict=True):
-            self._owned.append((self.local, split.sizes[shards.rank]))
-            self.local += shards.local[stream][1]
-        self._has_anchor = self.local != self.counts[shards.rank]
+            self._owned.append((self.local, split.sizes[division.rank]))
+            self.local += division.local[stream][1]
+        self._has_anchor = self.local != self.counts[division.rank]
         self._ranges: list[tuple[int, int]] | None = None
-        self._order: torch.Tensor | None = None
 
     def drop_anchors(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Local rows -> the own rows among them."""
@@ -324,11 +333,11 @@ class Joint:
             for rank in range(len(self.counts)):
                 offset = 0
                 for stream in self.streams:
-                    split = self._shards.splits[stream]
+                    split = self.division.splits[stream]
                     self._ranges.append(
-                        (offset + self._shards.active[stream][0] + split.starts[rank], split.sizes[rank])
+                        (offset + self.division.active[stream][0] + split.starts[rank], split.sizes[rank])
                     )
-                    offset += self._shards.all_tokens[stream]
+                    offset += self.division.all_tokens[stream]
         return self._ranges
 
     def ranges_of(self, ranks: range) -> Sequence[tuple[int, int]]:
@@ -339,9 +348,7 @@ class Joint:
         """(active_tokens,): position in rank-major order -> position in the host's order of all
         tokens.
         """
-        if self._order is None:
-            self._order = places_of(self.ranges())
-        return self._order
+        return places_of(self.ranges())
 
 
 def require_known_rows(item: Ranges, count: int, rest: Sequence[Any]) -> None:

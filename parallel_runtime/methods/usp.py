@@ -80,8 +80,9 @@ class SequenceSharding(SequenceAttention):
         world = self._comm.world
         if world.size == 1:
             return None
-        self._comm.compare(tuple(all_tokens.items()), sum(all_tokens.values()))
-        return Shards(all_tokens, world.rank, world.size, weights=self._comm.shares.tokens)
+        tokens, shares = tuple(all_tokens.items()), self._comm.shares.tokens
+        self._comm.compare(tokens, sum(all_tokens.values()))
+        return Shards(self._divided(tokens, world.rank, world.size, None, shares))
 
     def enter_block(self) -> None:
         self._on_progress()

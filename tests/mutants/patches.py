@@ -32,10 +32,11 @@ def anchors_are_kept():
     def make(real):
         def choose_rows(self, all_tokens):
             rows = real(self, all_tokens)
-            for stream, (_start, count) in rows.active.items():
+            division = rows.division
+            for stream, (_start, count) in division.active.items():
                 if count == 0:
-                    rows.active[stream] = (0, 1)
-                    rows.splits[stream] = rooms.shards.Split.even(1, rows.size)
+                    division.active[stream] = (0, 1)
+                    division.splits[stream] = rooms.shards.Split.even(1, division.size)
             return rows
 
         return choose_rows

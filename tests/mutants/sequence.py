@@ -14,7 +14,7 @@ def gather_order():
 
     def make(real):
         def leave(self, rows, out):
-            return real(self, rows, out).roll(-rows.splits["img"].sizes[0], dims=1)
+            return real(self, rows, out).roll(-rows.division.splits["img"].sizes[0], dims=1)
 
         return leave
 

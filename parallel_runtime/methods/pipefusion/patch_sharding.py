@@ -12,7 +12,7 @@ group, K those that a place of the ring sends, l tokens of one rank, D head dim,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -26,7 +26,7 @@ from ...patches import Patch
 from ...stages import Stage
 from ..method import Rank
 from ..sequence_attention import QKV, AttentionCall, SequenceAttention, in_order
-from ..shards import Joint, Rows, Shards, other_length, places_of
+from ..shards import Division, Joint, Rows, Shards, other_length, places_of
 from .kept_rows import KeptRows, Range, tokens_in
 from .kv_buffer import KVBuffers
 
@@ -55,15 +55,17 @@ class PatchSharding(SequenceAttention):
         self._acts_behind = acts_behind
         self._rank = rank
         self.kv = KVBuffers()
+        self._kept_rows = lru_cache(maxsize=64)(kept_rows)  # alike in all evaluations of a run
 
     def choose_rows(self, all_tokens: Mapping[str, int]) -> Shards:
         patch, image, world = self.patch, self._plan.leave.stream, self._comm.world
-        active = None
+        tokens, active = tuple(all_tokens.items()), None
         if patch is not None:
-            active = {stream: (0, count if patch.first else 0) for stream, count in all_tokens.items()}
-            active[image] = (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)
-        self._comm.compare(tuple(all_tokens.items()), sum(all_tokens.values()))
-        return Shards(all_tokens, world.rank, world.size, active, self._comm.shares.tokens)
+            own = {stream: (0, count if patch.first else 0) for stream, count in tokens}
+            own[image] = (patch.start, all_tokens[image] - patch.start if patch.last else patch.size)
+            active = tuple(own.items())
+        self._comm.compare(tokens, sum(all_tokens.values()))
+        return Shards(self._divided(tokens, world.rank, world.size, active, self._comm.shares.tokens))
 
     def enter_block(self) -> None:
         self._rank.tick()
@@ -85,10 +87,10 @@ class PatchSharding(SequenceAttention):
         gathered = super().leave(rows, out_BlC)
         if self._plan.leaves_behind_blocks:
             patch = out_BlC if gathered is None else gathered
-            return self.kv.leave(patch, rows.active[stream][0], rows.all_tokens[stream])
+            return self.kv.leave(patch, rows.division.active[stream][0], rows.all_tokens[stream])
         batch, _, channels = out_BlC.shape
         whole = out_BlC.new_zeros(batch, rows.all_tokens[stream], channels)
-        whole.narrow(1, *rows.active[stream]).copy_(out_BlC if gathered is None else gathered)
+        whole.narrow(1, *rows.division.active[stream]).copy_(out_BlC if gathered is None else gathered)
         return whole
 
     def over_all_keys(self, call: AttentionCall, qkv: QKV, flag: Flag) -> torch.Tensor:
@@ -96,9 +98,12 @@ class PatchSharding(SequenceAttention):
         if self._comm.ring.size == 1:
             self._comm.stop.decide(flag)
         q_BhgD, *kv = qkv
-        layer, rows = self.kv.next_layer(), self._kept(call.rows, call.joint)
+        layer, place = self.kv.next_layer(), (self._comm.ulysses.size, self._comm.ring.index)
+        rows = self._kept_rows(*place, call.joint)
         if layer == 0 and self.kv.is_new:
-            self._reserve(call.rows, q_BhgD, rows.tokens)
+            own = [call.rows.division.joint((stream,)) for stream in self._plan.also_attend_alone]
+            alone = sum(self._kept_rows(*place, joint).tokens for joint in own)
+            self._reserve(q_BhgD, self._layers * rows.tokens + self._layers_alone * alone)
         if self._comm.ring.size > 1:
             fresh_2BhgD = qkv[1:] if isinstance(qkv, torch.Tensor) else torch.stack(kv)
             return self._around_the_ring(call, rows, layer, q_BhgD, fresh_2BhgD, flag)
@@ -143,25 +148,6 @@ class PatchSharding(SequenceAttention):
             call, q_BhgD, sent_2BhKD, sizes, flag, None if mask is None else partial(mask_of, mask), keep
         )
 
-    def _kept(self, rows: Shards, joint: Joint) -> KeptRows:
-        """Return the rows of these streams that this rank's place keeps and sends. It keeps the
-        rows that it computes in a whole evaluation.
-        """
-
-        def make() -> KeptRows:
-            whole = Shards(rows.all_tokens, rows.rank, rows.size, weights=self._comm.shares.tokens).joint(
-                joint.streams
-            )
-            group, own = self._comm.ulysses.size, self._comm.ring.index
-            places = [range(first, first + group) for first in range(0, rows.size, group)]
-            return KeptRows(
-                own,
-                [whole.ranges_of(ranks) for ranks in places],
-                [joint.ranges_of(ranks) for ranks in places],
-            )
-
-        return rows.memoise(joint, ("kept",), make)
-
     def _mask_of_own_queries(self, call: AttentionCall) -> torch.Tensor | None:
         mask, first = call.mask, self._comm.ring.index * self._comm.ulysses.size
         if mask is None:
@@ -171,20 +157,33 @@ class PatchSharding(SequenceAttention):
             mask, ("queries", call.heads.total), lambda: mask_of_own_queries(mask, call, ranks)
         )
 
-    def _reserve(self, rows: Shards, like: torch.Tensor, tokens: int) -> None:
-        """Reserve the memory of a branch's K/V buffers before its first attention, each of
-        ``tokens``. Raises NoRoom if this rank has not enough for all layers, and Stopped if another
-        of the stage has not.
+    def _reserve(self, like: torch.Tensor, tokens: int) -> None:
+        """Reserve the memory of a branch's K/V buffers before its first attention, of so many
+        ``tokens`` together. Raises NoRoom if this rank has not enough for all layers, and Stopped
+        if another of the stage has not.
         """
-        alone = sum(self._kept(rows, rows.joint((stream,))).tokens for stream in self._plan.also_attend_alone)
-        kept = self._layers * tokens + self._layers_alone * alone
         lack: NoRoom | None = None
         try:
-            self._rank.reserve(2 * like.shape[0] * like.shape[1] * kept * like.shape[3] * like.element_size())
+            self._rank.reserve(
+                2 * like.shape[0] * like.shape[1] * tokens * like.shape[3] * like.element_size()
+            )
         except NoRoom as error:
             lack = error
         if self._comm.any_wishes(lack is not None):
             raise lack or Stopped
+
+
+def kept_rows(group: int, own: int, joint: Joint) -> KeptRows:
+    """Return the rows of these streams that the place ``own`` of the ring, of so many ranks each,
+    keeps and sends. It keeps the rows that it computes in a whole evaluation.
+    """
+    division = joint.division
+    whole = Division(division.all_tokens, division.rank, division.size, weights=division.weights)
+    every = whole.joint(joint.streams)
+    places = [range(first, first + group) for first in range(0, division.size, group)]
+    return KeptRows(
+        own, [every.ranges_of(ranks) for ranks in places], [joint.ranges_of(ranks) for ranks in places]
+    )
 
 
 def mask_of_own_queries(mask: torch.Tensor, call: AttentionCall, ranks: range) -> torch.Tensor:
