@@ -21,9 +21,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 
 from ..launcher.cache import cache_folder
-from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.patching import Patching
-from ..parallel_runtime.client.remote import Remote
+from ..parallel_runtime.client.queue_lookahead import QueueLookahead
+from ..parallel_runtime.client.remote_model import Remote
 from ..parallel_runtime.client.run import Run
 from ..parallel_runtime.client.sampler_arguments import Asked
 from ..parallel_runtime.client.windows import windows_of
@@ -166,10 +166,14 @@ class Planning:
     """
 
     def __init__(
-        self, times: StepTimes, counts: Counts, devices: Path | None = None, ahead: LookAhead | None = None
+        self,
+        times: StepTimes,
+        counts: Counts,
+        devices: Path | None = None,
+        ahead: QueueLookahead | None = None,
     ):
         self.times = times
-        self.ahead = ahead or LookAhead(lambda: None)
+        self.ahead = ahead or QueueLookahead(lambda: None)
         self._file = devices or cache_folder(os.environ) / DEVICES
         self.counts = counts
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()

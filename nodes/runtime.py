@@ -19,9 +19,9 @@ import comfyui_version
 from comfy.model_patcher import ModelPatcher
 
 from ..launcher.cache import cache_folder
-from ..parallel_runtime.client.ahead import LookAhead
 from ..parallel_runtime.client.alike_prompts import Moment
 from ..parallel_runtime.client.interrupt import interrupted
+from ..parallel_runtime.client.queue_lookahead import QueueLookahead
 from ..parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from ..parallel_runtime.client.remote_pool import RemotePool
 from ..parallel_runtime.client.run import Run
@@ -112,7 +112,7 @@ class Runtime:
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
         times = times or StepTimes(self.predicted, first_step=self.wait.came)
-        self.planning = Planning(times, counts, ahead=LookAhead(moment, looks_ahead))
+        self.planning = Planning(times, counts, ahead=QueueLookahead(moment, looks_ahead))
         told = partial(tell_of_restart, self.notices, self.planning.past.led_to)
         self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
         self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)

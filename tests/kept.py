@@ -34,7 +34,7 @@ LIFETIMES = {
         " PackState._read,taken PatchedSets._kept*,_used PatchSharding._kept_rows PipelineBackend._pieces"
         " PoolDecoding._left,_lent OptionReaders.of"
         " RemoteVAE._steps SequenceAttention._divided ObjectPatches._take_away,weights"
-        " FirstOf.right,told,wrong ShardedLayer._views ShardedWeights._replaced,_sharded"
+        " FirstResults.right,told,wrong ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
         " Weights._own,_seen,changed WholeForward._handles"
     ),
@@ -48,7 +48,7 @@ LIFETIMES = {
     ),
     "ComfyUI or a worker": (
         "Auto._others Counts._begun"
-        " LookAhead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
+        " QueueLookahead._differing,_done*,_kept*,_useless OpaqueAttention._notes"
         " Planning._choices,_plans,_runs Residency._uses,models*"
         " Runs._sampled,recent* Runtime._pools Seam._ours,_stock"
         " Sessions.at_close"

@@ -14,10 +14,9 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
-from pipemesh.parallel_runtime.client import ahead as ahead_module
-from pipemesh.parallel_runtime.client import sampler_arguments, separability
-from pipemesh.parallel_runtime.client.ahead import LookAhead
+from pipemesh.parallel_runtime.client import queue_lookahead, sampler_arguments, separability
 from pipemesh.parallel_runtime.client.alike_prompts import Moment, Pending
+from pipemesh.parallel_runtime.client.queue_lookahead import QueueLookahead
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.sampler_arguments import takes_seed
 from pipemesh.parallel_runtime.client.seeds import Seed
@@ -66,7 +65,7 @@ class Ahead:
 
     def __init__(self, layout=TWO, made=GroupsHere, **options):
         self.line = Line()
-        self.ahead = LookAhead(self.line, **options)
+        self.ahead = QueueLookahead(self.line, **options)
         self.stock = stock_model(5)
         self.model, self.pool = in_groups(layout, self.stock, made=made, ahead=self.ahead)
 
@@ -429,14 +428,14 @@ def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_ar
     monkeypatch,
 ):
     compared, copied = [], []
-    own = ahead_module.differences
+    own = queue_lookahead.differences
 
     def counted(mine, other, node):
         compared.append(node)
         return own(mine, other, node)
 
-    monkeypatch.setattr(ahead_module, "differences", counted)
-    monkeypatch.setattr(ahead_module, "cpu_copy", copied.append)
+    monkeypatch.setattr(queue_lookahead, "differences", counted)
+    monkeypatch.setattr(queue_lookahead, "cpu_copy", copied.append)
     ours = Ahead(Layout(data=3))
     for number in range(6):
         workflow = Workflow()
@@ -450,13 +449,13 @@ def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_ar
 
 
 def test_a_prompts_graph_is_compared_with_anothers_once_however_often_its_sampler_is_asked_for(monkeypatch):
-    own, compared = ahead_module.differences, []
-    monkeypatch.setattr(ahead_module, "differences", lambda *given: compared.append(1) or own(*given))
+    own, compared = queue_lookahead.differences, []
+    monkeypatch.setattr(queue_lookahead, "differences", lambda *given: compared.append(1) or own(*given))
     line = [
         Pending(str(number), {"1": node("KSampler", seed=number, steps=number)}, ("1",))
         for number in range(6)
     ]
-    ahead = LookAhead(lambda: Moment(line[0][0], "1", None, line[0][1], tuple(line[1:])))
+    ahead = QueueLookahead(lambda: Moment(line[0][0], "1", None, line[0][1], tuple(line[1:])))
     while len(line) > 1:
         compared.clear()
         for _ in range(2):  # as the plan asks, and the sampler after it
@@ -565,7 +564,7 @@ def stopping(steps, error):
 
 
 def test_an_error_of_what_is_sampled_ahead_is_raised_nowhere(monkeypatch):
-    monkeypatch.setattr(ahead_module.QueuedSampler, "told", stopping(1, ZeroDivisionError()))
+    monkeypatch.setattr(queue_lookahead.QueuedSampler, "told", stopping(1, ZeroDivisionError()))
     prompts, ours = seeds_of(Workflow(), 11, 12), Ahead()
     assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
     assert ours.images == (0, 0) and not suspended()
@@ -573,7 +572,7 @@ def test_an_error_of_what_is_sampled_ahead_is_raised_nowhere(monkeypatch):
 
 def test_a_cancel_that_meets_what_is_sampled_ahead_ends_the_prompt_that_runs(monkeypatch):
     interrupt = comfy.model_management.InterruptProcessingException()
-    monkeypatch.setattr(ahead_module.QueuedSampler, "told", stopping(1, interrupt))
+    monkeypatch.setattr(queue_lookahead.QueuedSampler, "told", stopping(1, interrupt))
     ours = Ahead()
     ours.line.put(*seeds_of(Workflow(), 11, 12))
     with pytest.raises(comfy.model_management.InterruptProcessingException):

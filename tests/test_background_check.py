@@ -13,7 +13,7 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.parallel_runtime.client.remote import Remote
+from pipemesh.parallel_runtime.client.remote_model import Remote
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.weights import checksum as sums

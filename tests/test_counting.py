@@ -24,7 +24,7 @@ from comfy.ldm.lightricks.model import generate_freq_grid_np
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.auto.layouts import require_several
 from pipemesh.nodes.runtime import Runtime
-from pipemesh.parallel_runtime.client.beside import Beside, Sampled
+from pipemesh.parallel_runtime.client.memory_needs import MemoryNeeds, Sampled
 from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.errors import LayoutError, Refused, RunCancelled
 from pipemesh.parallel_runtime.families.catalogue import PLAIN, SAMPLES
@@ -285,7 +285,7 @@ def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_we
     pooled = PooledModel("model", "model")
     for held, waited in (({}, 60), ({pooled: object()}, 5)):
         sessions = SimpleNamespace(live=SimpleNamespace(models=held))
-        beside = Beside(sessions, None, Counts(lambda _: Future(), clock=hurried()))
+        beside = MemoryNeeds(sessions, None, Counts(lambda _: Future(), clock=hurried()))
         assert beside.left_free(pooled, sampled) == LEFT_FREE
         assert f"was not counted within {waited} s" in caplog.records[-1].getMessage()
 

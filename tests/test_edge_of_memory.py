@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client import large_pictures, room
-from pipemesh.parallel_runtime.client.beside import Sampled
 from pipemesh.parallel_runtime.client.headroom import Picture
+from pipemesh.parallel_runtime.client.memory_needs import Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize, with_room
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -344,7 +344,7 @@ def test_nobody_waits_for_a_count_and_what_is_not_counted_is_sent_as_ever(kind):
 
 def test_room_is_asked_for_once_a_run_and_again_for_a_larger_latent():
     prompts, asked = Prompts(Layout(ulysses=2)), []
-    beside = prompts.remote.beside
+    beside = prompts.remote.memory_needs
     beside.short = lambda _, sampled, measures: asked.append((sampled.shape, measures)) or ()
     prompts()
     assert asked == [((1, 16, 8, 10), True)], "of six evaluations"
@@ -417,7 +417,7 @@ def test_it_costs_no_message_to_know_and_the_sentence_has_the_picture_and_what_i
 
 def test_room_is_asked_for_before_several_prompts_are_sampled_at_once():
     ours = Ahead(TWO, made=OnGPUs)
-    ours.model.remote.pool.beside._counts = Counts(lambda asked: COUNTED)
+    ours.model.remote.pool.memory_needs._counts = Counts(lambda asked: COUNTED)
     gpus = ours.pool.gpus
     gpus.nbytes, gpus.takes = int(1.2 * needed(TWO)), int(0.9 * needed(TWO))
     other = PooledModel("other", "other", users=1)

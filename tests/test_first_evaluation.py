@@ -17,7 +17,7 @@ import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.lab.commands.fingerprints import with_host
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
-from pipemesh.parallel_runtime.client.beside import Beside, Sampled
+from pipemesh.parallel_runtime.client.memory_needs import MemoryNeeds, Sampled
 from pipemesh.parallel_runtime.client.patching import Patching
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -155,7 +155,7 @@ def test_one_gpu_samples_what_differs_and_a_notice_says_why(
         raise Refused("Flux is computed otherwise in workers than by ComfyUI alone: update PipeMesh.")
 
     monkeypatch.setattr(client, "admission", Admission(first=lambda _: judge))
-    monkeypatch.setattr(client.beside, "why_not_alone", lambda *_: "")
+    monkeypatch.setattr(client.memory_needs, "why_not_alone", lambda *_: "")
     settings(True)
     requests.clear()
     assert relative_error(run(model, cfg=2.0), truth) <= BOUND
@@ -237,7 +237,7 @@ def test_parts_of_weights_and_what_is_not_counted_are_reasons():
         held = {pooled: SimpleNamespace(weights=Keeping(kept))}
         pool = SimpleNamespace(facts=SimpleNamespace(speeds=()))
         sessions = SimpleNamespace(live=SimpleNamespace(models=held, pool=pool), layout=PAIR)
-        return Beside(sessions, None, Counts(count_nothing)).why_not_alone(pooled, sampled, 1)
+        return MemoryNeeds(sessions, None, Counts(count_nothing)).why_not_alone(pooled, sampled, 1)
 
     assert why("sharded") == "each worker has a part of its weights"
     assert why() == "its memory is not known (nothing counts here)"

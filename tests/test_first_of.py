@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 import torch
-from pipemesh.parallel_runtime.client.first_of import FirstOf
+from pipemesh.parallel_runtime.client.first_results import FirstResults
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused
 from pipemesh.parallel_runtime.tolerance import EVALUATION, ROWS_OF_BATCH, ROWS_OF_PICTURE
 
@@ -35,7 +35,7 @@ class Held:
 
 
 def test_what_is_right_is_computed_once_and_what_is_wrong_stays_refused_without_computing():
-    known = FirstOf()
+    known = FirstResults()
     held = Held(known)
     assert held() and held() and held.times == 1
     wrong = Held(known, SURE + 1.0)
@@ -58,7 +58,7 @@ def test_what_is_right_is_computed_once_and_what_is_wrong_stays_refused_without_
 )
 def test_what_cannot_be_judged_is_told_once_and_tried_again(sure, why):
     told = []
-    held = Held(FirstOf(notice=told.append), sure=sure)
+    held = Held(FirstResults(notice=told.append), sure=sure)
     assert not held() and not held() and held.times == 2
     (notice,) = told
     assert notice.startswith("A decode could not be compared") and f"({why}): compare an image" in notice
@@ -69,7 +69,7 @@ def test_what_cannot_be_judged_is_told_once_and_tried_again(sure, why):
 def test_a_lack_of_memory_that_ended_the_pool_is_raised_for_without_a_pool_nothing_goes_on():
     told = []
     with pytest.raises(PoolSpent):
-        Held(FirstOf(notice=told.append), sure=PoolSpent("Rank 0 ran out of memory."))()
+        Held(FirstResults(notice=told.append), sure=PoolSpent("Rank 0 ran out of memory."))()
     assert not told
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import BOUND, relative_error
-from pipemesh.parallel_runtime.client import beside
+from pipemesh.parallel_runtime.client import memory_needs
 from pipemesh.parallel_runtime.client.evaluations import Evaluations
 from pipemesh.parallel_runtime.client.headroom import Headroom
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
@@ -255,9 +255,9 @@ def capped(monkeypatch, memory):
 
 def needing(monkeypatch, pool, nbytes):
     """What an evaluation needs, by the pixels of its latent."""
-    monkeypatch.setattr(beside, "beside_bytes", lambda whole, *_: nbytes(whole))
+    monkeypatch.setattr(memory_needs, "beside_bytes", lambda whole, *_: nbytes(whole))
     monkeypatch.setattr(
-        pool.beside, "_counts", SimpleNamespace(of=lambda model, cond, shape, *_: shape[-1] * shape[-2])
+        pool.memory_needs, "_counts", SimpleNamespace(of=lambda model, cond, shape, *_: shape[-1] * shape[-2])
     )
     for model in pool.residency.models.values():
         model.headroom = Headroom()
@@ -304,7 +304,7 @@ def test_weights_that_were_asked_to_leave_more_and_do_not_are_loaded_anew_no_fur
     held = SimpleNamespace(weights=SimpleNamespace(leaves=GIB, kept="offloaded", budget=GIB))
     model = PooledModel("m", "m")
     sessions, released = SimpleNamespace(latest=SimpleNamespace(models={model: held})), []
-    made = beside.Beside(sessions, SimpleNamespace(release=released.append), None)
+    made = memory_needs.MemoryNeeds(sessions, SimpleNamespace(release=released.append), None)
     assert [made.leave_more(model) for _ in range(3)] == [True, False, False] and released == [model]
 
 
@@ -316,7 +316,7 @@ def test_a_model_is_loaded_anew_three_times_for_an_evaluation_and_then_the_error
     def reload(model):
         weights.leaves = model.headroom.more
 
-    made, left = beside.Beside(sessions, SimpleNamespace(release=reload), None), []
+    made, left = memory_needs.MemoryNeeds(sessions, SimpleNamespace(release=reload), None), []
     with pytest.raises(OutOfMemory, match=r"anew 3 times.* 11\.5 GiB left free .*: make the image or"):
         while len(left) < 20 and made.leave_more(pooled):
             left.append(weights.leaves / GIB)

@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 
 from pipemesh.nodes.status.figures import MemoryFigures, SharedFigures
-from pipemesh.parallel_runtime.client import ahead, calls, runs
+from pipemesh.parallel_runtime.client import calls, queue_lookahead, runs
 from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.wire import arena
 from pipemesh.parallel_runtime.worker import device_memory, patched_sets
@@ -31,14 +31,14 @@ BOUNDS = {
     "Sets of patched": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Such sets": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Rows on their way": (f"{stage_link.IN_FLIGHT} messages",),
-    "Pictures of the queue": (f"{ahead.MOST_BYTES >> 30} GiB",),
+    "Pictures of the queue": (f"{queue_lookahead.MOST_BYTES >> 30} GiB",),
     "Latents by which": (f"{calls.KEPT_LATENTS // MIB} MiB",),
     "Figures of runs": (f"{runs.KEPT} runs; {runs.MOST_EVALUATIONS} evaluations",),
 }
 FIGURES = {
     "shared": {one.name for one in fields(SharedFigures)},
     "memory": {one.name for one in fields(MemoryFigures)},
-    "queue": {one.name for one in fields(ahead.Images)},
+    "queue": {one.name for one in fields(queue_lookahead.Images)},
 }
 
 

@@ -17,7 +17,7 @@ from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.vaes import parallelized
 from pipemesh.parallel_runtime.client import remote_vae
-from pipemesh.parallel_runtime.client.first_of import FirstOf
+from pipemesh.parallel_runtime.client.first_results import FirstResults
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage, parallelize_vae
 from pipemesh.parallel_runtime.client.shared_evaluation import Admission
@@ -181,7 +181,7 @@ def test_a_vae_whose_code_cannot_be_cut_as_it_was_is_refused_before_a_picture_is
 
 def test_a_notice_says_that_a_picture_could_not_be_compared_and_the_next_one_is(stock, client, monkeypatch):
     told = []
-    monkeypatch.setattr(client, "admission", Admission(firsts=FirstOf(notice=told.append)))
+    monkeypatch.setattr(client, "admission", Admission(firsts=FirstResults(notice=told.append)))
     ours, latent = parallel(stock["image"], client), noise(1, 16, 24, 6)
     none = latent.clone()
     none[0, 0, 0, 0] = torch.nan

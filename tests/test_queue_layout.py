@@ -9,8 +9,8 @@ import pytest
 import torch
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.nodes.planning import Planning
-from pipemesh.parallel_runtime.client.ahead import LookAhead
 from pipemesh.parallel_runtime.client.alike_prompts import Moment, Pending
+from pipemesh.parallel_runtime.client.queue_lookahead import QueueLookahead
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choice import START_S, plan
 from pipemesh.parallel_runtime.planner.job import Job
@@ -34,7 +34,7 @@ def waiting(seeds, text=0):
 
 def planned(moment, choice=AHEAD, running=(), comes=None, **options):
     made = planning()
-    made.ahead = LookAhead(lambda: moment)
+    made.ahead = QueueLookahead(lambda: moment)
     comes = comes or (to_come(moment.graph["1"]["inputs"]["seed"]) if moment is not None else None)
     return made.choose(stock_model(5).model, choice, asked(**options), running, to_come=comes)
 
@@ -80,7 +80,7 @@ def test_a_layout_that_is_up_is_left_where_the_whole_queue_saves_more_than_its_s
 def test_a_prompt_whose_image_is_there_starts_no_other_layout():
     made = planning()
     moment = waiting([2])
-    made.ahead = LookAhead(lambda: moment)
+    made.ahead = QueueLookahead(lambda: moment)
     made.ahead._kept["0", "1", None] = SimpleNamespace(at_once=2)
     chosen = made.choose(stock_model(5).model, AHEAD, asked(), [Layout(data=2)], to_come=to_come(2))
     assert chosen.layout == Layout(data=2)
@@ -88,7 +88,7 @@ def test_a_prompt_whose_image_is_there_starts_no_other_layout():
 
 
 def test_after_a_result_of_no_use_a_queue_is_planned_as_single_images():
-    ahead = LookAhead(lambda: waiting([1, 2, 3]))
+    ahead = QueueLookahead(lambda: waiting([1, 2, 3]))
     assert ahead.at_once(2, to_come(1)) == (2, 2)
     assert ahead.at_once(1, to_come(1)) == (1, 1)
     ahead._useless.add("1")
@@ -109,7 +109,7 @@ def test_what_cannot_be_sampled_at_once_is_planned_as_one_image_before_it_is_kno
 def test_what_has_no_room_to_wait_is_planned_as_one_image():
     latent = 16 * 8 * 10 * 4
     for results, images in ((0.9, 1), (1, 2)):
-        ahead = LookAhead(lambda: waiting([1, 2, 3]), most_bytes=int(results * 12 * latent))
+        ahead = QueueLookahead(lambda: waiting([1, 2, 3]), most_bytes=int(results * 12 * latent))
         assert ahead.at_once(2, to_come(1))[0] == images
 
 

@@ -216,7 +216,7 @@ def test_prompts_without_room_together_cost_one_start_for_a_queue_and_no_image()
 def test_an_image_that_has_no_room_alone_either_gets_no_second_pool(monkeypatch):
     ours = Ahead(TWO, made=OnGPUs)
     ours.pool.gpus.takes = 1
-    monkeypatch.setattr(ours.model.remote.pool.beside, "leave_more", lambda _model: True)
+    monkeypatch.setattr(ours.model.remote.pool.memory_needs, "leave_more", lambda _model: True)
     with pytest.raises(PoolSpent):
         in_line(ours.model, ours.line, *seeds_of(Workflow(cfg=1.0), 11, 12))
     assert ours.pool.gpus.starts == 1

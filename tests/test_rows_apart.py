@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfy.model_management import InterruptProcessingException
 from pipemesh.parallel_runtime.branches import Batch, plan_branches
-from pipemesh.parallel_runtime.client.first_of import FirstOf
+from pipemesh.parallel_runtime.client.first_results import FirstResults
 from pipemesh.parallel_runtime.client.shared_evaluation import Admission
 from pipemesh.parallel_runtime.crossing.rows import NotAlike, batched
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, Refused, RunCancelled
@@ -160,7 +160,7 @@ def test_a_rank_without_memory_says_nothing_of_rows_and_the_weights_leave_more(m
 
     stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Full)
     more = partial(setattr, pool, "lacks", False)
-    monkeypatch.setattr(ours.remote.pool.beside, "leave_more", lambda _: more() is None)
+    monkeypatch.setattr(ours.remote.pool.memory_needs, "leave_more", lambda _: more() is None)
     assert_same(sampled, ours, stock)
 
 
@@ -230,7 +230,7 @@ def test_where_one_rank_cannot_compute_all_rows_the_next_run_tries_and_a_notice_
             return super()._computed(arguments, part, group)
 
     told = []
-    known = Admission(firsts=FirstOf(notice=told.append))
+    known = Admission(firsts=FirstResults(notice=told.append))
     stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Small, admission=known)
     monkeypatch.setattr(ours.remote.pool.residency, "make_room", lambda *_, **__: pytest.fail("evicts"))
     for runs in (1, 2):

@@ -12,7 +12,7 @@ from pipemesh.nodes.runtime import Runtime
 from pipemesh.nodes.status.collection import MOST, status_of
 from pipemesh.nodes.status.figures import QueueFigures
 from pipemesh.nodes.timing import Stepped
-from pipemesh.parallel_runtime.client.ahead import Images
+from pipemesh.parallel_runtime.client.queue_lookahead import Images
 from pipemesh.parallel_runtime.client.run import Evaluation, PooledModel, Queued, Run, RunNames
 from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.occupancy import Span

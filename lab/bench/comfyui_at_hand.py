@@ -15,7 +15,7 @@ import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 from pipemesh.lab.bench import forwards, lockstep, plan, pools  # noqa: E402, F401
-from pipemesh.parallel_runtime.client import ahead, remote_patcher, remote_pool  # noqa: E402, F401
+from pipemesh.parallel_runtime.client import queue_lookahead, remote_patcher, remote_pool  # noqa: E402, F401
 from pipemesh.parallel_runtime.worker import handler, main, preparation  # noqa: E402, F401
 
 torch.set_num_threads(1)  # no thread of torch's is there when it forks

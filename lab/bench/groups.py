@@ -54,7 +54,7 @@ class GroupRuns:
     ):
         import comfy.sd
 
-        from ...parallel_runtime.client.ahead import LookAhead
+        from ...parallel_runtime.client.queue_lookahead import QueueLookahead
         from ...parallel_runtime.client.remote_patcher import parallelize
         from ...parallel_runtime.client.remote_pool import RemotePool
         from ..random_files import write_model
@@ -82,7 +82,7 @@ class GroupRuns:
                 RemotePool(self.handles[-1]),
                 0.0,
                 can_join=not other_machines,
-                ahead=LookAhead(lambda: self.prompts.now),
+                ahead=QueueLookahead(lambda: self.prompts.now),
             )
 
     def sample(self, model: Any) -> Any:

@@ -42,8 +42,8 @@ def released(tokens: int, size: Size) -> Released:
 
 def unrelated() -> float:
     """Seconds of looking at a queue of prompts that differ in their text."""
-    from ...parallel_runtime.client.ahead import LookAhead
     from ...parallel_runtime.client.alike_prompts import Moment, Pending
+    from ...parallel_runtime.client.queue_lookahead import QueueLookahead
 
     def graph(text: int) -> dict[str, Any]:
         made = {
@@ -55,7 +55,7 @@ def unrelated() -> float:
         return made
 
     others = tuple(Pending(str(text), graph(text), ("sampler",)) for text in range(1, PROMPTS))
-    ahead = LookAhead(lambda: Moment("0", "sampler", None, graph(0), others))
+    ahead = QueueLookahead(lambda: Moment("0", "sampler", None, graph(0), others))
 
     def nobody() -> Any:
         raise AssertionError("nothing is alike")

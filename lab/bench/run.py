@@ -98,7 +98,7 @@ def begun_again(options: Options, folder: Path) -> list[float]:
     import comfy.sd
     import comfy.utils
 
-    from ...parallel_runtime.client.first_of import FirstOf
+    from ...parallel_runtime.client.first_results import FirstResults
     from ...parallel_runtime.client.remote_patcher import parallelize
     from ...parallel_runtime.client.remote_pool import RemotePool
     from ...parallel_runtime.client.shared_evaluation import Admission
@@ -108,7 +108,7 @@ def begun_again(options: Options, folder: Path) -> list[float]:
     assert SAMPLE.form.file is not None
     size, failed = options.choose(DEMO, LEAST), []
     handle = cpu_pool(options, Layout(ulysses=RANKS))
-    notice = Admission(firsts=FirstOf(notice=lambda _text: failed.append(perf_counter())))
+    notice = Admission(firsts=FirstResults(notice=lambda _text: failed.append(perf_counter())))
     pool = RemotePool(handle, admission=notice)
 
     def evaluations() -> list[tuple[float, float]]:

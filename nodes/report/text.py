@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...parallel_runtime.client.ahead import Images
+from ...parallel_runtime.client.queue_lookahead import Images
 from ...parallel_runtime.texts import Text
 from ...parallel_runtime.wire.segment import mib
 from ...pool.devices import Placement

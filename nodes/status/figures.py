@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...parallel_runtime.client.ahead import Images
+from ...parallel_runtime.client.queue_lookahead import Images
 from ...parallel_runtime.texts import Text
 from ..notices import Notice
 from ..prompt_times import PromptFigures

@@ -17,7 +17,7 @@ Off = Callable[[Results, Results], float]  # how far one is from the sure one; 0
 
 
 @dataclass(frozen=True)
-class FirstOf:
+class FirstResults:
     """Keeps the findings on first results: the keys that are ``right``, and, by the first part of a
     key, the sentence that refuses all results of it because one was ``wrong``. ``notice`` is told
     each thing once.

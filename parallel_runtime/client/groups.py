@@ -22,12 +22,12 @@ from ..branches import plan_branches
 from ..crossing.rows import Constants, NotAlike, batched, joined_outputs, latents_of, take, tensors_in
 from ..errors import ModelError, OutOfMemory, PoolSpent
 from ..layout import ALONE
-from .ahead import Computing, LookAhead
 from .branch import SampleCall
 from .conds import Conds, WithRoom
 from .coroutines import RandomState
 from .evaluations import Work
 from .interrupt import interrupted, interrupting
+from .queue_lookahead import Computing, QueueLookahead
 from .remote_pool import RemotePool
 from .room import tell_of_fresh_workers
 from .row_comparison import RowsApart
@@ -55,7 +55,7 @@ class InGroups:
         with_room: WithRoom,
         can_join: bool = True,
         rows: RowsApart | None = None,
-        ahead: LookAhead | None = None,
+        ahead: QueueLookahead | None = None,
     ):
         self._ahead = ahead
         self._rows = rows
@@ -175,7 +175,7 @@ class InGroups:
         try:
             outputs = self._compute(calls)
         except PoolSpent as error:  # the first image goes on alone, in the fresh pool that the run may have
-            if self._pool.beside.may_start_again(run):
+            if self._pool.memory_needs.may_start_again(run):
                 tell_of_fresh_workers(self._pool, error)
             raise
         evaluations = run.evaluations

@@ -49,7 +49,7 @@ class Sampled:
         return is_first, replace(self, shape=shape, needed=0)
 
 
-class Beside:
+class MemoryNeeds:
     """Knows the memory that evaluations of one pool's models need beside the weights."""
 
     def __init__(self, sessions: Sessions, residency: Residency, counts: Counts):

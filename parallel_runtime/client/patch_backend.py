@@ -86,7 +86,7 @@ class PipelineBackend:
         return self._pool.residency.make_room(self._model)
 
     def may_start_again(self) -> bool:
-        return self._pool.beside.may_start_again(self._pool.runs.of(self._model))
+        return self._pool.memory_needs.may_start_again(self._pool.runs.of(self._model))
 
     def tell_of_fresh_workers(self, error: OutOfMemory) -> None:
         tell_of_fresh_workers(self._pool, error)

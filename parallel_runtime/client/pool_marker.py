@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .remote import Remote
+    from .remote_model import Remote
 
 
 class InPool:

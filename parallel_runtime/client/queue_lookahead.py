@@ -131,7 +131,7 @@ class Images:
     held: int = 0
 
 
-class LookAhead:
+class QueueLookahead:
     """Keeps the images that were sampled ahead, of all pools. ``moment`` returns the prompt that
     ComfyUI executes now and the prompts that wait; None if no prompt runs, or if nothing can be
     handed over. ``by_default`` returns whether prompts may be sampled together if the pool does not

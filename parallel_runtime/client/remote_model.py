@@ -16,9 +16,9 @@ from ..crossing.block_code import runs_code_in_blocks
 from ..crossing.source import Source
 from ..errors import PipeMeshError, PoolFailed, Refused
 from ..weights.background_check import BackgroundCheck
-from .beside import Sampled
 from .groups import InGroups
 from .interrupt import held, wait_for
+from .memory_needs import Sampled
 from .patch_sampling import Patchwise
 from .remote_pool import RemotePool
 from .run import PooledModel
@@ -79,7 +79,7 @@ class Remote:
 
     def left_free(self) -> int:
         """Returns the bytes that weights are to leave free on each rank's device."""
-        return self.pool.beside.left_free(self.model, self.sampled)
+        return self.pool.memory_needs.left_free(self.model, self.sampled)
 
     def begin_run(self) -> None:
         """Begins a run in the pool. Raises Refused for a checkpoint that was overwritten."""
@@ -104,7 +104,7 @@ class Remote:
         why = (
             "a node's code in the blocks may count its evaluations"
             if runs_code_in_blocks(model.current_patcher)
-            else self.pool.beside.why_not_alone(self.model, self.sampled, shapes[0][0] if shapes else 1)
+            else self.pool.memory_needs.why_not_alone(self.model, self.sampled, shapes[0][0] if shapes else 1)
         )
         if why:
             self.pool.admission.not_judged(model, why)

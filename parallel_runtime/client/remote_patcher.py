@@ -42,17 +42,17 @@ from ..weights.weight_patches import (
     widened_weights,
     with_hooks,
 )
-from .ahead import LookAhead
-from .beside import Sampled
 from .branch import Branch, SampleCall
 from .groups import InGroups
 from .interrupt import interrupted, interrupting, wait_for
+from .memory_needs import Sampled
 from .patch_backend import PipelineBackend
 from .patch_sampling import SAMPLING, Patchwise
 from .patching import Patching
 from .pool_marker import InPool
-from .remote import Remote
+from .queue_lookahead import QueueLookahead
 from .remote_forward import WRAPPERS, RemoteForward, set_later
+from .remote_model import Remote
 from .remote_pool import RemotePool
 from .residency import load_of, require_state
 from .room import find_room, require_more_room
@@ -277,7 +277,7 @@ def with_room(patcher: RemotePatcher, compute: Callable[[], Any], latent: Sequen
                     remote.pool.runs.of(model).names.load = load_of(remote.pool.residency, model)
                 asked = sampled is not None and sampled.needed
                 if asked or model.headroom.reloads or model.headroom.has_restarted:
-                    remote.pool.beside.had_room(model, sampled)
+                    remote.pool.memory_needs.had_room(model, sampled)
                 return outputs
             except OutOfMemory as error:
                 unloads = require_more_room(patcher, error, unloads)
@@ -353,7 +353,7 @@ def parallelize(
     notice: Callable[[str], None] = lambda mode: None,
     activations: float = 1.0,
     weights: str = "whole",
-    ahead: LookAhead | None = None,
+    ahead: QueueLookahead | None = None,
     can_join: bool = True,
 ) -> RemotePatcher:
     """Makes a clone of a stock MODEL that computes in ``pool``. Nothing is started or loaded before

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from ..planner.counts import Counts, count_nothing
 from ..weights.weight_patches import Digests
-from .beside import Beside
 from .evaluations import Evaluations
+from .memory_needs import MemoryNeeds
 from .residency import Residency
 from .runs import Runs
 from .session import Handle, Sessions
@@ -41,5 +41,5 @@ class RemotePool:
         self.runs = Runs(self.sessions, beside_ui)
         self.residency = Residency(self.sessions, self.runs)
         self.evaluations = Evaluations(self.sessions, self.residency)
-        self.beside = Beside(self.sessions, self.residency, counts or Counts(count_nothing))
+        self.memory_needs = MemoryNeeds(self.sessions, self.residency, counts or Counts(count_nothing))
         self.digests = Digests()  # of LoRAs under hooks

@@ -35,7 +35,7 @@ from ..weights.quantisation import stored_bytes
 from ..wire.arena import Board
 from .branch import Branch
 from .evaluations import Work
-from .first_of import FirstOf, Look
+from .first_results import FirstResults, Look
 from .headroom import Picture
 from .interrupt import held, interrupted, interrupting, wait_for
 from .large_pictures import trying
@@ -68,7 +68,7 @@ class RemoteVAE:
         self.holds_ui_device = holds_ui_device
         self._pool_of = pool_of
         self._at: tuple[RemotePool, PooledModel] | None = None  # the pool, and the VAE there
-        self.firsts = FirstOf()  # of each work, by so many ranks
+        self.firsts = FirstResults()  # of each work, by so many ranks
         # Of each work, number of frames and of ranks: how often a rank ticks, whatever the rows
         self._steps: dict[tuple[Any, ...], int] = {}
 
@@ -276,7 +276,7 @@ def ranks_of(layout: Layout) -> int:
     return 1 if layout.stages > 1 else len(layout.members(0, layout.widths[-1]))
 
 
-def hold_part(firsts: FirstOf, key: tuple, name: str, look: Look) -> None:
+def hold_part(firsts: FirstResults, key: tuple, name: str, look: Look) -> None:
     """Raises Refused if ranks and one device get different results for a part of a picture, because
     ComfyUI's code differs from the code that was cut. ``name``: of the VAE or upscale model.
     """

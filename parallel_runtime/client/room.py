@@ -24,12 +24,12 @@ def find_room(patcher: Any, latent: Sequence[int], bring_up: Callable[[Any], Non
     ``bring_up`` loads anew, once, so that they leave more free. If that is not enough, the
     evaluation is sent all the same: a count may be too high.
     """
-    remote, beside = patcher.remote, patcher.remote.pool.beside
+    remote, needs = patcher.remote, patcher.remote.pool.memory_needs
     is_first, sampled = remote.sampled.note_latent(latent)
     reloads = is_first or can_repeat(patcher)
-    while short := beside.short(remote.model, sampled, measures=is_first):
+    while short := needs.short(remote.model, sampled, measures=is_first):
         if not frees(patcher, short):
-            if not (reloads and beside.load_anew(remote.model)):
+            if not (reloads and needs.load_anew(remote.model)):
                 break
             reloads = False
         bring_up(patcher)
@@ -45,20 +45,20 @@ def require_more_room(patcher: Any, error: OutOfMemory, unloads: bool) -> bool:
     cannot go on so. ``unloads`` says that ComfyUI was not asked yet; returns whether that still
     holds.
     """
-    remote, beside = patcher.remote, patcher.remote.pool.beside
-    beside.lacked_room(remote.model, remote.sampled)
+    remote, needs = patcher.remote, patcher.remote.pool.memory_needs
+    needs.lacked_room(remote.model, remote.sampled)
     if is_over := isinstance(error, PoolSpent):
         remote.require_same_file()
-        if not beside.may_start_again(remote.pool.runs.of(remote.model)):
+        if not needs.may_start_again(remote.pool.runs.of(remote.model)):
             raise error
-        freed = beside.held_others(remote.model)
+        freed = needs.held_others(remote.model)
     else:
         freed = remote.pool.residency.make_room(remote.model, of_runs=True)
     if not freed and unloads and remote.sampling.can_repeat:
         unloads, freed = False, unload(patcher)
     move = "Other models used the memory and were unloaded: run again."
     if not freed:
-        if not beside.leave_more(remote.model):
+        if not needs.leave_more(remote.model):
             raise error
         move = "The weights left too little memory: run again, and they will leave more free."
     if not can_repeat(patcher):

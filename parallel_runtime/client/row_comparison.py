@@ -15,7 +15,7 @@ from ..branches import Batch
 from ..errors import ModelError, PipeMeshError, Refused, RunCancelled
 from ..families.unplanned_models import FRAMES_ALONE, class_path
 from ..tolerance import ROWS_OF_BATCH
-from .first_of import FirstOf
+from .first_results import FirstResults
 from .shared_evaluation import Judge, SharedEvaluation
 
 ModelClasses = tuple[str, frozenset[str]]  # a model's class, and those of its modules
@@ -33,7 +33,7 @@ class RowsApart:
     nobody has tried in groups (not ``is_tried``) the first of each shape.
     """
 
-    def __init__(self, known: FirstOf, model: torch.nn.Module, is_tried: bool):
+    def __init__(self, known: FirstResults, model: torch.nn.Module, is_tried: bool):
         self._known = known
         self._form = model_classes(model)
         self._is_tried = is_tried

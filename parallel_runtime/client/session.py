@@ -200,7 +200,7 @@ class Sessions:
     def __init__(self, handle: Handle):
         self._handle = handle
         self.layout = handle.layout
-        # Of the last pool, which may be gone: ``Beside`` asks what ranks had that ran out of memory
+        # Of the last pool, which may be gone: what its ranks had, asked after a lack of memory
         self.latest: Session | None = None
         self.at_close: list[Callable[[], None]] = []  # called once a pool is closed
 

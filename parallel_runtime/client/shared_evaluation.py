@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .first_of import FirstOf
+from .first_results import FirstResults
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,7 +54,7 @@ class Admission:
     load: Callable[[Any], None] = lambda model: None
     first: Callable[[Any], Judge | None] = lambda model: None
     not_judged: Callable[[Any, str], None] = lambda model, why: None
-    firsts: FirstOf = field(default_factory=FirstOf)
+    firsts: FirstResults = field(default_factory=FirstResults)
 
 
 def nobody(_shapes: tuple[torch.Size, ...]) -> None:

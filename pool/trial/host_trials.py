@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...parallel_runtime.client.first_of import FirstOf
+from ...parallel_runtime.client.first_results import FirstResults
 from ...parallel_runtime.client.shared_evaluation import Judge, SharedEvaluation
 from ...parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused, RunCancelled
 from ...parallel_runtime.families import plan_for, samples_for
@@ -140,7 +140,7 @@ class HostTrials:
         self._found = cache(host_files(comfyui.resolve()).fingerprint)
         self._try_class = try_class
         self._kept = kept
-        self.firsts = FirstOf(notice=notice)
+        self.firsts = FirstResults(notice=notice)
         self._known = known
         self._now = BEGINNING
         self._lock = threading.Lock()
