@@ -11,9 +11,28 @@ from pipemesh.launcher.errors import LaunchError
 CONFTEST = "def pytest_addoption(parser):\n    parser.addoption('--browser', action='store_true')\n"
 
 
+UNNAMED = {  # files of tests that no fault names, and why
+    "test_cuda_report": "holds the checks that run on a GPU",
+    "test_end_to_end_captions": "of the laboratory's own nodes",
+    "test_end_to_end_host": "PIPEMESH_TEST_ALL runs it",
+    "test_ipv6": "needs namespaces of the network",
+    "test_packs": "needs packs that are not here",
+    "test_pose_cache": "needs a newer ComfyUI",
+    "test_slurm": "needs a Slurm",
+}
+
+
 def test_every_room_has_several_faults():
     counted = Counter(one.room for one in mutants.read())
     assert min(counted.values()) >= 3, counted
+
+
+def test_every_file_of_tests_finds_a_fault():
+    named = {name.partition("::")[0] for one in mutants.read() for name in one.tests}
+    files = {file.stem for file in (ROOT / "tests").glob("test_*.py")}
+    assert files - named == UNNAMED.keys(), (
+        "in lab/mutants.json no row names a file, or one that is in UNNAMED"
+    )
 
 
 def test_every_fault_can_be_made_and_its_tests_are_there():
