@@ -9,11 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from launcher.checkout import ROOT
 from launcher.comfyui.search import ensure_comfyui, missing_modules
 from launcher.command_line import replace_process
 from launcher.errors import LaunchError
+from pool.worker_main import die_with_parent
 
 from .forks import comfyui_shared
 from .host import add_test_tools
@@ -41,7 +43,8 @@ def run_tests(folder: str, rest: Sequence[str]) -> int:
         replace_process([*pytest_of(python, folder), *rest], env)
     with comfyui_shared(python, env) as shared:
         command = [*pytest_of(python, folder), *workers(WORKERS, shared), *rest]
-        return subprocess.run(command, env=env, cwd=ROOT, check=False).returncode
+        dies = partial(die_with_parent, os.getpid())
+        return subprocess.run(command, env=env, cwd=ROOT, check=False, preexec_fn=dies).returncode
 
 
 def run_checks(rest: Sequence[str]) -> int:
@@ -63,7 +66,7 @@ def pytest_of(python: str, folder: str) -> list[str]:
 
 
 def workers(count: int, shared: str) -> list[str]:
-    return [f"-n{count}", A_LOSS_ENDS_THE_RUN, f"--forked-from={shared}"]
+    return [f"-n{count}", A_LOSS_ENDS_THE_RUN, "-p", "lab.lost_workers", f"--forked-from={shared}"]
 
 
 def prepared_for_tests() -> tuple[str, dict[str, str]]:
@@ -109,6 +112,7 @@ def run_side_by_side(checks: Mapping[str, Sequence[str]], env: Mapping[str, str]
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            preexec_fn=partial(die_with_parent, os.getpid()),
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:

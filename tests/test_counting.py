@@ -375,6 +375,7 @@ def test_a_process_that_is_lost_costs_a_sentence_and_the_layout_of_the_place(fak
         with pytest.raises(NotCounted, match=f"^the process that counts {ACTS[act]}"):
             made.counts.of(model, [PROMPT], (1, 16, 8, 10))
     assert len(begun) == 1
+    assert counter._work.process is None, "the next count has a fresh process"
 
 
 def test_a_process_that_cannot_be_started_is_said_to_be(model):

@@ -95,6 +95,14 @@ def test_what_torch_caches_of_a_run_is_for_others_on_a_gpu_that_is_tight(
     assert DeviceMemory(torch.device(device), 0, sharers).is_tight == is_tight
 
 
+@pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
+def test_the_cache_that_is_emptied_is_torchs(monkeypatch, device, times):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    DeviceMemory(torch.device(device), 0, 1).empty_cache()
+    assert len(emptied) == times
+
+
 def test_what_weight_patches_took_for_a_moment_goes_back_to_the_system():
     """Whole layers were patched for the sake of a part of each."""
     memory, patched = Counted(), []

@@ -170,7 +170,7 @@ def main(argv: Sequence[str], _host: ComfyInstall) -> int:
         print(f"What only ComfyUI's page finds is left out: {why}")
         chosen = [one for one in chosen if not one.file.startswith("web/")]
     if options.smallest:
-        chosen = [min(chosen, key=lambda one: len(one.tests))]
+        chosen = sorted(chosen, key=lambda one: len(one.tests))[:1]
     of_rooms: dict[str, Counter[Found]] = {}
     for mutant, found, seconds in all_tried(chosen, max(1, options.jobs)):
         of_rooms.setdefault(mutant.room, Counter())[found] += 1

@@ -95,6 +95,8 @@ FILES = {
     "hangs": f"{HEADER}{WAITS}",
     "hears_no_signal": f"{HEADER}signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n    {WAITS}",
     "ends": f"{HEADER}os._exit(0)",
+    "ends_early": "import os\nif os.environ['PYTEST_XDIST_WORKER'] == 'gw1': os._exit(0)\n",
+    "ends_late": f"{HEADER}import atexit, sys; sys.exit = atexit.register(os._exit, 9)",
 }
 
 
@@ -127,6 +129,7 @@ def ended(checks, tmp_path):
             **os.environ,
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout",
+            "PYTHONPATH": str(ROOT),
         }
         done = subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -142,6 +145,12 @@ def test_a_test_that_hangs_or_ends_its_process_fails_by_its_name(ended, name):
     assert code == 1 and "1 failed, 1 passed" in said, said
     how = "FAILED {} - Failed: Timeout (>1.0s)" if name == "hangs" else "crashed while running '{}'"
     assert how.format(f"test_{name}.py::test_it") in said, said
+
+
+@pytest.mark.parametrize("name", ["ends_early", "ends_late"])
+def test_a_worker_that_ends_while_it_runs_no_test_fails_the_run(ended, name):
+    code, said = ended(**{"passes": FILES["passes"], name: FILES[name]})
+    assert code and "A worker has ended" in said, said
 
 
 @pytest.mark.parametrize(
