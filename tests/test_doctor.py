@@ -17,29 +17,49 @@ from pipemesh.launcher.commands.doctor import (
     Finding,
     Gpu,
     Machine,
+    Package,
+    RingKernel,
     Torch,
     can_run,
     findings,
     report,
 )
 from pipemesh.pool import gpu_modes
-from pipemesh.pool.trial.known_hosts import known_hosts
+from pipemesh.pool.trial.host_trials import HostCode
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTED = known_hosts().versions
+NEEDED = (Package("greenlet", "3.2"), Package("msgspec", "0.20"), Package("safetensors", "0.6"))
 CPU = Environment(
     python="3.11.7",
     executable="/usr/bin/python3",
-    machine=Machine(platform="Linux 6.1 x86_64", cores=4, memory_available_bytes=2**34, shm_free_bytes=2**33),
+    machine=Machine(
+        platform="Linux 6.1 x86_64", cores=4, memory_available_bytes=2**34, shm_free_bytes=2**33, memfd=True
+    ),
     torch=Torch(version="2.11.0", backends=("gloo", "nccl")),
-    comfyui=ComfyInstall("/opt/python", "/opt/ComfyUI", TESTED[0], base=""),
-    packages={"greenlet": "3.2", "safetensors": "not found"},
+    comfyui=ComfyInstall("/opt/python", "/opt/ComfyUI", "0.30.0", base=""),
+    packages=NEEDED,
 )
 GPU = Gpu("H100", 80 * doctor.GIB)
 INSTANCE = Gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * doctor.GIB)
 EXCLUSIVE = replace(GPU, mode="exclusive_process")
-TWO_GPUS = replace(CPU, torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"))
-OTHER_HOST = replace(TWO_GPUS, comfyui=replace(TWO_GPUS.comfyui, version="99.9"))
+TWO_GPUS = replace(
+    CPU,
+    torch=replace(CPU.torch, gpus=(GPU, GPU), build="CUDA 13.0"),
+    host=HostCode(tested=("0.29.0",), classes=3),
+)
+DIFFERENT = replace(TWO_GPUS.host, unknown=("Flux", "Wan"), verified=("Flux",), refused=("Wan",))
+DIFFER = (
+    "ComfyUI 0.30.0: 2 of 3 models differ from every tested version (0.29.0); each is compared with stock on the"
+    " CPU, once, before a pool computes it. Verified here: Flux. Not computed by a pool: Wan."
+)
+
+REFUSED = replace(
+    TWO_GPUS,
+    kernels=(
+        RingKernel("cuda:0", "cuDNN's attention"),
+        RingKernel("cuda:1", "torch's flash attention", ("cuDNN's attention is not used: wrong.",)),
+    ),
+)
 
 
 def machine(facts: Environment, **changed) -> Environment:
@@ -55,7 +75,7 @@ def at(level: str, facts: Environment) -> list[Finding]:
 
 
 def test_two_gpus_with_everything_need_no_remedy() -> None:
-    assert [finding.remedy for finding in findings(TWO_GPUS)] == [""] * 2
+    assert [finding.remedy for finding in findings(TWO_GPUS)] == [""] * 3
     assert can_run(findings(TWO_GPUS))
 
 
@@ -70,7 +90,9 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
     "level, facts, names, remedy",
     [
         ("blocked", torch(CPU, version="", error="libfoo.so: no"), "libfoo.so: no", "reinstall it"),
-        ("blocked", replace(CPU, lack="PipeMesh needs greenlet."), "PipeMesh needs greenlet.", ""),
+        ("blocked", torch(CPU, backends=()), "gloo", "install the torch wheel"),
+        ("blocked", replace(CPU, packages=NEEDED[1:]), "greenlet is not", "python3 -m pip install greenlet"),
+        ("blocked", machine(CPU, memfd=False, shm_free_bytes=None), "No memfd here", "run on Linux"),
         ("blocked", torch(TWO_GPUS, gpus=(GPU, EXCLUSIVE)), "GPU 1 is in", "nvidia-smi -i 1 -c DEFAULT"),
         ("blocked", torch(TWO_GPUS, version="2.7.0+cu128"), "2.7.0+cu128 over NCCL", "torch 2.7.1 or newer"),
         ("limited", machine(CPU, gpu_driver="NVIDIA"), "a GPU driver (NVIDIA)", "CUDA_VISIBLE_DEVICES"),
@@ -81,7 +103,13 @@ def test_a_cpu_machine_can_run_ranks_and_is_told_what_they_are_good_for() -> Non
         ("limited", torch(TWO_GPUS, pairs_without_peer_access=((0, 1),)), "to each other: 0-1", "NVLink"),
         ("limited", machine(TWO_GPUS, shm_free_bytes=64 * 2**20), "has 0.1 GiB free", "--shm-size=1g"),
         ("limited", machine(TWO_GPUS, memory_available_bytes=doctor.GIB), "1.0 GiB of memory", "close other"),
-        ("limited", OTHER_HOST, f"ComfyUI 99.9 is not one that PipeMesh was tested with ({TESTED[0]}", ""),
+        (
+            "limited",
+            REFUSED,
+            "cuda:1: cuDNN's attention is not used: wrong.",
+            "until then torch's flash attention",
+        ),
+        ("limited", replace(TWO_GPUS, host=DIFFERENT), DIFFER, ""),
     ],
 )
 def test_what_stops_or_limits_is_named_with_its_remedy(
@@ -113,7 +141,7 @@ def test_in_a_fresh_clone_nothing_is_installed_before_the_page_says_that_there_i
 
 
 def test_the_page_holds_every_finding_and_fits_one_screen() -> None:
-    bare = replace(machine(TWO_GPUS, shm_free_bytes=None), lack="PipeMesh needs os.memfd_create.")
+    bare = machine(replace(TWO_GPUS, packages=()), memfd=False, shm_free_bytes=None)
     facts = torch(bare, pairs_without_peer_access=((0, 1),))
     page = report(facts, findings(facts))
     assert all(finding.text in page and finding.remedy in page for finding in findings(facts))
@@ -128,6 +156,6 @@ def test_this_machine_can_be_looked_at_in_words_and_in_json(capsys: pytest.Captu
     assert doctor.main(["--json"], host) == status
     said = json.loads(capsys.readouterr().out)
     assert said["works"] == (status == 0)
-    assert said["facts"]["torch"]["version"] and said["facts"]["packages"]["greenlet"][0].isdigit()
-    assert not said["facts"]["lack"]
+    assert said["facts"]["torch"]["version"]
+    assert said["facts"]["kernels"]
     assert {"level", "text", "remedy"} == set(said["findings"][0])

@@ -1,32 +1,37 @@
 """Prints one page about this machine: what works, what does not, and the remedy. Only `gather` asks
 the machine; the judgement is pure. If there is no ComfyUI yet, it says so before any is installed,
-in whatever Python runs it: only the questions about torch import torch.
+in whatever Python runs it. Imports the standard library alone; only the questions about torch
+import torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
+import importlib.util
 import json
+import mmap
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ...needs import lack
-from ...parallel_runtime.memory import system_memory
 from ...pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
-from ...pool.trial.known_hosts import known_hosts, untested
+from ..cache import cache_folder
 from ..comfyui.host_record import ComfyInstall
+
+if TYPE_CHECKING:
+    from ...pool.trial.host_trials import HostCode
 
 GIB = 2**30
 ROOMY_SHM_BYTES = GIB
 ROOMY_MEMORY_BYTES = 4 * GIB
-PACKAGES = ("greenlet", "msgspec", "safetensors")
+NEEDED_PACKAGES = ("greenlet", "msgspec", "safetensors")
 GPU_NODES = {"/dev/nvidiactl": "NVIDIA", "/dev/dxg": "WSL", "/dev/kfd": "AMD"}
 HANGS = "2.7.0"  # the torch whose NCCL hangs at random where a process group has its device
 
@@ -41,12 +46,19 @@ class Gpu:
     mode: str = SHARED  # who may use it at once, as the driver says
 
 
+@dataclass(frozen=True)
+class Package:
+    name: str
+    version: str  # empty where it is not installed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     platform: str
     cores: int
-    memory_available_bytes: int
+    memory_available_bytes: int | None
     shm_free_bytes: int | None
+    memfd: bool
     gpu_driver: str = ""  # its maker's name; empty where there is none
 
 
@@ -60,11 +72,21 @@ class Torch:
     pairs_without_peer_access: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class RingKernel:
+    """The kernel that a ring's attention runs on, on this device; ``refused``: a sentence for each
+    that was found wrong.
+    """
+
+    device: str
+    name: str
+    refused: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """The facts about this machine that the page judges. ``python`` is the version of the Python
-    that runs, ``executable``. ``lack``: what PipeMesh needs and this Python has not, with the next
-    move.
+    that runs, ``executable``.
     """
 
     python: str
@@ -72,8 +94,9 @@ class Environment:
     machine: Machine
     torch: Torch
     comfyui: ComfyInstall | None  # none is installed yet
-    packages: Mapping[str, str] = field(default_factory=dict)  # their versions
-    lack: str = ""
+    packages: tuple[Package, ...] = ()
+    kernels: tuple[RingKernel, ...] = ()
+    host: HostCode | None = None  # there is no ComfyUI
 
 
 @dataclass(frozen=True)
@@ -98,13 +121,31 @@ def findings(facts: Environment) -> tuple[Finding, ...]:
     return tuple(finding for check in CHECKS for finding in check(facts))
 
 
-def about_needs(facts: Environment) -> Iterator[Finding]:
+def about_torch(facts: Environment) -> Iterator[Finding]:
     torch = facts.torch
     if not torch.version:
         remedy = f"reinstall it for {facts.executable}"
         yield Finding("blocked", f"torch does not import: {torch.error}.", remedy)
-    if facts.lack:
-        yield Finding("blocked", facts.lack)
+    elif "gloo" not in torch.backends:
+        text = f"torch {torch.version} was built without torch.distributed's gloo, which every rank needs."
+        remedy = "install the torch wheel of the Python package registry or of pytorch.org"
+        yield Finding("blocked", text, remedy)
+
+
+def about_packages(facts: Environment) -> Iterator[Finding]:
+    pip = f"{facts.executable} -m pip install"
+    there = {package.name for package in facts.packages if package.version}
+    for name in NEEDED_PACKAGES:
+        if name not in there:
+            yield Finding("blocked", f"{name} is not installed.", f"{pip} {name}")
+
+
+def about_kernels(facts: Environment) -> Iterator[Finding]:
+    """Kernels that compute something else than attention, or another log-sum-exp."""
+    for one in facts.kernels:
+        for sentence in one.refused:
+            remedy = f"update torch; until then {one.name} is used"
+            yield Finding("limited", f"{one.device}: {sentence}", remedy)
 
 
 def about_devices(facts: Environment) -> Iterator[Finding]:
@@ -166,24 +207,41 @@ def about_cores(facts: Environment) -> Iterator[Finding]:
 
 def about_memory(facts: Environment) -> Iterator[Finding]:
     shm, memory = facts.machine.shm_free_bytes, facts.machine.memory_available_bytes
+    if facts.machine.memfd:
+        yield Finding("works", "Shared memory between the UI and the ranks: memfd.")
+    else:
+        text = "No memfd here: the UI and the ranks cannot share memory."
+        yield Finding("blocked", text, "run on Linux, and allow memfd_create")
     if len(facts.torch.gpus) > 1 and shm is not None and shm < ROOMY_SHM_BYTES:
         text = f"/dev/shm has {gib(shm)} free, and NCCL needs it for messages within a machine."
         yield Finding("limited", text, "make it 1 GiB or more (Docker: --shm-size=1g, or --ipc=host)")
-    if memory < ROOMY_MEMORY_BYTES:
+    if memory is not None and memory < ROOMY_MEMORY_BYTES:
         text = f"{gib(memory)} of memory are available: a model may not fit beside ComfyUI."
         yield Finding("limited", text, "close other programs, or add memory")
 
 
 def about_host(facts: Environment) -> Iterator[Finding]:
-    version = facts.comfyui.version if facts.comfyui is not None else ""
-    if text := untested(version, is_tried=True):
-        yield Finding("limited", text)
-    else:
-        tested = ", ".join(known_hosts().versions)
-        yield Finding("works", f"ComfyUI {version} is one that PipeMesh was tested with ({tested}).")
+    if facts.host is None or facts.comfyui is None or not facts.host.classes:
+        return
+    host, version, tested = facts.host, facts.comfyui.version, ", ".join(facts.host.tested)
+    if not host.unknown:
+        yield Finding(
+            "works", f"The models of ComfyUI {version} are the same as those of a tested version ({tested})."
+        )
+        return
+    text = (
+        f"ComfyUI {version}: {len(host.unknown)} of {host.classes} models differ from every tested version"
+        f" ({tested}); each is compared with stock on the CPU, once, before a pool computes it."
+    )
+    for says, names in (("Verified here", host.verified), ("Not computed by a pool", host.refused)):
+        text += f" {says}: {', '.join(names)}." if names else ""
+    yield Finding("limited", text)
 
 
-CHECKS = (about_needs, about_host, about_devices, about_sharing, about_cores, about_memory)
+CHECKS = (
+    *(about_torch, about_packages, about_host, about_kernels, about_devices),
+    *(about_sharing, about_cores, about_memory),
+)
 
 
 def gib(size_bytes: int) -> str:
@@ -194,14 +252,17 @@ def report(facts: Environment, found: Sequence[Finding]) -> str:
     """The page."""
     machine = facts.machine
     memory, shm = machine.memory_available_bytes, machine.shm_free_bytes
-    packages = ", ".join(f"{name} {version}" for name, version in facts.packages.items())
+    packages = ", ".join(f"{package.name} {package.version or 'not found'}" for package in facts.packages)
     stops = "PipeMesh cannot run here: repair every line marked STOP first."
     lines = [
         f"Python    {facts.python}  {facts.executable}",
         f"Platform  {machine.platform}, {machine.cores} core{'s' * (machine.cores > 1)}",
         *lines_about(facts.comfyui, facts.torch),
         *([f"Packages  {packages}"] if packages else []),
-        f"Memory    {gib(memory)} available; /dev/shm {'none' if shm is None else f'{gib(shm)} free'}",
+        *(f"Ring      on {one.device}: {one.name}" for one in facts.kernels),
+        f"Memory    {'unknown' if memory is None else f'{gib(memory)} available'}; "
+        f"/dev/shm {'none' if shm is None else f'{gib(shm)} free'}; "
+        f"memfd {'works' if machine.memfd else 'does not work'}",
         "",
     ]
     for finding in found:
@@ -228,24 +289,43 @@ def can_run(found: Sequence[Finding]) -> bool:
 
 
 def gather(host: ComfyInstall | None) -> Environment:
-    torch, packages = Torch(version=""), ()
+    torch, packages, code = Torch(version=""), (), None
     if host is not None:
-        torch, packages = ask_torch(), PACKAGES
+        torch, packages = ask_torch(), NEEDED_PACKAGES
+    if host is not None and torch.version:
+        from ...pool.trial.host_trials import FOLDER, Verdicts, host_code
+
+        code = host_code(Path(host.comfyui), Verdicts(cache_folder(os.environ) / FOLDER))
     return Environment(
         python=platform.python_version(),
         executable=sys.executable,
         machine=Machine(
             platform=f"{platform.system()} {platform.release()} {platform.machine()}",
             cores=len(os.sched_getaffinity(0)),
-            memory_available_bytes=system_memory()[0],
+            memory_available_bytes=memory_available_bytes(),
             shm_free_bytes=shm_free_bytes(),
+            memfd=memfd_works(),
             gpu_driver=next((maker for node, maker in GPU_NODES.items() if Path(node).exists()), ""),
         ),
         torch=torch,
         comfyui=host,
-        packages={name: package_version(name) for name in packages},
-        lack=lack() if torch.version else "",
+        packages=tuple(Package(name, package_version(name)) for name in packages),
+        kernels=try_kernels(torch),
+        host=code,
     )
+
+
+def try_kernels(torch: Torch) -> tuple[RingKernel, ...]:
+    """Try the attention kernels on every GPU, or on the CPU, as ranks do when they start."""
+    if not torch.version:
+        return ()
+    from torch import device
+
+    from ...parallel_runtime.attention.trial import tried_kernels, usual
+
+    names = [f"cuda:{index}" for index in range(len(torch.gpus))] or ["cpu"]
+    found = [(name, tried_kernels(device(name))) for name in names]
+    return tuple(RingKernel(name, usual(kernels, device(name)), kernels.refused) for name, kernels in found)
 
 
 def ask_torch() -> Torch:
@@ -280,7 +360,18 @@ def package_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not found"
+        return "unknown" if importlib.util.find_spec(name.replace("-", "_")) else ""
+
+
+def memfd_works() -> bool:
+    try:
+        with open(os.memfd_create("pipemesh-doctor"), "r+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
+                mapped[0] = 1
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def shm_free_bytes() -> int | None:
@@ -289,6 +380,15 @@ def shm_free_bytes() -> int | None:
     except OSError:
         return None
     return shm.f_bavail * shm.f_frsize
+
+
+def memory_available_bytes() -> int | None:
+    # Before a ComfyUI is installed, `launcher` and its neighbours are packages of no other
+    above = (__package__ or "").removesuffix("launcher.commands")
+    try:
+        return importlib.import_module(f"{above}parallel_runtime.memory").system_memory()[0]
+    except OSError:
+        return None
 
 
 def main(argv: Sequence[str], host: ComfyInstall | None) -> int:

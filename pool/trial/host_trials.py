@@ -25,10 +25,10 @@ import torch
 from ...parallel_runtime.client.first_results import FirstResults
 from ...parallel_runtime.client.shared_evaluation import Judge, SharedEvaluation
 from ...parallel_runtime.errors import ModelError, OutOfMemory, PoolSpent, Refused, RunCancelled
-from ...parallel_runtime.families import plan_for, samples_for
+from ...parallel_runtime.families import FILES, plan_for, samples_for
 from ...parallel_runtime.families.unplanned_models import class_path
 from ...parallel_runtime.layout import Layout
-from ...parallel_runtime.watch.fingerprint import Fingerprint, host_files
+from ...parallel_runtime.watch.fingerprint import Fingerprint, HostFiles, host_files
 from ...parallel_runtime.watch.python_file import tree_text
 from ...parallel_runtime.weights.quantisation import dtypes_of
 from ...parallel_runtime.wire.messages import TrialStep
@@ -61,6 +61,19 @@ class Verdict:
     @property
     def name(self) -> str:
         return self.kind.partition(":")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCode:
+    """Counts the ``classes`` of ComfyUI's models that the pack divides. ``unknown`` are in no
+    ComfyUI of ``tested``; of these, some were ``verified`` here, some ``refused``.
+    """
+
+    tested: tuple[str, ...]
+    classes: int
+    unknown: tuple[str, ...] = ()
+    verified: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 class TrialLost(Exception):
@@ -108,6 +121,21 @@ class Verdicts:
         made_by = f"pack {pack_digest()} torch {torch.__version__} kitchen {kitchen_version()}"
         key = f"{found.kind} {found.digest} {made_by}"
         return self._folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+
+
+def host_code(comfyui: Path, kept: Verdicts) -> HostCode:
+    """Returns how the models of the ComfyUI in a folder stand."""
+    known, files = known_hosts(), HostFiles(comfyui)
+    found = [one for one in map(files.fingerprint, FILES) if one.functions]
+    unknown = [one for one in found if not known.has(one)]
+    judged = [one for one in map(kept.of, unknown) if one is not None]
+    return HostCode(
+        tested=tuple(known.versions),
+        classes=len(found),
+        unknown=tuple(one.name for one in unknown),
+        verified=tuple(one.name for one in judged if one.is_same),
+        refused=tuple(one.name for one in judged if not one.is_same),
+    )
 
 
 def kitchen_version() -> str:
