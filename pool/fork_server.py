@@ -65,7 +65,8 @@ class ForkServer:
         key = command.argv[0], *map(command.env.get, self._fixed_at_start)
         with self._lock:
             for other, server in list(self._servers.items()):
-                if (other != key and server.has_no_ranks) or server.process.poll() is not None:
+                is_over = server.process.poll() is not None or server.imports_for_ever
+                if is_over or (other != key and server.has_no_ranks):
                     self._servers.pop(other).end()
             try:
                 return self._server(key, command).fork(command)
@@ -162,10 +163,16 @@ class ServerProcess:
     ):
         self.process = process
         self.has_forked = False
+        self._launched_s = time.monotonic()
         self.control = control
         self._env = env
         self._expected = expected
         self._ranks: list[Forked] = []
+
+    @property
+    def imports_for_ever(self) -> bool:
+        """Whether it has forked no rank since it was launched, for ``IMPORT_S``."""
+        return not self.has_forked and time.monotonic() - self._launched_s > IMPORT_S
 
     @property
     def has_no_ranks(self) -> bool:

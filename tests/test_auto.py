@@ -382,7 +382,7 @@ def test_a_model_that_a_node_has_put_on_another_device_stays_there(
     with torch.inference_mode():
         auto.sample(guider_of(model), stock_run(model))
     assert said(notices) == [
-        f"On one GPU: A node has put this MODEL on {own}, where ComfyUI computes on meta."
+        f"On one GPU: A node has put this MODEL on {own}, but ComfyUI computes on meta."
     ]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from pipemesh.lab.commands.parity import BOUND, relative_error
+from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.client.remote_model import Remote
 from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher, parallelize
 from pipemesh.parallel_runtime.errors import Refused
@@ -193,6 +194,21 @@ def test_a_run_that_loads_the_model_compares_it_meanwhile_and_once(half, client,
     for _ in range(2):
         run(parallel)
     assert loads == [before, before + 1]
+    assert not is_checking()
+
+
+def test_it_ends_with_a_load_that_fails(served, monkeypatch):
+    parallel, _ = served
+    parallel.remote.release()
+    blocked(monkeypatch)
+
+    def fails(_patcher):
+        assert is_checking()
+        raise Refused("no")
+
+    monkeypatch.setattr(remote_patcher, "bring_up", fails)
+    with pytest.raises(Refused, match=r"^no$"):
+        run(parallel)
     assert not is_checking()
 
 

@@ -176,6 +176,19 @@ def test_a_server_that_dies_or_imports_for_too_long_is_no_lack_of_memory_and_is_
     assert server.pids != [old]
 
 
+def test_a_server_that_imports_for_ever_is_replaced_though_no_rank_waited_for_it_so_long(
+    importing, monkeypatch
+):
+    """The ranks that waited were ended before, by Stop."""
+    server, command, _ = importing
+    (old,) = server.pids
+    server.start(command).kill()
+    assert server.pids == [old]
+    monkeypatch.setattr(fork_server, "IMPORT_S", 0.0)
+    server.start(command).kill()
+    assert server.pids != [old]
+
+
 HANGS = """
 import os
 os.register_at_fork(before=lambda: os.path.exists({gate!r}) and open({gate!r}).read())

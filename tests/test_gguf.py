@@ -15,6 +15,10 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error, rms
 from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families import plan_for
+from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.keeping import WeightsWish, model_bytes
+from pipemesh.parallel_runtime.wire.messages import Memory
 
 from .models import load, run, with_lora
 from .test_quantised import LAYOUTS, in_pool
@@ -88,6 +92,19 @@ def test_the_ranks_compute_what_stock_does_with_and_without_a_lora(gguf, files, 
     for lora in (False, True, False):
         ours = run(with_lora(parallel, files, 1.0) if lora else parallel)
         assert relative_error(ours, truths[lora]) <= BOUND
+
+
+@pytest.mark.parametrize("asked", ["auto", "sharded"])
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ulysses=2, pipefusion=2)], ids=Layout.equation)
+def test_ranks_on_gpus_get_such_a_file_whole_as_none_of_its_layers_can_be_shared(gguf, asked, layout):
+    model = gguf().model.diffusion_model
+    size = model_bytes(model, plan_for(type(model)))
+    names = [f"cuda:{rank}" for rank in range(layout.world_size)]
+    keeping, _ = WeightsWish(asked, size).cut_for(
+        names, layout, [Memory(1 << 40, 1 << 40, 0)] * len(names), (), ()
+    )
+    assert keeping.kept == ("whole" if asked == "auto" else "sharded")
+    assert size.shareable.layers and 0 < keeping.nbytes <= size.weight_bytes
 
 
 def test_weights_cross_as_they_are_stored(gguf):

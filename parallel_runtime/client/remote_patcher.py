@@ -142,11 +142,15 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
                 {**weights.changed_tensors(self.model.diffusion_model), **objects, **in_block.objects},
             )
             self.remote.recut()
-            with self.remote.computing():
-                if self.remote.pool.residency.held(self.remote.model) is None:
-                    self.remote.check_weights()  # while ranks load, so that a short run need not wait
-                bring_up(self)
-            self.patch_model(load_weights=False)
+            try:
+                with self.remote.computing():
+                    if self.remote.pool.residency.held(self.remote.model) is None:
+                        self.remote.check_weights()  # while ranks load, so that a short run need not wait
+                    bring_up(self)
+                self.patch_model(load_weights=False)
+            except BaseException:
+                self.remote.model.end_check()  # no run follows that would end it
+                raise
             eldest.watch = self.watch
         return self.loaded_size() - before
 

@@ -229,12 +229,13 @@ def with_own_weights(remote: RemoteVAE) -> Iterator[tuple[RemotePool, PooledMode
     """Yields the pool, and its model with the UI's present weights. Raises Refused at the end for a
     write that only the full comparison beside the ranks' work finds, and ComfyUI's interrupt.
     """
-    pool, model, source = remote.bring_up()
+    *_, source = remote.bring_up()
     source.weights.compare(remote.module)
     if source.weights.changed:
         remote.release()
-        pool, model, source = remote.bring_up()
+        *_, source = remote.bring_up()
         source.weights.compare(remote.module)
+    pool, model, _ = remote.bring_up()  # it may have been lost while the weights were compared
     check = BackgroundCheck(source.weights, type(remote.module).__name__)
     try:
         yield pool, model

@@ -30,7 +30,7 @@ MOST = 50  # kinds of evaluations whose counts are kept
 PATIENCE_S = 60.0
 WHILE_UP_S = 5.0  # and where something is
 POLL_S = 0.05
-LOST_S = 60.0  # after which a count whose process was lost is begun again: memory may be free by then
+LOST_S = 600.0  # after which a count whose process was lost is begun again: memory may be free by then
 
 
 class NotCounted(Exception):

@@ -229,7 +229,7 @@ def sharded_bytes(model: ModelBytes, layout: Layout, blocks: BlockRange, by_laye
     largest, two, pieces = of.largest, of.two, of.layers if by_layer else of.together
     if pieces:
         own = sorted(chain(pieces[-1], *pieces[slice(*blocks)]))
-        largest, two = own[-1], sum(own[-2:])
+        largest, two = max(own, default=0), sum(own[-2:])  # of a GGUF model no layer is shared
     own_whole = weight_bytes(model, blocks) - shared - of.aside
     return Sharing(own_whole, shared, largest, two, by_layer).held(layout.sequence_size)
 
