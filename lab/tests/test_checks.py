@@ -96,7 +96,8 @@ FILES = {
     "hears_no_signal": f"{HEADER}signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n    {WAITS}",
     "ends": f"{HEADER}os._exit(0)",
     "ends_early": "import os\nif os.environ['PYTEST_XDIST_WORKER'] == 'gw1': os._exit(0)\n",
-    "ends_late": f"{HEADER}import atexit, sys; sys.exit = atexit.register(os._exit, 9)",
+    "ends_late": "import os\nclass Ends:\n    def pytest_sessionfinish(self): os._exit(9)\n"
+    "def test_it(request): request.config.pluginmanager.register(Ends())",
 }
 
 
