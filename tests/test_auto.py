@@ -381,9 +381,7 @@ def test_a_model_that_a_node_has_put_on_another_device_stays_there(
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     with torch.inference_mode():
         auto.sample(guider_of(model), stock_run(model))
-    assert said(notices) == [
-        f"On one GPU: A node has put this MODEL on {own}, but ComfyUI computes on meta."
-    ]
+    assert said(notices) == [f"On one GPU: A node has put this MODEL on {own}, but ComfyUI computes on meta."]
 
 
 def test_a_notice_told_again_in_one_prompt_is_one_with_a_count():
