@@ -296,8 +296,7 @@ def bring_up(patcher: RemotePatcher) -> None:
     objects_id, objects = patcher.objects
     patched = any(key.startswith(PREFIX) for key in (*patcher.patches, *hook_patches))
     name = f"{hook_id or patcher.patches_uuid.hex}{objects_id}" if patched or objects else ""
-    if patcher.patches_id != name:
-        patcher.patches_id = name
+    patcher.patches_id = name
     pool, model = patcher.remote.pool, patcher.remote.model
     residency, sessions = pool.residency, pool.sessions
     sessions.settle(interrupted)
