@@ -154,7 +154,7 @@ class RemoteVAE:
         if work == "encode":
             unit = self.vae.spacial_compression_encode()
         with with_own_weights(self) as at, self._computing(*at, work, unit, options) as dispatch:
-            pool, _ = at
+            pool = at[0]
             ranks, width = pool.layout.members(0, pool.layout.widths[-1]), pool.layout.widths[-1]
             if pool.layout.stages > 1 or Bands.of(samples.shape[ROWS], unit, len(ranks)) is None:
                 why = "the pool is a pipeline" if pool.layout.stages > 1 else "it has too few rows"
@@ -235,10 +235,9 @@ def with_own_weights(remote: RemoteVAE) -> Iterator[tuple[RemotePool, PooledMode
         remote.release()
         *_, source = remote.bring_up()
         source.weights.compare(remote.module)
-    pool, model, _ = remote.bring_up()  # it may have been lost while the weights were compared
     check = BackgroundCheck(source.weights, type(remote.module).__name__)
     try:
-        yield pool, model
+        yield remote.bring_up()[:2]  # the pool may have been lost while weights were compared
         wait_for(check.require_unchanged)
     finally:
         check.end()
