@@ -112,8 +112,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         """Brings the pool to this clone's weights and puts the remote forward in place. Raises
         Refused, ModelError, PoolFailed.
 
-        In this order, because if anything is refused, fails or is cancelled, the shared model must
-        be as ComfyUI's own unpatching leaves it.
+        In this order: the shared model is unpatched if anything is refused, fails or is cancelled.
         """
         refuse_foreign_levers(self)
         self.remote.pool.admission.load(self.model)
@@ -296,7 +295,8 @@ def bring_up(patcher: RemotePatcher) -> None:
     objects_id, objects = patcher.objects
     patched = any(key.startswith(PREFIX) for key in (*patcher.patches, *hook_patches))
     name = f"{hook_id or patcher.patches_uuid.hex}{objects_id}" if patched or objects else ""
-    patcher.patches_id = name
+    if patcher.patches_id != name:
+        patcher.patches_id = name
     pool, model = patcher.remote.pool, patcher.remote.model
     residency, sessions = pool.residency, pool.sessions
     sessions.settle(interrupted)
