@@ -26,7 +26,7 @@ TOOLS = {  # a module that tests need -> its package
     "xdist": "pytest-xdist",
     "pytest_timeout": "pytest-timeout",
 }
-WORKERS = 3  # on two cores: tests wait for processes that start, hang or are lost
+WORKERS = 3  # in all, on two cores: tests wait for processes that start, hang or are lost
 # Else pytest-xdist 3.8 starts another worker, and may wait for ever where workers take whole files
 A_LOSS_ENDS_THE_RUN = "--max-worker-restart=0"
 # Options of a run of all tests. Any other may choose some of them, or do something else
@@ -56,7 +56,7 @@ def run_checks(rest: Sequence[str]) -> int:
             "format": [python, "-m", "ruff", "format", "--check", "."],
             "types": [python, "-m", "basedpyright", "--pythonpath", python],
             "laboratory": [*pytest_of(python, "lab/tests"), *workers(1, shared), *rest],
-            "tests": [*pytest_of(python, "tests"), *workers(WORKERS, shared), *rest],
+            "tests": [*pytest_of(python, "tests"), *workers(WORKERS - 1, shared), *rest],
         }
         return run_side_by_side(checks, env)
 
