@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -144,7 +144,7 @@ def on_ranks(
 
     def process(rank: int, folder: str) -> Iterator[Any]:
         torch.set_num_threads(1)
-        os.environ |= ALLOWS if share_one else {}
+        os.environ |= {**ALLOWS, **os.environ} if share_one else {}
         own = place.own(0 if share_one else rank)
         if own.type == "cuda":
             torch.cuda.set_device(own)
@@ -160,21 +160,26 @@ def on_ranks(
         dist.destroy_process_group()
 
     with TemporaryDirectory(prefix="pipemesh-first-day-") as folder:
-        children = [Child(partial(process, rank, folder)) for rank in range(ranks)]
-        found: dict[int, Any] = {}
-        until = time.monotonic() + limit_s
-        try:
-            while len(found) < ranks:
-                left = {one.told: rank for rank, one in enumerate(children) if rank not in found}
-                ready = connection.wait([*left], max(0.0, until - time.monotonic()))
-                if not ready:
-                    raise Broken(f"ranks {sorted(left.values())} took longer than {limit_s:.0f} s")
-                for one in ready:
-                    found[left[one]] = children[left[one]].next()  # type: ignore[index]
-        finally:
-            for child in children:
-                child.end()
-    return backend, [found[rank] for rank in range(ranks)]
+        return backend, side_by_side([partial(process, rank, folder) for rank in range(ranks)], limit_s)
+
+
+def side_by_side(made: Sequence[Callable[[], Iterator[Any]]], limit_s: float) -> list[Any]:
+    """Return the first value of each, all in processes of their own. Raises Broken."""
+    children = [Child(one) for one in made]
+    found: dict[int, Any] = {}
+    until = time.monotonic() + limit_s
+    try:
+        while len(found) < len(made):
+            left = {one.told: rank for rank, one in enumerate(children) if rank not in found}
+            ready = connection.wait([*left], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise Broken(f"ranks {sorted(left.values())} took longer than {limit_s:.0f} s")
+            for one in ready:
+                found[left[one]] = children[left[one]].next()  # type: ignore[index]
+    finally:
+        for child in children:
+            child.end()
+    return [found[rank] for rank in range(len(made))]
 
 
 def backend_of(place: Place, share_one: bool) -> str:

@@ -20,6 +20,9 @@ from ...parallel_runtime.comm.mesh import connect
 from ...parallel_runtime.comm.parts import runs_of
 from ...parallel_runtime.layout import Layout
 from ...pool.gpu_modes import SHARED, ask_driver, modes_in
+from .beside_copies import attention_beside_copies, launch_costs
+from .link import by_copies, over_nccl
+from .lost_peer import lost_peer
 from .one_rank import alone, together
 from .place import (
     FORK,
@@ -340,6 +343,8 @@ def held(place: Place, rank: int, backend: str) -> tuple[int, int]:
 OF_DRIVER = "asks drivers, and computes nothing"
 OF_POOLS = "ranks of a pool are processes of their own"
 OF_PYTEST = "pytest runs in a process of its own"
+OF_NUMBERS = "numbers pass by calls of the driver's own"
+OF_QUEUES = "times what only a GPU has"
 
 ON_ONE = (
     Step("this machine", machine, never_late=OF_DRIVER),
@@ -350,6 +355,11 @@ ON_ONE = (
     Step("several ranks on one GPU", several_on_one),
     Step("the same seed", same_seed, never_late=OF_POOLS),
     Step("the checks", partial(checks, chosen="kernels or gloo or memory or one_rank"), 900.0, OF_PYTEST),
+    Step("an exchange by copies", by_copies, 60.0, OF_NUMBERS),
+    Step("a rank that is lost", lost_peer, 40.0, OF_NUMBERS),
+    Step("attention beside copies", attention_beside_copies, 30.0, OF_QUEUES),
+    Step("the cost of a launch", launch_costs, 20.0, OF_QUEUES),
+    Step("NCCL through shared memory", over_nccl, 70.0, OF_QUEUES),
 )
 ON_SEVERAL = (
     Step("this machine", machine, never_late=OF_DRIVER),
