@@ -8,12 +8,13 @@ runs: figures are the least that a box with a GPU for each rank shows.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -36,6 +37,7 @@ from .staged import Engine, PlainEngine, Room, Staged
 MIB, KIB = 1 << 20, 1 << 10
 LARGE_MB = (1, 8, 32)  # of a rank's tensor, its own part too
 TINY_MB = (0.05,)
+ROUNDS = 10
 SLOT = 2 * MIB
 SLOTS_TRIED = (MIB // 2, 8 * MIB)  # beside that
 LIMIT_S = 12.0  # for one set of ranks
@@ -92,7 +94,7 @@ def measured(place: Place, rank: int, ranks: int, meet: Callable[[], object], mo
             wrong += (into != due(turn)).sum()
         if int(wrong):
             raise Broken(f"rank {rank} got {int(wrong)} other numbers of {mb:g} MB than were sent")
-        rounds = place.rounds(20 if mb < 30 else 10)
+        rounds = place.rounds(ROUNDS)
         ms[mb] = 1e3 * taken_s(
             partial(move, into.view(-1), out.view(-1), [part] * ranks), rounds, device, meet
         )
@@ -103,7 +105,7 @@ def measured(place: Place, rank: int, ranks: int, meet: Callable[[], object], mo
 
 def latency(place: Place, ranks: int, meet: Callable[[], object], move: Move) -> tuple[float, float, float]:
     """Return microseconds of a message of 4 KB: alone, among many, and of the CPU to ask for it."""
-    device, rounds = place.own(), place.rounds(60)
+    device, rounds = place.own(), place.rounds(5 * ROUNDS)
     small = torch.zeros(2, KIB, dtype=torch.int32, device=device)
     act = partial(move, small[0], small[1], [KIB // ranks] * ranks)
     among = taken_s(act, rounds, device, meet)
@@ -163,6 +165,9 @@ def over_nccl(place: Place) -> Iterator[Line]:
         return
     for ranks in (2,) if place.is_tiny else (2, 4):
         for name, environ in VARIANTS.items() if ranks == 2 and not place.is_tiny else [("", {})]:
+            if unknown := unknown_to_nccl(environ):
+                yield Line(f"{ranks} ranks {name}: not tried", f"this NCCL has no {', '.join(unknown)}")
+                continue
             for how, run in {"processes": in_processes, "threads": nccl_in_threads}.items():
                 title = f"{ranks} {how} over {backend_of(place, share_one=True)} {name}".strip()
                 yield part_of(title, ranks, partial(with_transport, environ, partial(run, place, ranks)))
@@ -175,8 +180,20 @@ def with_transport(environ: Mapping[str, str], run: Callable[[], list[Found]]) -
         return [first._replace(said=transport(Path(folder))), *others]
 
 
+def unknown_to_nccl(names: Iterable[str]) -> list[str]:
+    """Return which variables the library in use does not name: there may be two in the process."""
+    address = ctypes.cast(ctypes.CDLL("libnccl.so.2").ncclGetVersion, ctypes.c_void_p).value or 0
+    (path,) = (
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        if (span := [int(one, 16) for one in line.split()[0].split("-")])[0] <= address < span[1]
+    )
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return [name for name in names if content.find(name.encode()) < 0]
+
+
 def part_of(title: str, ranks: int, run: Callable[[], list[Found]]) -> Line:
-    """Return what a set of ranks shows, or how it failed: the next set is tried all the same."""
+    """Say what a set of ranks shows, or how it failed: the next set is tried all the same."""
     try:
         return told(title, ranks, run())
     except Broken as error:
@@ -238,12 +255,15 @@ def nccl_in_threads(place: Place, ranks: int) -> list[Found]:
 
     def process() -> Iterator[list[Found]]:
         os.environ |= {**ALLOWS, **os.environ}
-        yield threaded(place, ranks, partial(grouped, place, ranks))
+        groups: list[Any] = []  # until the process ends: to leave one may wait for another
+        yield threaded(place, ranks, partial(grouped, place, ranks, groups))
 
     return side_by_side([process], LIMIT_S)[0]
 
 
-def grouped(place: Place, ranks: int, rank: int, folder: str, meet: Callable[[], object]) -> Found:
+def grouped(
+    place: Place, ranks: int, groups: list[Any], rank: int, folder: str, meet: Callable[[], object]
+) -> Found:
     """Measure as a rank in a process group of its own, beside other ranks of the process."""
     store, limit = FileStore(f"{folder}/store", ranks), timedelta(seconds=LIMIT_S)
     group: Any
@@ -251,6 +271,7 @@ def grouped(place: Place, ranks: int, rank: int, folder: str, meet: Callable[[],
         group = ProcessGroupGloo(store, rank, ranks, limit)
     else:
         group = dist.ProcessGroupNCCL(store, rank, ranks, dist.ProcessGroupNCCL.Options())
+    groups.append(group)
 
     def move(into: torch.Tensor, out: torch.Tensor, sizes: list[int]) -> None:
         group.alltoall_base(into, out, sizes, sizes).wait()

@@ -241,11 +241,13 @@ def recording(place: Place, fd: int, address: int, what: str) -> Iterator[str]:
         with torch.cuda.graph(graph):
             engine.begin()
             getattr(engine, what)(OUT, at, NUMBER)
-            engine.write(IN, ROOM.taken(0, 1), NUMBER)
             engine.end()
         there = number_at(address + at)  # mapped before this process began
-        if what == "wait":
-            there.value = NUMBER
         graph.replay()
+        if what == "wait":
+            time.sleep(WAITS_S)
+            is_over, there.value = torch.cuda.current_stream().query(), NUMBER
+        else:
+            is_over = False
         over(place.own())
-        yield "yes" if there.value == NUMBER else "yes, but nothing is written"
+        yield "no, it has no effect" if is_over or there.value != NUMBER else "yes"
