@@ -14,7 +14,7 @@ from .comparison import Weights
 
 class BackgroundCheck:
     """Compares all weights in memory, once, with their content when ranks got them, in a thread of
-    its own: 0.25 s a GiB of one core. Weights whose pages show every write are left out.
+    its own: 0.1 s a GiB of one core. Weights whose pages show every write are left out.
 
     ``title`` names the model to users. ``error_before``: the error that was being handled when the
     run began.

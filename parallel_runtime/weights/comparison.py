@@ -14,6 +14,7 @@ import uuid
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -204,21 +205,25 @@ def _is_told(tensor: torch.Tensor, mapping: Mapping) -> bool:
 
 
 def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
-    """Returns torch's count of writes, None for an inference tensor, and a hash of one element of
-    every row and of every column: of 2 rows and 3 columns those at (0, 0), (1, 1) and (0, 2). A
-    tensor of more dimensions has a row for each index of the first; a vector is hashed whole.
+    """Returns torch's count of writes, None for an inference tensor, and a hash of at least one
+    element of every row and of every column: of 2 rows and 3 columns those at (0, 0), (0, 2) and
+    (1, 1). A tensor of more dimensions has a row for each index of the first; a vector is hashed
+    whole.
     """
-    try:
-        version = tensor._version
-    except RuntimeError:  # an inference tensor's
-        version = None
-    if not tensor.numel():
-        return version, b""
-    bits = tensor.detach().view(BITS[tensor.element_size()])
-    rows = bits.flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1)
-    steps = torch.arange(max(rows.shape), device=rows.device)
-    chosen = rows[steps % rows.shape[0], steps % rows.shape[1]]
-    return version, hashlib.blake2b(chosen.cpu().numpy().tobytes(), digest_size=16).digest()
+    version = None if tensor.is_inference() else tensor._version
+    content = tensor.detach().view(BITS[tensor.element_size()]).flatten()
+    chosen = content[:: _step(tensor.shape)].cpu().numpy()
+    return version, hashlib.blake2b(chosen.tobytes(), digest_size=16).digest()
+
+
+def _step(shape: torch.Size) -> int:
+    """Returns the step from element to element of such a tensor, row by row, by which it is looked
+    at: the largest that leaves out no row, so at most a row's length, and no column, so at most a
+    column's length and without a common factor with the number of columns.
+    """
+    rows = shape[0] if shape else 1
+    columns = shape.numel() // max(1, rows)
+    return next((step for step in range(min(rows, columns), 1, -1) if gcd(step, columns) == 1), 1)
 
 
 def give_back(patcher: Any, kind: type, *args: Any, **kwargs: Any) -> None:
