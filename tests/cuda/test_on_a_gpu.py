@@ -28,7 +28,7 @@ from pipemesh.parallel_runtime.attention.trial import asks, tried_kernels, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.comm.mesh import connect
-from pipemesh.parallel_runtime.errors import OutOfMemory
+from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.families.catalogue import PLAIN, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.layout import Layout
@@ -38,9 +38,11 @@ from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.parallel_runtime.wire.segment import mib
 from pipemesh.pool.trial.rounding import bound
 
+from ..fake_pools import DEADLINE_S
 from ..models import load, run, with_lora, write_model
 from ..patched import execute
 from ..pipelines import ALL_WARM, HEADS, with_callback
+from ..test_pool_faults import Once, in_forward, kill
 
 CASE = Case(PLAIN, "ulysses1", "odd", HEADS, 4.0, False, "euler")
 TWO, FOUR = (
@@ -371,3 +373,34 @@ def test_stop_leaves_the_pool_warm(truth, parallel, pools, figure, layout, backe
     assert relative_error(sample(model, CASE), computed()) <= allowed()
     assert pools(layout, backend).remote.sessions.live.pool.ranks.pids == pids
     assert not math.isnan(float(computed().std()))
+
+
+@pytest.mark.parametrize("layout", TWO[:2], ids=Layout.equation)
+def test_fresh_ranks_compute_the_image_after_one_was_killed_over_nccl(truth, parallel, pools, figure, layout):
+    """Between two evaluations the same run goes on; amid one it ends, and the next one is right."""
+    stock, computed, allowed = truth
+    model = parallel(stock(), layout, "nccl", patching_of(layout))
+    sessions = pools(layout, "nccl").remote.sessions
+
+    def image(act=lambda: None):
+        began = time.perf_counter()
+        assert relative_error(with_callback(model, CASE, act), computed()) <= allowed()
+        return time.perf_counter() - began
+
+    def lose():
+        kill(sessions.live.pool, 1)
+        sessions.live.pool.ranks._crew.supervisor.exit_of(1, DEADLINE_S)
+
+    image()
+    warm, again = image(), image(lose)
+    figure(f"killed between two evaluations: {again:.1f} s for the image, {warm:.2f} s without")
+    pool = sessions.live.pool
+    killer, began = Once(lambda: in_forward(pool, 1), lambda: kill(pool, 1)), time.perf_counter()
+    try:
+        image()
+    except PoolFailed as error:
+        figure(f"killed amid one: {time.perf_counter() - began:.2f} s until it was said: {error}")
+    killer.join()
+    assert killer.acted
+    figure(f"the next image: {image():.1f} s")
+    assert sessions.live.pool is not pool
