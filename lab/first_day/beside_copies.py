@@ -88,7 +88,7 @@ def after(*streams: Any) -> None:
 def attention_beside_copies(place: Place) -> Iterator[Line]:
     for ranks in (2,) if place.is_tiny else (2, 4):
         bench = Bench(place, ranks)
-        yield from chunked(bench, place.rounds(15))
+        yield from chunked(bench, place.rounds(8))
         yield from beside(bench) if not place.on_cpu else ()
 
 

@@ -37,7 +37,7 @@ from .staged import Engine, PlainEngine, Room, Staged
 MIB, KIB = 1 << 20, 1 << 10
 LARGE_MB = (1, 8, 32)  # of a rank's tensor, its own part too
 TINY_MB = (0.05,)
-ROUNDS = 10
+ROUNDS, TURNS = 10, 5
 SLOT = 2 * MIB
 SLOTS_TRIED = (MIB // 2, 8 * MIB)  # beside that
 LIMIT_S = 12.0  # for one set of ranks
@@ -75,39 +75,47 @@ def measured(place: Place, rank: int, ranks: int, meet: Callable[[], object], mo
     device, ms = place.own(), {}
     for mb in TINY_MB if place.is_tiny else LARGE_MB:
         part = int(mb * 1e6) // ranks // 512 * 128
-        into, out = (torch.zeros(ranks, part, dtype=torch.int32, device=device) for _ in range(2))
-        wrong = torch.zeros((), dtype=torch.int64, device=device)
-
-        def sent(turn: int, part: int = part) -> torch.Tensor:
-            return torch.stack([pattern(rank, other, turn, part, device) for other in range(ranks)])
-
-        def due(turn: int, part: int = part) -> torch.Tensor:
-            return torch.stack([pattern(other, rank, turn, part, device) for other in range(ranks)])
-
-        out.copy_(sent(0))  # kernels are loaded before a queue waits for another rank
-        wrong += (due(0) != due(0)).sum()
-        over(device)
-        meet()
-        for turn in range(5):
-            out.copy_(sent(turn))
-            move(into.view(-1), out.view(-1), [part] * ranks)
-            wrong += (into != due(turn)).sum()
-        if int(wrong):
-            raise Broken(f"rank {rank} got {int(wrong)} other numbers of {mb:g} MB than were sent")
-        rounds = place.rounds(ROUNDS)
-        ms[mb] = 1e3 * taken_s(
-            partial(move, into.view(-1), out.view(-1), [part] * ranks), rounds, device, meet
-        )
-        if not torch.equal(into, due(4)):
+        act, is_right = proven(place, rank, ranks, meet, move, part, TURNS)
+        ms[mb] = 1e3 * taken_s(act, place.rounds(ROUNDS), device, meet)
+        if not is_right():
             raise Broken(f"rank {rank} got other numbers of {mb:g} MB in the end than were sent")
-    return Found(ms, *latency(place, ranks, meet, move))
+    small, _ = proven(place, rank, ranks, meet, move, KIB // ranks, place.rounds(6 * TURNS))
+    return Found(ms, *latency(place, meet, small))
 
 
-def latency(place: Place, ranks: int, meet: Callable[[], object], move: Move) -> tuple[float, float, float]:
+def proven(
+    place: Place, rank: int, ranks: int, meet: Callable[[], object], move: Move, part: int, turns: int
+) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Exchange parts of so many numbers, others in every turn. Return what exchanges once more, and
+    whether the last turn's numbers lie there then. Raises Broken.
+    """
+    device = place.own()
+    into, out = (torch.zeros(ranks, part, dtype=torch.int32, device=device) for _ in range(2))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    act = partial(move, into.view(-1), out.view(-1), [part] * ranks)
+
+    def sent(turn: int) -> torch.Tensor:
+        return torch.stack([pattern(rank, other, turn, part, device) for other in range(ranks)])
+
+    def due(turn: int) -> torch.Tensor:
+        return torch.stack([pattern(other, rank, turn, part, device) for other in range(ranks)])
+
+    out.copy_(sent(0))  # memory and kernels are there before a queue waits for another rank
+    wrong += (due(0) != due(0)).sum()
+    over(device)
+    meet()
+    for turn in range(turns):
+        out.copy_(sent(turn))
+        act()
+        wrong += (into != due(turn)).sum()
+    if int(wrong):
+        raise Broken(f"rank {rank} got {int(wrong)} of {part * ranks * turns} numbers other than sent")
+    return act, lambda: torch.equal(into, due(turns - 1))
+
+
+def latency(place: Place, meet: Callable[[], object], act: Callable[[], None]) -> tuple[float, float, float]:
     """Return microseconds of a message of 4 KB: alone, among many, and of the CPU to ask for it."""
-    device, rounds = place.own(), place.rounds(5 * ROUNDS)
-    small = torch.zeros(2, KIB, dtype=torch.int32, device=device)
-    act = partial(move, small[0], small[1], [KIB // ranks] * ranks)
+    device, rounds = place.own(), place.rounds(2 * ROUNDS)
     among = taken_s(act, rounds, device, meet)
     alone = []
     for _ in range(rounds):
@@ -327,13 +335,13 @@ def engine_of(place: Place, fd: int, nbytes: int, flags: int = USED) -> Iterator
 
 
 def by_copies(place: Place) -> Iterator[Line]:
-    """The exchange of staged.py, in processes, and in threads of one."""
-    for ranks in (2,) if place.is_tiny else (2, 4):
-        yield part_of(f"{ranks} processes by copies", ranks, partial(staged_in_processes, place, ranks, SLOT))
-    for ranks in (2,) if place.is_tiny else (2, 4):
-        for slot in (SLOT,) if ranks > 2 or place.is_tiny else (SLOT, *SLOTS_TRIED):
-            title = f"{ranks} threads by copies, slots of {slot / MIB:g} MiB"
-            yield part_of(title, ranks, partial(staged_in_threads, place, ranks, slot))
+    """The exchange of staged.py, in processes, and in threads of one, which do not take turns."""
+    sets = [(ranks, SLOT, run) for ranks in (2, 4) for run in (staged_in_processes, staged_in_threads)]
+    sets += [(2, slot, staged_in_threads) for slot in SLOTS_TRIED]
+    for ranks, slot, run in sets[:2] if place.is_tiny else sets:
+        how = "processes" if run is staged_in_processes else "threads"
+        title = f"{ranks} {how} by copies, slots of {slot / MIB:g} MiB"
+        yield part_of(title, ranks, partial(run, place, ranks, slot))
     if not place.on_cpu:
         with patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
             run = partial(staged_in_processes, place, 2, SLOT)

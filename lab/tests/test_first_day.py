@@ -15,6 +15,7 @@ import torch
 from pipemesh.lab.commands.first_day import main, run
 from pipemesh.lab.first_day import one_rank, place, steps
 from pipemesh.lab.first_day.place import Broken, Line, Place, on_ranks
+from pipemesh.lab.first_day.staged import Staged
 from pipemesh.lab.first_day.steps import OF_POOLS, ON_ONE, ON_SEVERAL, Step
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.nodes import local_devices
@@ -138,6 +139,13 @@ def test_a_step_whose_ranks_get_other_numbers_than_were_sent_fails(device, on_la
     (step,) = (one for one in ON_ONE if one.run is steps.several_on_one)
     (said,) = taken(step, replace(HERE, device=device))
     assert re.fullmatch(r"   FAIL (Broken: )?rank \d got other numbers than were sent", said), said
+
+
+def test_a_set_of_ranks_that_gets_other_numbers_by_copies_fails_and_the_next_is_tried(monkeypatch):
+    monkeypatch.setattr(Staged, "all_to_all", lambda *args: None)
+    (step,) = (one for one in ON_ONE if one.run is steps.by_copies)
+    said = taken(step, HERE)
+    assert len(said) == 2 and all("numbers other than sent" in line and "FAIL" in line for line in said)
 
 
 def test_why_a_step_is_not_tried_on_a_late_gpu_is_in_the_document():
