@@ -9,7 +9,6 @@ miss are found by ``BackgroundCheck`` while ranks load or compute.
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 import weakref
 from bisect import bisect_right
@@ -204,7 +203,7 @@ def _is_told(tensor: torch.Tensor, mapping: Mapping) -> bool:
     return is_within and mapping.is_told and is_unwritten(start, nbytes)
 
 
-def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
+def _looked_at(tensor: torch.Tensor) -> tuple[int | None, int]:
     """Returns torch's count of writes, None for an inference tensor, and a hash of at least one
     element of every row and of every column: of 2 rows and 3 columns those at (0, 0), (0, 2) and
     (1, 1). A tensor of more dimensions has a row for each index of the first; a vector is hashed
@@ -213,7 +212,7 @@ def _looked_at(tensor: torch.Tensor) -> tuple[int | None, bytes]:
     version = None if tensor.is_inference() else tensor._version
     content = tensor.detach().view(BITS[tensor.element_size()]).flatten()
     chosen = content[:: _step(tensor.shape)].cpu().numpy()
-    return version, hashlib.blake2b(chosen.tobytes(), digest_size=16).digest()
+    return version, hash(chosen.tobytes())  # of this process, and twice as fast as hashlib's
 
 
 def _step(shape: torch.Size) -> int:

@@ -38,5 +38,5 @@ def slots(diffusion_model: torch.nn.Module) -> Iterator[WeightSlot]:
             elif is_ggml(tensor):
                 yield WeightSlot(owner, tensor.as_subclass(torch.Tensor), tensor.dtype, owner, tensor)
             elif type(tensor.data) is torch.Tensor and not tensor.is_meta:
-                archived = getattr(module, f"{name}_comfy_model_dtype", None) or tensor.dtype
+                archived = vars(module).get(f"{name}_comfy_model_dtype") or tensor.dtype
                 yield WeightSlot(owner, tensor, archived, owner)
