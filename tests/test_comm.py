@@ -19,6 +19,7 @@ from pipemesh.parallel_runtime.comm.mesh import connect, open_weights
 from pipemesh.parallel_runtime.comm.parts import to_all
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.comm.shares import EVEN
+from pipemesh.parallel_runtime.comm.traffic import no_wish
 from pipemesh.parallel_runtime.layout import Layout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -169,9 +170,9 @@ def test_once_a_message_is_sent_no_memory_is_taken_until_its_flags_are_read(monk
 
     def take():
         if kind == "exchange":
-            exchange.all_to_all([to_all(tensor, 2)], [torch.empty(2, *tensor.shape, dtype=dtype)], 0.0)
+            exchange.all_to_all([to_all(tensor, 2)], [torch.empty(2, *tensor.shape, dtype=dtype)], no_wish)
         else:
-            list(ring.walk(tensor, [8, 8], 0.0))
+            list(ring.walk(tensor, [8, 8], no_wish))
 
     take()
     watch.is_on = False
@@ -219,7 +220,7 @@ def walked(monkeypatch, size, wishing):
         return []
 
     monkeypatch.setattr(ring, "_pass_on", passed_on)
-    walk = ring.walk(torch.ones(2, 1, 4, 8, 16), [8] * size, 0.0)
+    walk = ring.walk(torch.ones(2, 1, 4, 8, 16), [8] * size, no_wish)
     blocks = iter(walk)
     for source in (0, *range(size - 1, 0, -1)):
         with kernels:
@@ -285,7 +286,7 @@ def test_the_next_block_is_on_its_way_while_the_current_one_is_computed_with(mon
     monkeypatch.setattr(ring_module.dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(ring_module.dist, "all_to_all_single", post)
     ring = Ring(None, range(size), 0, via_cpu=False)
-    for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, 0.0)):
+    for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, no_wish)):
         assert block.source == -number % size
         events.append(f"computed {number}")
     expected = [

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.lab.bench.forwards import StandinExchange
 from pipemesh.parallel_runtime.comm.parts import Parts, counts_of, flags_of, padded, runs_of
+from pipemesh.parallel_runtime.comm.traffic import no_wish
 from pipemesh.parallel_runtime.layout import Split
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,7 +80,9 @@ def kernels_of(ranks, heads, tokens):
     exchange = StandinExchange(ranks - 1, ranks)
     into = torch.empty(3, 1, split.sizes[-1], sum(tokens), 4)
     with Kernels() as kernels:
-        exchange.all_to_all([runs_of(t, 1, split.sizes) for t in (q, q, q)], runs_of(into, 3, tokens), 0.0)
+        exchange.all_to_all(
+            [runs_of(t, 1, split.sizes) for t in (q, q, q)], runs_of(into, 3, tokens), no_wish
+        )
     return kernels.count - ranks  # the stand-in writes each part's flag
 
 

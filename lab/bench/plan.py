@@ -19,6 +19,7 @@ import torch
 
 from ...parallel_runtime.comm.mesh import Mesh
 from ...parallel_runtime.comm.parts import to_all
+from ...parallel_runtime.comm.traffic import no_wish
 from ...parallel_runtime.families import plan_for
 from ...parallel_runtime.families.catalogue import SAMPLES
 from ...parallel_runtime.families.sample import Extent, Released, Sample, Size
@@ -264,7 +265,7 @@ def of_link(exchange: Any) -> dict[str, Phase]:
 
     def message(tensor: torch.Tensor) -> Callable[[], float]:
         into = tensor.new_empty(2, *tensor.shape)
-        return lambda: timed(lambda: exchange.all_to_all([to_all(tensor, 2)], [into], 0.0))
+        return lambda: timed(lambda: exchange.all_to_all([to_all(tensor, 2)], [into], no_wish))
 
     some = torch.ones(1 << 20)
     messages = {f"message {nbytes}": Phase(message(torch.ones(nbytes // 4))) for nbytes in MESSAGES}

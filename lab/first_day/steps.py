@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ...parallel_runtime.comm.mesh import connect
 from ...parallel_runtime.comm.parts import runs_of
+from ...parallel_runtime.comm.traffic import no_wish
 from ...parallel_runtime.layout import Layout
 from ...pool.gpu_modes import SHARED, ask_driver, modes_in
 from .beside_copies import attention_beside_copies, launch_costs
@@ -257,7 +258,7 @@ def passed(place: Place, ranks: int, rank: int, backend: str) -> float:
     parts = [1] * ranks
 
     def once() -> None:
-        exchange.all_to_all([runs_of(sent, 0, parts)], runs_of(came, 0, parts), 0.0)
+        exchange.all_to_all([runs_of(sent, 0, parts)], runs_of(came, 0, parts), no_wish)
 
     ms = milliseconds(once, place.own(), place.rounds(9))
     due = torch.arange(ranks, dtype=came.dtype, device=came.device)

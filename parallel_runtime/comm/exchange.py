@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from ..errors import ModelError
 from .device_copies import LateValue
 from .parts import Parts, TensorRuns, counts_of, flags_of, padded
 from .shares import Shares
-from .traffic import Flag, Mover, Stopped, Unlike, digest
+from .traffic import Flag, Mover, Stopped, Unlike, Wish, digest, no_wish
 
 LOOK_AHEAD = 8
 MOST_COMPARED = 4096  # parts of runs: windows that shift are new parts at every step
@@ -38,10 +40,6 @@ class StopFlag:
         self._later: deque[LateValue] = deque()
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
 
-    def wish(self) -> float:
-        """Return this rank's cancel flag: 1 after a cancel, else 0."""
-        return float(self.wants_stop())
-
     def decide(self, flag: Flag) -> None:
         """Raises Stopped, on all ranks alike, if any was cancelled: ``flag`` is the largest of all
         flags.
@@ -50,7 +48,7 @@ class StopFlag:
             self._later.append(LateValue(flag))
             stops = len(self._later) > self._look_ahead and self._later.popleft().read()
         else:
-            stops = float(flag)
+            stops = bool(flag) if isinstance(flag, torch.Tensor) else flag()
         if stops:
             raise Stopped
 
@@ -69,12 +67,14 @@ class Message(NamedTuple):
 
 class Places(NamedTuple):
     """The buffers of a message, with the places of its parts. A rank's own part is among them,
-    because NCCL moves it in the kernel that moves the others.
+    because NCCL moves it in the kernel that moves the others. ``written``: what is written before
+    the message goes out; the rest of ``to`` is padding.
     """
 
     to: Parts
     come: Parts
     room: tuple[torch.Tensor, torch.Tensor] | None  # for all flags that came, and for the largest
+    written: tuple[torch.Tensor, ...] = ()
 
 
 class Exchange(Mover):
@@ -87,10 +87,15 @@ class Exchange(Mover):
         self.rank = rank
         self.group = group
 
-    def all_to_all(self, sent: Sequence[TensorRuns], into: TensorRuns, wish: float | None = None) -> Flag:
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        rooms = [places.room for places in self._laid.values() if places.room is not None]
+        return [*super().buffers, *(flags for room in rooms for flags in room)]
+
+    def all_to_all(self, sent: Sequence[TensorRuns], into: TensorRuns, wish: Wish | None = None) -> Flag:
         """Send each rank its part of all tensors ``sent``, one after another, and receive each
-        rank's part at its place of ``into``. Return the group's largest cancel flag ``wish``; 0 if
-        none travels with this message.
+        rank's part at its place of ``into``. Return the group's largest cancel flag ``wish``;
+        ``no_wish`` if none travels with this message.
         """
         message = Message(
             counts_of(sent),
@@ -106,26 +111,32 @@ class Exchange(Mover):
         here.to.put(sent)
         if here is not places:
             places.to.buffer.copy_(here.to.buffer)
-        flag = self._pass(places, wish or 0.0)
+        flag = self._pass(places, wish or no_wish)
         if here is not places:
             here.come.buffer.copy_(places.come.buffer)
         here.come.take(into)
-        return 0.0 if flag is None else flag
+        return no_wish if flag is None else flag
 
-    def _pass(self, places: Places, wish: Flag) -> torch.Tensor | None:
+    def _pass(self, places: Places, wish: Wish) -> torch.Tensor | None:
         """Move the content of ``places``. Return the group's largest flag; None if none travels."""
         for flags in places.to.flags:
-            flags.fill_(wish)
+            flags.zero_()
+        self.traffic.perform(partial(self._move, places, wish), places.written, [places.come.buffer])
+        if places.room is None:
+            return None
+        came, (wishes, largest) = places.come.flags, places.room
+        return torch.amax(came[0] if len(came) == 1 else torch.cat(came, out=wishes), 0, out=largest)
+
+    def _move(self, places: Places, wish: Wish) -> None:
+        if places.to.flags and wish():
+            for flags in places.to.flags:
+                flags.fill_(1.0)
         began = time.perf_counter()
         with self.traffic.message(self.axis):
             self._exchange(places.come.buffer, places.to.buffer, places.come.sizes, places.to.sizes)
         self.traffic.waited_s[self.axis] += time.perf_counter() - began
         elements = places.to.buffer.numel() - places.to.sizes[self.rank]
         self.traffic.sent_bytes[self.axis] += elements * places.to.buffer.element_size()
-        if places.room is None:
-            return None
-        came, (wishes, largest) = places.come.flags, places.room
-        return torch.amax(came[0] if len(came) == 1 else torch.cat(came, out=wishes), 0, out=largest)
 
     def _places(self, message: Message) -> Places:
         if message not in self._laid:
@@ -139,7 +150,14 @@ class Exchange(Mover):
                 Parts(buffer, sizes, flags_of(buffer, sizes) if message.is_flagged else [], {})
                 for buffer, sizes in ((sending, to), (receiving, come))
             )
-            self._laid[message] = Places(next(parts), next(parts), room)
+            starts = accumulate(to, initial=0)
+            own = [
+                sending[start : start + count]
+                for start, count in zip(starts, message.to, strict=False)
+                if count
+            ]
+            leaving, coming = parts
+            self._laid[message] = Places(leaving, coming, room, (*own, *leaving.flags))
         return self._laid[message]
 
     def largest(self, flag: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -87,8 +88,11 @@ class SequenceComm:
         return gather
 
     def compare(self, tokens: Hashable, count: int) -> None:
-        """Compare with the other ranks as ``Comparison`` does."""
-        self._comparison.compare(self.world, tokens, count, self.shares, self.device)
+        """Compare with the other ranks as ``Comparison`` does. A replay of CUDA graphs does so too,
+        because it may be the first evaluation of its part.
+        """
+        compare = self._comparison.compare
+        self.traffic.perform(partial(compare, self.world, tokens, count, self.shares, self.device))
 
     def any_wishes(self, wish: bool) -> bool:
         """Return whether any rank of the sequence wishes it. All must ask, within an evaluation.
@@ -99,7 +103,7 @@ class SequenceComm:
         own = torch.tensor([float(wish)], device=self.device)
         all_of = own.new_empty(self.world.size)
         into = runs_of(all_of, 0, [1] * self.world.size)
-        self.stop.decide(self.world.all_to_all([to_all(own, self.world.size)], into, self.stop.wish()))
+        self.stop.decide(self.world.all_to_all([to_all(own, self.world.size)], into, self.stop.wants_stop))
         return bool(all_of.any())
 
     def begin(self, attentions: int, part: Hashable) -> None:
@@ -129,7 +133,7 @@ class SequenceComm:
 class Mesh:
     """One rank's place in the grid, and its communicators. ``link`` leads to the stages before and
     after, None if there is one stage. ``speeds`` of all ranks in percent of the fastest; empty if
-    they are alike.
+    they are alike. ``records``: whether models may record CUDA graphs of their evaluations.
     """
 
     rank: int
@@ -137,6 +141,7 @@ class Mesh:
     sequence: SequenceComm
     link: StageLink | None = None
     speeds: tuple[int, ...] = ()
+    records: bool = False
 
 
 def connect(

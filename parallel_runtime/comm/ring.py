@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .parts import unit_of
-from .traffic import Flag, Mover
+from .traffic import Flag, Mover, Wish, no_wish
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,8 @@ class Walk:
 
     def __iter__(self) -> Iterator[Block]:
         own, wishes = self._places.hops[0], self._places.wishes
-        with self._ring.traffic.message(self._ring.axis):
-            for hop in self._ring.go_around(self._places, self.flag):
-                yield Block(hop.source, self._kv if hop is own else hop.kv)
+        for hop in self._ring.go_around(self._places, self.flag):
+            yield Block(hop.source, self._kv if hop is own else hop.kv)
         self.flag = torch.amax(wishes, (), out=self._largest)
 
 
@@ -86,6 +88,8 @@ class Ring(Mover):
         self._group = group
         self._ranks = ranks
         self._next, self._previous = (index + 1) % self.size, (index - 1) % self.size
+        self._works: list[dist.Work] = []  # of the block that arrives
+        self._message: AbstractContextManager[None] = nullcontext()  # all of a walk
 
     def walk(self, kv: torch.Tensor, keys: Sequence[int], flag: Flag) -> Walk:
         """Return every rank's block, the own one first. ``kv`` (2, B, h, K, D); ``keys``: K of each
@@ -107,18 +111,35 @@ class Ring(Mover):
         return came
 
     def go_around(self, places: Route, flag: Flag) -> Iterator[Hop]:
-        """Yield each hop while the next block arrives."""
-        places.wishes.fill_(flag)
-        for step, hop in enumerate(places.hops):
-            works = []
-            if step < self.size - 1:
-                works = self._pass_on(hop.message, places.hops[step + 1].message)
-                self.traffic.sent_bytes[self.axis] += hop.message.nbytes
+        """Yield each hop while the next block arrives. All of them together are one message."""
+        travels = isinstance(flag, torch.Tensor)
+        places.wishes.fill_(flag if travels else 0.0)
+        wish = no_wish if travels else flag
+        for step, (hop, following) in enumerate(pairwise(places.hops)):
+            written = () if step else (hop.kv, places.wishes)  # later blocks came from others
+            self.traffic.perform(partial(self._start, places, step, wish), written)
             yield hop
-            began = time.perf_counter()
-            for work in works:
-                work.wait()
-            self.traffic.waited_s[self.axis] += time.perf_counter() - began
+            self.traffic.perform(partial(self._finish, step), (), [following.message])
+        yield places.hops[-1]
+
+    def _start(self, places: Route, step: int, wish: Wish) -> None:
+        if step == 0:
+            self._message = self.traffic.message(self.axis)
+            self._message.__enter__()
+            if wish():
+                places.wishes.fill_(1.0)
+        current, arriving = (hop.message for hop in places.hops[step : step + 2])
+        self._works = self._pass_on(current, arriving)
+        self.traffic.sent_bytes[self.axis] += current.nbytes
+
+    def _finish(self, step: int) -> None:
+        began = time.perf_counter()
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        self.traffic.waited_s[self.axis] += time.perf_counter() - began
+        if step == self.size - 2:
+            self._message.__exit__(None, None, None)
 
     def _pass_on(self, current: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
         """Start a send to the next rank and a receive from the previous one. NCCL starts one kernel

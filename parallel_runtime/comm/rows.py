@@ -43,7 +43,7 @@ class RowExchange:
         flag = self._comm.world.all_to_all(
             [[part.unsqueeze(0) for part in to]],
             [part.unsqueeze(0) for part in come],
-            self._comm.stop.wish(),
+            self._comm.stop.wants_stop,
         )
         self._comm.stop.decide(flag)
 

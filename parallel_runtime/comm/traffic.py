@@ -7,7 +7,7 @@ same place, none of them has a message on its way that another waits for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -16,7 +16,10 @@ import torch
 
 from ..errors import ModelError
 
-Flag = float | torch.Tensor  # a wish, or the largest of several; 0: none. A tensor has no dimension
+Wish = Callable[[], bool]  # whether this rank was cancelled
+# A wish that does not travel yet, or the largest of several that did. A tensor has no dimension
+Flag = Wish | torch.Tensor
+Tensors = Sequence[torch.Tensor]
 COUNTED: tuple[str, ...] = ("ulysses", "ring", "gather", "weights", "pipefusion")  # axes of messages
 
 
@@ -36,6 +39,18 @@ class Unlike(BaseException):
         self.error = error
 
 
+def at_once(act: Callable[[], None], sent: Tensors = (), come: Tensors = ()) -> None:
+    """Do what no CUDA graph can do. ``sent``: the memory that was written to be sent to other
+    ranks; ``come``: the memory whose content came from them when it is done.
+    """
+    act()
+
+
+def no_wish() -> bool:
+    """The wish of a rank that is not asked."""
+    return False
+
+
 class Traffic:
     """Counts the messages since the evaluation, or its patch, began, and their cost by axis: sent
     bytes and seconds of waiting.
@@ -43,7 +58,8 @@ class Traffic:
     ``at``: the number of messages that this rank took part in and a crc of their axes in order,
     None if a message is unfinished. Ranks with equal values are at the same place. ``is_complete``:
     no message is left because the forward is over. ``posted`` counts started receives, of this
-    evaluation or of the next.
+    evaluation or of the next. ``perform`` does what lies between kernels, as ``at_once`` does, or
+    notes it while CUDA graphs are recorded.
     """
 
     def __init__(self) -> None:
@@ -52,6 +68,7 @@ class Traffic:
         self.at: tuple[int, int] | None = (0, 0)
         self.is_complete = False
         self.posted = 0
+        self.perform: Callable[..., None] = at_once
 
     @property
     def place(self) -> tuple[int, int] | None:

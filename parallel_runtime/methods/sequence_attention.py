@@ -19,7 +19,7 @@ from ..attention.kernels import Kernels, Partial, partial_attention
 from ..comm.device_copies import to_device
 from ..comm.mesh import SequenceComm
 from ..comm.parts import TensorRuns, runs_of, to_all
-from ..comm.traffic import Flag
+from ..comm.traffic import Flag, Wish
 from ..errors import ModelError
 from ..families.plan import TokenPlan
 from ..layout import Split
@@ -137,7 +137,7 @@ class SequenceAttention(ABC):
         part = partial_attention(q_BHQD, k_BHlD, v_BHlD, None, kwargs.get("scale"), self._kernels, host)
         own = torch.cat((part.out.float(), part.lse.unsqueeze(-1)), -1)
         parts = own.new_empty(self._comm.world.size, *own.shape)
-        self._comm.stop.decide(self._from_all(own, [parts], self._comm.stop.wish()))
+        self._comm.stop.decide(self._from_all(own, [parts], self._comm.stop.wants_stop))
         whole = reduce(
             self._kernels.merge,
             (
@@ -186,7 +186,7 @@ class SequenceAttention(ABC):
         """3 x (B, H, l, D) -> 3 x (B, h, g, D), tokens in rank-major order; and the ulysses group's
         cancel flag. Or 2 x, without q.
         """
-        exchange, wish = self._comm.ulysses, self._comm.stop.wish()
+        exchange, wish = self._comm.ulysses, self._comm.stop.wants_stop
         qkv = [joint.drop_anchors(t, 2) for t in qkv]
         if exchange.size == 1:
             return qkv, wish
@@ -209,7 +209,7 @@ class SequenceAttention(ABC):
         exchange.all_to_all([runs_of(out_BhgD, 2, tokens)], runs_of(out.transpose(1, 2), 1, heads.sizes))
         return joint.put_back(out, 1)
 
-    def _from_all(self, own: torch.Tensor, into: TensorRuns, wish: float | None = None) -> Flag:
+    def _from_all(self, own: torch.Tensor, into: TensorRuns, wish: Wish | None = None) -> Flag:
         """Send ``own`` to all ranks of the sequence, and receive the part of each rank at its place
         of ``into``. Return the largest cancel flag.
         """

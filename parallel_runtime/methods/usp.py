@@ -87,7 +87,7 @@ class SequenceSharding(SequenceAttention):
     def enter_block(self) -> None:
         self._on_progress()
         if self._comm.world.size == 1:
-            self._comm.stop.decide(self._comm.stop.wish())
+            self._comm.stop.decide(self._comm.stop.wants_stop)
 
     def acts_behind(self, path: str, block: int) -> bool:
         return True

@@ -122,7 +122,7 @@ class BandsOfRows(Method):
         """
         self._on_progress()
         if self._comm.world.size == 1:
-            self._comm.stop.decide(self._comm.stop.wish())
+            self._comm.stop.decide(self._comm.stop.wants_stop)
         return self._comm.world.size == 1
 
     def _convolve(

@@ -54,7 +54,7 @@ class WholeForward(Method):
 
     def _entering(self, _module: nn.Module, _args: Any) -> None:
         self._on_progress()
-        self._comm.stop.decide(self._comm.stop.wish())
+        self._comm.stop.decide(self._comm.stop.wants_stop)
 
     def forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Any:
         """Call the model's forward. Residuals of a ControlNet lie in the arena, so they are moved

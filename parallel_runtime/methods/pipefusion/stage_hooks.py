@@ -109,6 +109,6 @@ class StageHooks:
         def hook(_block: nn.Module, _args: tuple, arguments: dict[str, Any]) -> None:
             self._messages.device = taken(arguments, group.returns[0]).device
             if self._comm.world.size == 1:
-                self._comm.stop.decide(self._comm.stop.wish())
+                self._comm.stop.decide(self._comm.stop.wants_stop)
 
         return hook
