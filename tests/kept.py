@@ -14,7 +14,8 @@ MADE = "dict list set deque Counter OrderedDict defaultdict WeakKeyDictionary We
 LIFETIMES = {
     "an evaluation, a call or an answer": (
         "Done.block_s,waited_s Frame._on_their_way,_seen,_taken"
-        " Lookahead._answers,_asked Prediction.sent_bytes"
+        " Lookahead._answers,_asked LooksLater.flags,looks PieceRecorder._pieces Prediction.sent_bytes"
+        " RecordedOperations._made,brought,read"
         " Rows._memoised RunFigures.exchange_by_axis Traffic.sent_bytes"
     ),
     "a run": (
@@ -34,7 +35,7 @@ LIFETIMES = {
         " PackState._read,taken PatchedSets._kept*,_used PatchSharding._kept_rows PipelineBackend._pieces"
         " PoolDecoding._left,_lent OptionReaders.of"
         " RemoteVAE._steps SequenceAttention._divided ObjectPatches._take_away,weights"
-        " FirstResults.right,told,wrong ShardedLayer._views ShardedWeights._replaced,_sharded"
+        " FirstResults.right,told,wrong Recordings._known Worth.counts ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
         " Weights._own,_seen,changed WholeForward._handles"
     ),
@@ -43,7 +44,7 @@ LIFETIMES = {
         " ConditioningCache._entries*,_named,_sent,collected"
         " KeptConditioning._named,_tensors* Mover._buffers*,_laid RankLoop._ahead,_enqueued"
         " RequestHandler._failed,models Segment._registered* Sends._sending* Sent.recent SequenceComm._by_width"
-        " Session.leaving,models,owed,tickets Comparison._known ShardGather._works StageLink._posted*,_unchecked"
+        " Session.leaving,models,owed,tickets Comparison._known Ring._works ShardGather._works StageLink._posted*,_unchecked"
         " StopFlag._later Trail._places"
     ),
     "ComfyUI or a worker": (
@@ -54,7 +55,7 @@ LIFETIMES = {
         " Sessions.at_close"
         " StageBalance._seconds* Switch._last _tell_of_sage alike cut_latent"
         " figures"
-        " opaque_attention operation tell_uncompiled words_of_class"
+        " opaque_attention operation reasons tell_uncompiled tell_unrecorded words_of_class"
     ),
     "a count, in a process of its own": (
         "DeviceCounts.moved CountedMemory._known,_storages QuickFakeMode._returned"

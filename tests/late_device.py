@@ -46,13 +46,14 @@ class Memory:
     """
 
     def __init__(self, gpu, content):
-        self.box, self._content, self._queue, self.gpu = gpu.box, content, gpu.current, gpu
+        self.box, self._content, self.gpu = gpu.box, content, gpu
+        self._queue = gpu.current if gpu.current.recording is None else None
         gpu.held_bytes += content.untyped_storage().nbytes()
 
     def __del__(self):
         content = self._content
         self.gpu.held_bytes -= content.untyped_storage().nbytes()
-        self._queue.do_behind(lambda: poison(content))
+        self.gpu.free(self._queue, lambda: poison(content))
 
 
 def poison(content):
@@ -327,6 +328,24 @@ class Driver:
     def cudart(self):
         return Cudart(self._box)
 
+    def CUDAGraph(self):
+        return Graph(self._box.gpu)
+
+    def graph_pool_handle(self):
+        return 0, 0
+
+    def Stream(self):
+        return Stream(self._box)
+
+    @contextmanager
+    def stream(self, stream):
+        gpu = self._box.gpu
+        gpu.current, before = stream.queue, gpu.current
+        try:
+            yield
+        finally:
+            gpu.current = before
+
     def current_stream(self, device=None):
         return self
 
@@ -366,6 +385,42 @@ class Driver:
     def _lazy_init(self): ...
 
 
+class Stream:
+    def __init__(self, box):
+        self._box, self.queue = box, box.queue()
+
+    def wait_stream(self, _current):
+        self.queue.push(needs=(self._box.gpu.current.last,))
+
+    def synchronize(self):
+        self._box.gpu.wait_for(self.queue.last, "Stream.synchronize")
+
+
+class Graph:
+    """What a GPU was asked for in one stream, to be asked for again."""
+
+    def __init__(self, gpu):
+        self._gpu, self.asked = gpu, []
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert self._gpu.current.recording is None and capture_error_mode == "relaxed"
+        self._gpu.current.recording = self.asked
+        self._gpu.recordings += 1
+
+    def capture_end(self):
+        assert self._gpu.current.recording is self.asked
+        self._gpu.current.recording = None
+
+    def pool(self):
+        return 0, 0
+
+    def replay(self):
+        self._gpu.require_no_recording("a replay")
+        self._gpu.replays += 1
+        for ask in self.asked:
+            ask()
+
+
 class Cudart:
     """Registers memory as pinned, where the box has a GPU that can."""
 
@@ -391,6 +446,7 @@ class Event:
         self._box, self.op = box, None
 
     def record(self):
+        self._box.gpu.require_no_recording("Event.record")
         self.op = self._box.gpu.current.last
 
     def query(self):

@@ -15,6 +15,7 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import PooledModel
 from pipemesh.parallel_runtime.client.session import Resident, ResidentState
 from pipemesh.parallel_runtime.methods.factory import make_method
+from pipemesh.parallel_runtime.methods.recordings import Recordings
 from pipemesh.parallel_runtime.wire.arena import ROOM, Board
 from pipemesh.parallel_runtime.wire.channel import Channel
 from pipemesh.parallel_runtime.wire.messages import Close, FromRank, Memory, ToRank
@@ -90,11 +91,13 @@ class Ranks:
 
 class PoolWorld(LateWorld):
     """``ui(remote)``: what ComfyUI's process does; ``prepare(rank, model)``: what is odd there.
-    ``models``: the names under which ranks hold one and the same.
+    ``models``: the names under which ranks hold one and the same. ``worth``: from how many
+    evaluations on they record CUDA graphs; None: they record none.
     """
 
     idle_turns = done = 0
     models = ("m",)
+    worth = None
 
     def __init__(self, layout, box, monkeypatch, ui, prepare):
         super().__init__(layout, box, monkeypatch)
@@ -147,16 +150,28 @@ class PoolWorld(LateWorld):
         run.wants_stop = loop.wants_stop
         handler = RequestHandler(mesh, device, memory, ArenaIO(segment, device))
         model = Model(4)
-        method = make_method(model, PLAN, mesh, loop, (2, 2) if mesh.layout.stages > 1 else ())
+        stages, recordings = (2, 2) if mesh.layout.stages > 1 else (), None
+        if self.worth is not None:
+            recordings = Recordings(model, mesh.sequence, loop.tick, worth=self.worth)
+        tick = None if recordings is None else recordings.tick
+        method = make_method(model, PLAN, mesh, loop, stages, tick=tick)
         model.to(device)
         method.attach()
         self._prepare(mesh.rank, model)
+
+        def compute(arguments, number):
+            return method.forward(model, arguments, number)
+
+        def replaying(arguments, number):
+            return recordings.evaluate(arguments, partial(compute, number=number), method.forget)
+
         held = SimpleNamespace(
             method=method,
             patches_id="",
             kept=None,
             begin=method.begin,
-            on_rank=lambda arguments, number: method.forward(model, arguments, number),
+            recordings=recordings,
+            on_rank=compute if recordings is None else replaying,
             nbytes=0,
         )
         handler.models |= dict.fromkeys(self.models, held)
@@ -164,14 +179,24 @@ class PoolWorld(LateWorld):
         segment.close()
 
 
-def pooled(layout, ui, seed=0, *, at_once=False, pins=None, prepare=lambda rank, model: None, models=("m",)):
+def pooled(
+    layout,
+    ui,
+    seed=0,
+    *,
+    at_once=False,
+    pins=None,
+    prepare=lambda rank, model: None,
+    models=("m",),
+    worth=None,
+):
     """Has ``ui`` use a pool; returns its ranks' GPUs. ``pins``: whether its arena is pinned; else
     it is so at even seeds.
     """
     with pytest.MonkeyPatch.context() as patch, late_device(seed, at_once) as box:
         box.registers = seed % 2 == 0 if pins is None else pins
         world = PoolWorld(layout, box, patch, ui, prepare)
-        world.models = models
+        world.models, world.worth = models, worth
         try:
             world.run(world.serve)
             return world.gpus

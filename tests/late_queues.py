@@ -31,6 +31,7 @@ class Queue:
     def __init__(self, speed):
         self.speed = speed
         self.ops = deque()
+        self.recording = None  # what is asked for while a graph is recorded; it is not done
         self.last = Op()
         self.last.is_over = True
 
@@ -72,7 +73,7 @@ class Gpu:
         self.current = box.queue()
         self._of_group = {}
         self.launches, self.waits, self.idle = Counter(), Counter(), Counter()
-        self.held_bytes = 0
+        self.recordings = self.replays = self.held_bytes = 0
 
     def stream_of(self, group):
         if group not in self._of_group:
@@ -80,6 +81,9 @@ class Gpu:
         return self._of_group[group]
 
     def push(self, what, *args, **kwargs):
+        if self.current.recording is not None:
+            self.current.recording.append(lambda: self.push(what, *args, **kwargs))
+            return Op()
         self.launches[what] += 1
         op = self.current.push(*args, **kwargs)
         self.box.pass_time()
@@ -87,9 +91,22 @@ class Gpu:
 
     def wait_for(self, op, why):
         """Has the process wait until an operation is over."""
+        self.require_no_recording(why)
         self.waits[why] += 1
         self.idle[why] += op is self.current.last
         self.box.wait_for(op)
+
+    def require_no_recording(self, what):
+        """A driver fails then."""
+        if self.current.recording is not None:
+            raise RuntimeError(f"{what} while a graph is recorded")
+
+    def free(self, queue, run):
+        """``queue``: that the memory was taken in; None if a graph was recorded there."""
+        if self.current.recording is not None:
+            self.current.recording.append(lambda: self.current.do_behind(run))
+        else:
+            (queue or self.current).do_behind(run)
 
     def join(self, op):
         """Has the current stream wait for it; the process does not."""

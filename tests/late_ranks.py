@@ -168,6 +168,7 @@ class LateWorld(World):
     def _ask(self, name, run, tensors, meetings, is_async):
         """Puts an operation of a group into a queue; ``run`` arrives at the meetings."""
         gpu, box = getcurrent().gpu, self.box
+        gpu.require_no_recording("a message")
         gpu.launches[name] += 1
         how = {"run": run, "meetings": meetings, "holds": [one.memory for one in tensors]}
         if not is_async and not box.scheduler.joins:

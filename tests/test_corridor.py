@@ -76,8 +76,10 @@ MOST = {"Ulysses": (51, 178), "PipeFusion": (59, 212)}
 
 
 # Fields of an evaluation's messages, of which the page says who reads each. Another one says why
-# ranks cannot deduce it. The last of Done answer other requests
-FIELDS = {Forward: (8, set()), Done: (11, {"unread", "lacks"}), Failed: (8, set())}
+# ranks cannot deduce it. The last of Done answer other requests. A rank whose GPU waits for slower
+# ranks does not see that these wait for their CPUs: idle tells ComfyUI's process, and record tells
+# all ranks
+FIELDS = {Forward: (9, set()), Done: (12, {"unread", "lacks"}), Failed: (8, set())}
 
 
 @pytest.mark.parametrize("message", FIELDS, ids=lambda one: one.__name__)

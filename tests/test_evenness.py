@@ -11,7 +11,7 @@ from pipemesh.parallel_runtime.comm.exchange import StopFlag
 from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.comm.parts import to_all
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
-from pipemesh.parallel_runtime.comm.traffic import Traffic, Unlike
+from pipemesh.parallel_runtime.comm.traffic import Traffic, Unlike, no_wish
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.ring_attention import RingAttention
@@ -35,7 +35,7 @@ def fail(*_, **__):
 
 def ring():
     made = StandinRing(0, 3)
-    return made, made.walk(torch.ones(2, 1, 1, 3, 4), [3, 3, 3], 0.0)
+    return made, made.walk(torch.ones(2, 1, 1, 3, 4), [3, 3, 3], no_wish)
 
 
 def leave_a_walk_behind_its_first_hop(monkeypatch):
@@ -50,7 +50,7 @@ def fail_while_keys_and_values_are_gathered(monkeypatch):
     made, _ = ring()
     comm = SimpleNamespace(ring=made)
     with pytest.raises(ZeroDivisionError):
-        RingAttention(comm, fail, None).gather(torch.ones(2, 1, 1, 3, 4), [3, 3, 3], 0.0)
+        RingAttention(comm, fail, None).gather(torch.ones(2, 1, 1, 3, 4), [3, 3, 3], no_wish)
     return made.traffic
 
 
@@ -58,7 +58,7 @@ def fail_in_an_exchange(monkeypatch):
     made = StandinExchange(0, 2)
     monkeypatch.setattr(made, "_exchange", fail)
     with pytest.raises(ZeroDivisionError):
-        made.all_to_all([to_all(torch.ones(8), 2)], [torch.empty(2, 8)], 0.0)
+        made.all_to_all([to_all(torch.ones(8), 2)], [torch.empty(2, 8)], no_wish)
     return made.traffic
 
 
@@ -146,6 +146,7 @@ def handler(on_rank=lambda arguments, number: None, write=lambda output, out: Wr
         method=SimpleNamespace(block_s=dict, begin=lambda _part: None),
         patches_id="",
         kept=None,
+        recordings=None,
         on_rank=on_rank,
     )
     return made, comm.traffic

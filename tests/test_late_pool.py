@@ -175,3 +175,35 @@ def test_a_sampler_that_writes_in_place_and_an_output_larger_than_the_latent():
             one["img"] = one["img"] * -1.5 + truth.repeat(1, 1, 3)
         if step == 1:
             given[0]["mask"] = given[0]["mask"] * 0.5
+
+
+class Steps(Sampler):
+    """So many evaluations of one branch, one after another, in each of two runs."""
+
+    def sampled(self, remote):
+        remote.sessions.open(lambda: False)
+        run, evaluations = remote.runs.begin(remote.residency.models["m"]), remote.evaluations
+        outputs = []
+        for step in range(8):
+            given = {**on_gpu(arguments_of(step, 0)), "transformer_options": {}}
+            ticket = evaluations.submit(run, Work(given, Branch(("0",))))
+            output = evaluations.collect(ticket, lambda step=step: step >= self.stops >= 0)
+            outputs.append(output.to("cpu", copy=True))
+        return outputs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=Layout.equation)
+@pytest.mark.parametrize("stops", [-1, 6], ids=["to the end", "stopped"])
+def test_ranks_replay_in_a_pool_whose_gpus_wait_for_their_processes(layout, stops):
+    """At seed 1 a GPU has computed each operation before the next is asked for. With one rank it
+    computes nothing at seed 0 before somebody waits: then nobody asks for recordings.
+    """
+    expected = Steps(layout, runs=1)
+    pooled(layout, expected, at_once=True)
+    for seed, replays in ((1, True), (0, layout.world_size > 1)):
+        sampler = Steps(layout, stops=stops)
+        gpus = pooled(layout, sampler, seed, worth=3)
+        assert [gpu.replays > 0 for gpu in gpus] == [replays] * layout.world_size, seed
+        for outputs in sampler.runs[stops >= 0 :]:
+            assert_same(outputs, expected.runs[0])
+    assert stops < 0 or sampler.runs[0] is RunCancelled

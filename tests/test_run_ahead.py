@@ -112,6 +112,7 @@ class Rank:
             "on_rank": self._evaluate,
             "model": model,
             "kept": None,
+            "recordings": None,
         }
         self.handler.models["m"] = SimpleNamespace(**held)
         self._model = model

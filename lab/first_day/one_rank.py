@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ...parallel_runtime.families.catalogue import RELEASED
 from ...parallel_runtime.families.sample import Released, Size
 from ...parallel_runtime.forward import forward_name
 from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.methods.recordings import Recordings
 from ...parallel_runtime.methods.usp import SequenceParallel
 from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.cost import costs_of, launches_of
@@ -31,6 +33,7 @@ from ...parallel_runtime.planner.host_call import kernels_that_count
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.machine import RankDevice, machine_box
 from ...parallel_runtime.planner.prediction import predict
+from ...parallel_runtime.wire.segment import mib
 from ..dry_run.ranks import joined
 from ..dry_run.released_model import DryModel, arguments_of, empty_model, latent_shapes
 from .place import Broken, Line, Place, messages_on, milliseconds, on_ranks, use_host, wait
@@ -43,13 +46,29 @@ BOUND = 0.85  # of the time: what a CPU takes alone
 
 class Taken(NamedTuple):
     """One evaluation: its time, that of its kernels, their number, and what the CPU takes to start
-    them.
+    them. ``pieces``: of the same as CUDA graphs between messages, None if none are recorded.
     """
 
     ms: float
     busy_ms: float
     kernels: int
     starting_ms: float
+    pieces: Replayed | None = None
+
+
+class Replayed(NamedTuple):
+    """``starting_ms``: what the CPU takes for the graphs and what lies between them;
+    ``recording_ms``: of the evaluation behind which they were recorded, with that. ``is_same``:
+    whether all that was held to what kernels compute was equal to the bit.
+    """
+
+    ms: float
+    starting_ms: float
+    recording_ms: float
+    graphs: int
+    messages: int
+    nbytes: int
+    is_same: bool
 
 
 class Tried:
@@ -85,10 +104,43 @@ class Tried:
                 evaluate(self.small)
                 starting.append(1e3 * (perf_counter() - began))
             busy, kernels = profiled(lambda: evaluate(self.usual), self.device)
-        return Taken(large, busy, kernels, median(starting[2:]))
+        pieces = None
+        if mesh is not None and mesh.sequence.device.type == "cuda":
+            with torch.inference_mode():
+                pieces = self._replayed(mesh)
+        return Taken(large, busy, kernels, median(starting[2:]), pieces)
+
+    def _replayed(self, mesh: Mesh) -> Replayed:
+        recordings = Recordings(self.transformer, mesh.sequence, lambda: None, worth=1)
+
+        def timed() -> float:
+            wait(self.device)
+            began = perf_counter()
+            evaluate(self.usual)
+            return 1e3 * (perf_counter() - began)
+
+        with self._evaluating(mesh, recordings) as evaluate:
+            computed = evaluate(self.usual)
+            recordings.is_wanted = True
+            recording = timed()
+            if not recordings.recorded:
+                raise Broken("no pieces are recorded: the log says why")
+            (found,) = recordings.recorded.values()
+            replays = [timed() for _ in range(2 + self.rounds)]
+            same = torch.equal(evaluate(self.usual), computed) and bool(recordings.recorded)
+            ms = milliseconds(lambda: evaluate(self.usual), self.device, self.rounds)
+        return Replayed(
+            ms,
+            median(replays[2:]),
+            recording,
+            sum(one.graph is not None for one in found.pieces),
+            sum(bool(one.sent) for one in found.pieces),
+            found.nbytes,
+            same,
+        )
 
     @contextmanager
-    def _evaluating(self, mesh: Mesh | None) -> Iterator[Any]:
+    def _evaluating(self, mesh: Mesh | None, recordings: Recordings | None = None) -> Iterator[Any]:
         forward = getattr(self.transformer, forward_name(self.transformer))
         if mesh is None:
             yield lambda arguments: forward(**arguments)
@@ -100,7 +152,10 @@ class Tried:
 
         def evaluate(arguments: dict[str, Any]) -> Any:
             method.begin(Part(1, 0))
-            return method.forward(forward, dict(arguments), 1)
+            if recordings is None:
+                return method.forward(forward, dict(arguments), 1)
+            compute = partial(method.forward, forward, number=1)
+            return recordings.evaluate(dict(arguments), compute, method.forget)
 
         try:
             yield evaluate
@@ -210,5 +265,13 @@ def line_of(layout: Layout, taken: Taken, whole: Whole | None) -> Line:
         predicted = min((one.seconds for one in predict(Job(whole=whole), layout, box)), default=0.0)
         costs = costs_of(Job(whole=whole), layout, box)
         figure += f"; predicted {1e3 * predicted:.1f} ms, {launches_of(costs, 0)} kernels"
+    if taken.pieces is not None:
+        one = taken.pieces
+        figure += (
+            f"; as {one.graphs} CUDA graphs between {one.messages} messages {one.ms:.1f} ms, started in"
+            f" {one.starting_ms:.1f} ms, recorded in {one.recording_ms:.0f} ms, {mib(one.nbytes)}"
+        )
+        if not one.is_same:
+            return Line(figure, "the graphs compute other numbers", fails=True)
     bound = taken.starting_ms > BOUND * taken.ms
     return Line(figure, "bound by the CPU that starts kernels" if bound else "bound by the device")

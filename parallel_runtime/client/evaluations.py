@@ -142,6 +142,7 @@ class Evaluations:
             part=part,
             width=work.width,
             in_fp32=work.in_fp32,
+            record=run.model in session.models and session.models[run.model].is_held_up,
         )
         try:
             session.pool.submit(request, ranks)
@@ -184,6 +185,8 @@ class Evaluations:
                 "No rank returned an output: restart ComfyUI, and report it if it happens again."
             )
         run, arena = ticket.run, session.pool.arena.segment
+        if run.model in session.models:
+            session.models[run.model].is_held_up = any(reply.idle for reply in replies.values())
         # Else memory of its own, in which it stays
         segment = arena if reply.apart is None else segment_over(reply.apart.fd)
         branch = ticket.part.branch, ticket.part.attempt

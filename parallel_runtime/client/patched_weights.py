@@ -55,12 +55,12 @@ def send_weights(
 
 
 def drop_sets(session: Session | None) -> bool:
-    """Frees the sets of patched weights that ranks keep to put them back. Returns False if they
-    keep none, or compute.
+    """Frees the sets of patched weights that ranks keep to put them back, and their CUDA graphs.
+    Returns False if they keep none, or compute.
     """
     if session is None or session.tickets:
         return False
-    if not any(one.sets or one.sets_in_main for one in session.pool.memory):
+    if not any(one.sets or one.sets_in_main or one.graphs for one in session.pool.memory):
         return False
     session.ask(DropSets)
     return True

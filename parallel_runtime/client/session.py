@@ -82,7 +82,8 @@ class ResidentState(Enum):
 class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``asked`` and ``weights``: how the weights were to be kept, and how they
-    are. ``objects_id``: a name of the object patches' content.
+    are. ``objects_id``: a name of the object patches' content. ``is_held_up``: a rank's GPU waited
+    for its process in the last evaluation.
     """
 
     stages: tuple[int, ...] = ()
@@ -91,6 +92,7 @@ class Resident:
     state: ResidentState = ResidentState.LOADING
     patches_id: str = ""
     objects_id: str = ""
+    is_held_up: bool = False
 
 
 @dataclass(frozen=True, eq=False)

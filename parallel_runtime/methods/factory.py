@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -25,10 +25,12 @@ def make_method(
     rank: Rank,
     stages: Sequence[int] = (),
     kernels: Kernels = TORCHS,
+    tick: Callable[[], None] | None = None,
 ) -> Method:
     """Return the method, detached. Under a pipeline the model has this stage's blocks alone from
     now on.
 
+    ``tick`` counts progress in the place of ``rank``, but in a pipeline.
     ``stages``: blocks of each stage; empty shares them out by the stages' speeds. ``kernels``: for
     attention to a part of the keys. Raises Refused or LayoutError if the method cannot run this
     model.
@@ -36,10 +38,10 @@ def make_method(
     layout = mesh.layout
     if not plan.blocks:
         WholeForward.check(model, plan, layout)
-        return WholeForward(model, mesh.sequence, rank.tick, plan.is_tried)
+        return WholeForward(model, mesh.sequence, tick or rank.tick, plan.is_tried)
     if mesh.link is None:
         SequenceParallel.check(model, plan, layout)
-        return SequenceParallel(model, plan, mesh.sequence, rank.tick, kernels)
+        return SequenceParallel(model, plan, mesh.sequence, tick or rank.tick, kernels)
     PipeFusion.check(model, plan, layout)
     alike = [1.0 for _ in blocks_of(model, plan)]
     made = (

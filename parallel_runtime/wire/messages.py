@@ -102,7 +102,9 @@ class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class DropSets(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Free the sets of patched weights that ranks keep beside the sets in place, for all models."""
+    """Free the sets of patched weights that ranks keep beside the sets in place, and recorded CUDA
+    graphs, for all models.
+    """
 
     request: int
 
@@ -132,7 +134,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     the output writes it into ``out`` if it fits, else into memory of its own. ``width`` is how many
     neighbouring groups compute this evaluation as one longer sequence; with ``layout.ALONE`` a
     single rank computes it. With ``in_fp32`` it is computed in fp32, even if the weights are in
-    bf16.
+    bf16. With ``record`` ranks may record CUDA graphs of such evaluations.
     """
 
     request: int
@@ -143,6 +145,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     part: Part
     width: int = 1
     in_fp32: bool = False
+    record: bool = False
 
 
 Request = Load | ReadWeights | SetWeightPatches | DropSets | Release | EndRun | Forward
@@ -156,7 +159,8 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a rank's device. ``model`` counts the weights of its resident models,
     ``conditioning`` the run's conditioning that it keeps, ``kept`` the buffers of messages and the
     tensors that its methods keep between evaluations. ``sets`` counts sets of patched weights that
-    may come back, on the device; ``sets_in_main`` counts the same in main memory.
+    may come back, on the device; ``sets_in_main`` counts the same in main memory. ``graphs`` counts
+    the part of ``kept`` that recorded CUDA graphs have.
     """
 
     free: int
@@ -166,6 +170,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     kept: int = 0
     sets: int = 0
     sets_in_main: int = 0
+    graphs: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -191,7 +196,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     measured. ``compute_s``: since ``began_s`` (of its machine's monotonic clock), ``waited_s`` of
     them for other ranks' messages, by axis. ``unread``: the model is built, and its ``ReadWeights``
     is to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the
-    output's tensors lie, as offset and bytes.
+    output's tensors lie, as offset and bytes. ``idle``: the GPU had computed what it was given
+    before it was given the rest.
     """
 
     request: int
@@ -207,6 +213,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     block_s: dict[int, float] = {}
     unread: bool = False
     lacks: bool = False
+    idle: bool = False
 
     @property
     def exchange_s(self) -> float:

@@ -24,8 +24,8 @@ MEMORY_KEPT_S = 1.0  # asking the system costs as much as the rest of a short ev
 class DeviceMemory:
     """The memory of one rank's device. ``model_bytes`` counts the resident models' weights,
     ``conditioning_bytes`` a run's conditioning, ``kept_bytes`` messages' memory and tensors that
-    methods keep, ``set_bytes`` sets of patched weights, on the device or in main memory. The
-    handler sets all four.
+    methods keep, ``set_bytes`` sets of patched weights, on the device or in main memory,
+    ``graph_bytes`` the memory that torch keeps for CUDA graphs. The handler sets all five.
     """
 
     def __init__(self, device: torch.device, rank: int, sharers: int = 1):
@@ -34,6 +34,7 @@ class DeviceMemory:
         self.conditioning_bytes = 0
         self.set_bytes: Callable[[bool], int] = lambda on_device: 0
         self.kept_bytes: Callable[[], int] = lambda: 0
+        self.graph_bytes: Callable[[], int] = lambda: 0
         self._sharers = sharers
         self._device = device
         self._rank = rank
@@ -67,16 +68,16 @@ class DeviceMemory:
         bytes of models and conditioning are always the present ones.
         """
         last = self._last if time.monotonic() - self._asked_at <= MEMORY_KEPT_S else self.now()
-        held = self.model_bytes, self.conditioning_bytes, last.kept, last.sets, last.sets_in_main
+        held = self.model_bytes, self.conditioning_bytes, last.kept, last.sets, last.sets_in_main, last.graphs
         return Memory(last.free, last.total, *held)
 
     def _measure(self) -> Memory:
         sets = self.set_bytes(True), self.set_bytes(False)
-        held = self.model_bytes, self.conditioning_bytes, self.kept_bytes(), *sets
+        held = self.model_bytes, self.conditioning_bytes, self.kept_bytes(), *sets, self.graph_bytes()
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            return Memory(free + cached, total, *held)
+            return Memory(free + max(0, cached - self.graph_bytes()), total, *held)
         return Memory(*system_memory(), *held)
 
     def free_on(self, device: torch.device, ranks: int) -> int:

@@ -25,6 +25,7 @@ from ..families.plan import COMPILE
 from ..layout import ALONE
 from ..memory import give_back_freed
 from ..methods.method import free_frames
+from ..methods.recordings import Recordings
 from ..wire.messages import (
     Done,
     DropSets,
@@ -94,14 +95,14 @@ class RequestHandler:
         self._device = device
         self._memory, self._io = memory, io
         self._machines = machines
-        self._joining = joining
-        self._kernels = kernels
+        self._joining, self._kernels = joining, kernels
         # Whether this rank has the output, by how many groups compute it together
         self._writes = {width: mesh.layout.joined(width).writes(mesh.rank) for width in mesh.layout.widths}
         self._writes[ALONE] = True
         # Run and attempt, where this rank left others waiting
         self._failed: deque[tuple[int, int]] = deque(maxlen=MOST_FAILED)
         memory.kept_bytes = lambda: kept_bytes(self.models.values(), mesh)
+        memory.graph_bytes = lambda: sum(one.pool_bytes for one in recordings_of(self.models.values()))
         memory.set_bytes = lambda on_device: sum(one.nbytes(on_device) for one in sets_of(self.models))
 
     def handle(self, request: Request, segments: list[Segment], rank: CountingRank) -> Done | Enqueued:
@@ -123,8 +124,7 @@ class RequestHandler:
             case SetWeightPatches():
                 return self._set_weight_patches(request, segments, rank)
             case DropSets():
-                for sets in sets_of(self.models):
-                    sets.drop()
+                drop_kept(self.models)
                 self._memory.give_back()
             case EndRun():
                 return self._end_run(request)
@@ -226,7 +226,7 @@ class RequestHandler:
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
         model = self.models.get(request.model)
         if isinstance(model, ResidentModel):
-            model.end_run()
+            model.end_run(self._memory.little())
         if model is not None:
             model.method.end_run(self._memory.little())
         needed = self._mesh.rank in request.cleared
@@ -262,6 +262,8 @@ class RequestHandler:
     def _evaluated(
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
+        if model.recordings is not None:
+            model.recordings.is_wanted = request.record and not request.in_fp32
         model.method.begin(request.part)
         self._io.arena.follow()
         if model.patches_id != request.patches_id:
@@ -281,6 +283,7 @@ class RequestHandler:
             on_rank = partial(in_fp32, self._transformer(request.model)) if request.in_fp32 else model.on_rank
             output = on_rank(arguments, request.request)
         self._mesh.sequence.traffic.is_complete = True
+        is_idle = model.recordings is not None and rank.trail is not None and rank.trail.is_over()
         rank.tick()  # the answer waits until the GPU has computed it
         finish = self._io.write(output, request.out) if self._writes[request.width] else Written
         traffic, block_s = self._mesh.sequence.traffic, model.method.block_s
@@ -300,6 +303,7 @@ class RequestHandler:
                 waited_s=waited_s,
                 sent_bytes=sent_bytes,
                 block_s=dict(block_s()),
+                idle=is_idle,
             )
 
         if self._device.type == "cuda":
@@ -312,11 +316,23 @@ def kept_bytes(models: Iterable[ResidentModel | ResidentVAE], mesh: Mesh) -> int
     evaluations.
     """
     buffers = sum(buffer.nbytes for buffer in mesh.sequence.buffers)
-    return buffers + sum(model.method.kept_bytes for model in models)
+    recorded = sum(one.nbytes for one in recordings_of(models))
+    return buffers + recorded + sum(model.method.kept_bytes for model in models)
 
 
 def sets_of(models: Mapping[str, ResidentModel | ResidentVAE]) -> list[PatchedSets]:
     return [model.sets for model in models.values() if isinstance(model, ResidentModel)]
+
+
+def drop_kept(models: Mapping[str, ResidentModel | ResidentVAE]) -> None:
+    for sets in sets_of(models):
+        sets.drop()
+    for recordings in recordings_of(models.values()):
+        recordings.give_up()
+
+
+def recordings_of(models: Iterable[ResidentModel | ResidentVAE]) -> list[Recordings]:
+    return [model.recordings for model in models if model.recordings is not None]
 
 
 def no_tensors(ref: TensorRef) -> torch.Tensor:

@@ -10,6 +10,7 @@ import math
 import os
 import select
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 from ..comm.cores import bus_of, cores_near, giving_way, keep_to
@@ -60,6 +61,7 @@ def run_rank(channel: Channel) -> None:
     from ..comm.connections import try_connections
     from ..comm.mesh import connect
     from ..layout import Layout
+    from ..methods.recordings import are_wanted
     from .arena_io import ArenaIO
     from .device_memory import DeviceMemory
     from .handler import RequestHandler
@@ -104,6 +106,7 @@ def run_rank(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
             speeds=start.speeds,
         )
+        mesh = replace(mesh, records=are_wanted(mesh.sequence.device, os.environ))
         try_connections(mesh, start.machines)
     kernels = (
         tried_kernels(device) if layout.merges_parts else TORCHS

@@ -62,7 +62,7 @@ class RankLoop:
         self._ahead: deque[tuple[Request | Close, list[int]]] = deque()
         self._device = device
         self._spins = spins and device.type == "cuda"
-        self._trail: Trail | None = None  # of the request at hand, on a GPU
+        self.trail: Trail | None = None  # of the request at hand, on a GPU
         self._enqueued: deque[tuple[Enqueued, Trail]] = deque()  # evaluations that are not answered
         self._request: Request | None = None  # at hand
 
@@ -76,8 +76,8 @@ class RankLoop:
         """
         self._board.tick(self._rank)
         is_ours = threading.current_thread() is threading.main_thread()  # others tick while torch compiles
-        if is_ours and self._trail is not None:
-            self._trail.note()
+        if is_ours and self.trail is not None:
+            self.trail.note()
         if self._enqueued and is_ours and self._is_first_over():
             self._send_first()
 
@@ -128,13 +128,13 @@ class RankLoop:
             self._board.enter(self._rank, PHASE[type(message)], message.request)
             self._request = message
             if self._device.type == "cuda":
-                self._trail = Trail(self._device, partial(self._board.tick, self._rank))
+                self.trail = Trail(self._device, partial(self._board.tick, self._rank))
             answer = self._answered(
                 message, partial(self._handle, handler, message, fds), partial(handler.stand, message)
             )
             if isinstance(answer, Enqueued):
-                assert self._trail is not None
-                self._enqueued.append((answer, self._trail))
+                assert self.trail is not None
+                self._enqueued.append((answer, self.trail))
             else:
                 while self._enqueued:
                     self._send_first()

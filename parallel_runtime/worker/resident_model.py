@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from ..forward import forward_name
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..methods.method import Rank
+from ..methods.recordings import Recordings, why_not_recorded
 from ..weights.device_weights import DeviceWeights
 from ..weights.fp32_forward import arguments_in_fp32, computing_in_fp32
 from ..weights.gguf import is_dequantised_late, with_patches
@@ -36,6 +37,7 @@ from ..weights.weight_patches import unpack_patches
 from ..wire.messages import Load
 from .object_patches import ObjectPatches
 from .patched_sets import PatchedSets
+from .trail import Trail
 
 log = logging.getLogger("pipemesh")
 # Options by which a model computes in numbers that are not its weights', or keeps such
@@ -47,7 +49,11 @@ NOT_COMPILED = (
 
 
 class CountingRank(Rank, Protocol):
-    """Counts too, for the user who waits for a load or a patching."""
+    """Counts too, for the user who waits for a load or a patching. ``trail``: where its GPU is in
+    the request at hand; None on a CPU.
+    """
+
+    trail: Trail | None
 
     def count(self, done: int, total: int) -> None:
         """Note how much of the request at hand is done."""
@@ -83,8 +89,12 @@ class ResidentModel:
         plan = plan_or_whole(type(transformer))
         if plan is None:
             raise Refused(f"{type(transformer).__name__} has no token plan.")
+        self.recordings: Recordings | None = None
+        if mesh.records and mesh.link is None:
+            self.recordings = Recordings(transformer, mesh.sequence, rank.tick, why_not_recorded(plan))
+        tick = None if self.recordings is None else self.recordings.tick
         # The method first, so that no weights of other stages' blocks are moved.
-        self.method = make_method(transformer, plan, mesh, rank, load.stages, kernels)
+        self.method = make_method(transformer, plan, mesh, rank, load.stages, kernels, tick)
         on_progress = counted(rank, stored_bytes(transformer.parameters()))
         self.weights = self._placed(load, mesh.sequence.weights, readers, on_progress)
         self.sets = PatchedSets(self.weights, device, free_bytes)
@@ -130,6 +140,7 @@ class ResidentModel:
         if self.kept is not None:
             self.kept.free()
         self.method.detach()
+        self._void_recordings()
         if self.weights.turns is not None:
             self.weights.turns.detach()
 
@@ -153,8 +164,10 @@ class ResidentModel:
         self.sets.restore(known)
         self.patches_id = ""
         self._run = None  # what the model kept is of other weights
+        self._void_recordings()
         if objects is not None:
             self._objects.put(objects, self.weights.has)
+            self._void_recordings()
         for name in self._objects.weights.keys() - {*known}:
             self.weights.replace(name, self._objects.weights[name])
         if known:
@@ -163,6 +176,14 @@ class ResidentModel:
             self._merge(patches or {}, rank)
         self.patches_id = patches_id
         return True
+
+    def _void_recordings(self) -> None:
+        """Give up CUDA graphs, which read the weights and objects that were there."""
+        plan = plan_or_whole(type(self.patcher.model.diffusion_model))
+        if self.recordings is not None and plan is not None:
+            foreign = "nodes' code is in its blocks" if self._objects.in_block.methods else ""
+            self.recordings.refuses = why_not_recorded(plan) or foreign
+            self.recordings.void()
 
     def _merge(self, patches: dict, rank: CountingRank) -> None:
         self.patcher.patches = {
@@ -212,8 +233,12 @@ class ResidentModel:
         transformer = self.patcher.model.diffusion_model
         forward = getattr(transformer, forward_name(transformer))
         turns = self.weights.turns
+        compute = partial(self.method.forward, forward, number=number)
         with nullcontext() if turns is None else turns.evaluation():
-            output = self.method.forward(forward, arguments, number)
+            if self.recordings is None:
+                output = compute(arguments)
+            else:
+                output = self.recordings.evaluate(arguments, compute, self.method.forget)
             if turns is not None:
                 turns.learn()
             return output
@@ -231,10 +256,12 @@ class ResidentModel:
             "transformer_options": {name: value for name, value in options.items() if name != COMPILE},
         }
 
-    def end_run(self) -> None:
+    def end_run(self, room: int = -1) -> None:
         """Free all that was kept for later evaluations of the run beside the method, and the memory
-        in which weights arrive.
+        in which weights arrive. Recorded CUDA graphs stay if they take at most ``room`` bytes.
         """
+        if self.recordings is not None:
+            self.recordings.end_run(room)
         clean_up(self._objects.in_block.patches)
         if self.kept is not None:
             self.kept.free()

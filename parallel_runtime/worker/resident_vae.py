@@ -20,6 +20,7 @@ class ResidentVAE:
 
     patches_id = ""
     kept = None
+    recordings = None
 
     def __init__(
         self, model: torch.nn.Module, device: torch.device, mesh: Mesh, rank: Rank, is_cut: bool = True

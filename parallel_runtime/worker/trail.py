@@ -13,7 +13,9 @@ import torch
 
 from ..comm.device_copies import Reached
 
-EVERY = 8  # ticks between two places: a place is an event, which takes a microsecond of this process
+# Ticks between two places: a place is an event, which takes some microseconds of this process. The
+# first ones are nearer to each other, because an evaluation of a small model has few ticks.
+EVERY = 8
 
 
 class Trail:
@@ -30,7 +32,7 @@ class Trail:
     def note(self) -> None:
         """Note the place that the evaluation has come to, now and then."""
         self._ticks += 1
-        if self._ticks % EVERY == 0:
+        if self._ticks % EVERY == 0 or self._ticks in (1, 2, 4):
             self._places.append(Reached(self._device))
 
     def look(self) -> None:
@@ -38,6 +40,11 @@ class Trail:
         while self._places and self._places[0].is_over():
             self._places.popleft()
             self._tick()
+
+    def is_over(self) -> bool:
+        """Return whether the device has come to the last place that was noted, if there is any."""
+        self.look()
+        return self._ticks > 0 and not self._places
 
     def wait_for(self, end: Reached) -> None:
         """Wait until the device has come to the evaluation's end; count the places on the way.

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pipemesh.lab.first_day.place import SHARES_A_GPU, nccl_version
+from pipemesh.parallel_runtime.methods.recordings import VARIABLE
 
 from ..conftest import COMFYUI
 
@@ -35,8 +36,9 @@ def setup(device):
 @pytest.fixture(scope="session")
 def pools(setup, device):
     """layout, backend -> a RemotePool and its placement. Over gloo all ranks are on one device;
-    over NCCL each has its own. A pool ends when another starts.
+    over NCCL each has its own, and records CUDA graphs. A pool ends when another starts.
     """
+    os.environ.setdefault(VARIABLE, "1")
     from pipemesh.parallel_runtime.client.remote_pool import RemotePool
     from pipemesh.pool.devices import place, visible_gpus
     from pipemesh.pool.handle import PoolKeeper

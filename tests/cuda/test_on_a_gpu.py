@@ -26,6 +26,7 @@ from pipemesh.lab.commands.parity import (
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT
 from pipemesh.parallel_runtime.attention.trial import asks, tried_kernels, usual
 from pipemesh.parallel_runtime.client.remote_patcher import Patching
+from pipemesh.parallel_runtime.client.session import Resident
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.comm.mesh import connect
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed
@@ -54,6 +55,7 @@ MIB = 1 << 20
 SLACK = 64 * MIB  # what a driver keeps of its own, in each process
 UIS_OWN, LEFT = 1024 * MIB, 256 * MIB  # of a GPU that is nearly full
 ROUNDS = 9  # in each of three turns
+STEPS = 40
 NEAR_STOCK = 1.01
 
 
@@ -106,6 +108,51 @@ def test_what_is_computed_over_nccl_follows_a_lora(parallel, files, figure, layo
         errors.append(relative_error(run(model), run(due)))
     figure(f"off by {max(errors):.2g} of the image's scale")
     assert max(errors) <= BOUND
+
+
+@pytest.mark.parametrize("layout", [Layout(), *TWO[:2], Layout(ulysses=4), FOUR[2]], ids=Layout.equation)
+def test_pieces_that_are_replayed_follow_size_lora_and_stop(
+    parallel, pools, device, files, figure, monkeypatch, layout
+):
+    """Each has as many steps as make a rank record, and as many again. Ranks that share a GPU wait
+    for each other there, so they are asked to record though no GPU waits for its process.
+    """
+    monkeypatch.setattr(Resident, "is_held_up", property(lambda _: True, lambda *_: None))
+    import comfy.model_management as mm
+
+    stock, errors, told = load_exactly(files["model"]), [], []
+    ours = parallel(stock, layout, "nccl")
+    sizes = [torch.zeros(1, 16, *size) for size in ((8, 8), (10, 8))]
+
+    def graphs():
+        return [one.graphs for one in pools(layout, "nccl").remote.sessions.live.pool.memory]
+
+    def compare(latent, strength=0.0):
+        model, due = (with_lora(one, files, strength) if strength else one for one in (ours, stock))
+        began = time.perf_counter()
+        image = run(model, latent=latent, steps=STEPS)
+        told.append((time.perf_counter() - began) / STEPS)
+        errors.append(relative_error(image, run(due, latent=latent, steps=STEPS)))
+
+    for latent in (sizes[0], sizes[0], sizes[1], sizes[1], sizes[0]):
+        compare(latent)
+    held = graphs()
+    assert device == "cpu" or all(held), "none was recorded"
+
+    def interrupt(step, *_):
+        if step == STEPS // 2:
+            mm.interrupt_current_processing()
+
+    with pytest.raises(mm.InterruptProcessingException):
+        run(ours, latent=sizes[0], steps=STEPS, callback=interrupt)
+    mm.interrupt_current_processing(False)
+    for strength in (0.0, 1.0, 1.0, 0.0, 0.0):
+        compare(sizes[0], strength)
+    figure(
+        f"off by {max(errors):.2g} of the image's scale; {', '.join(map(mib, held))} of graphs; ms a step"
+        f" {', '.join(f'{1e3 * one:.1f}' for one in told)}"
+    )
+    assert max(errors) <= BOUND and (device == "cpu" or all(graphs()))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

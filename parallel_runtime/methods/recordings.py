@@ -1,0 +1,255 @@
+"""Keep the recordings of a model's evaluations, and choose between computing, recording and
+replaying one.
+
+A rank decides by itself: it sends the same messages either way, so others need not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+
+from ..comm.device_copies import Reached, to_cpu
+from ..comm.mesh import SequenceComm
+from ..errors import ModelError
+from ..families.plan import COMPILE, TokenPlan
+from .pieces import NotRecordable, PieceRecorder, Recording, ReplayProof
+
+MOST = 8  # recordings of a model
+KEYS = 64  # of evaluations that were counted, or are not recorded
+# Evaluations that are computed before one is recorded. On an H100 a rank took as long to record as
+# 10 to 25 replays spare (lab/docs/CUDA.md): so recording costs at most as much again as had been
+# lost without, and what is evaluated fewer times is never recorded.
+WORTH = 16
+PROVED = {1, 2, 8, 64}  # replays of a recording that are held to what is computed
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+VARIABLE = "PIPEMESH_GRAPHS"  # 1: CUDA graphs are recorded
+Evaluator = Callable[[dict[str, Any]], Any]
+log = logging.getLogger("pipemesh")
+
+
+def are_wanted(device: torch.device, environ: Mapping[str, str]) -> bool:
+    """Return whether a rank whose messages lie on ``device`` may record CUDA graphs. AMD's GPUs are
+    left out until one has shown that it can.
+    """
+    is_on = environ.get(VARIABLE, "0") not in ("", "0")
+    return is_on and device.type == "cuda" and torch.version.hip is None
+
+
+def why_not_recorded(plan: TokenPlan) -> str:
+    """Return why no evaluation of a model of ``plan`` is recorded; empty if they can be."""
+    if plan.prefix is not None or plan.kept is not None:
+        return "the model keeps tokens from one evaluation to the next"
+    return "" if plan.is_tried else "nobody has tried the model's class"
+
+
+class Worth:
+    """Says when an evaluation was computed often enough to be recorded: ``least`` times, twice as
+    often after recordings that went before they had paid, as with a LoRA that changes after every
+    20 evaluations, and twice as often while those that the model has have not paid, as with a size
+    that changes so. ``counts``: how often each was computed, or replayed if it is recorded.
+    """
+
+    def __init__(self, least: float):
+        self.counts: Counter[Hashable] = Counter()
+        self._least = self._now = least
+
+    def pays(self, key: Hashable, recorded: Collection[Hashable]) -> bool:
+        """Count an evaluation that is computed. Return whether it is to be recorded."""
+        if len(self.counts) > KEYS:  # an option that is another number in every step makes a new one
+            self.counts = Counter({one: self.counts[one] for one in recorded})
+        self.counts[key] += 1
+        return self.counts[key] >= self._now * (1 if self._have_paid(recorded) else 2)
+
+    def part_with(self, keys: Collection[Hashable]) -> None:
+        """Forget recordings that are given up."""
+        if keys:
+            self._now = self._least if self._have_paid(keys) else 2 * self._now
+        for key in keys:
+            self.counts.pop(key, None)
+
+    def _have_paid(self, keys: Collection[Hashable]) -> bool:
+        return sum(self.counts[key] for key in keys) >= self._least * len(keys)
+
+
+class Recordings:
+    """The recordings of ``model`` on one rank. ``tick`` counts progress. ``is_wanted``: a GPU of
+    the group waited for its process in the evaluation before, so more may be recorded. ``refuses``:
+    why this model's evaluations are not recorded at all; empty if they are. ``worth``: how often
+    one is computed before it is recorded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: SequenceComm,
+        tick: Callable[[], None],
+        refuses: str = "",
+        worth: int = WORTH,
+    ):
+        self.is_wanted = False
+        self.refuses = refuses
+        self._model, self._comm, self._tick = model, comm, tick
+        self._recorder: PieceRecorder | None = None  # at work
+        # The same for all recordings: in each stream cuBLAS has memory of its own
+        self._streams: tuple[torch.cuda.Stream, ...] = ()
+        self._known: dict[Hashable, Recording | None] = {}  # None: it is not recorded
+        self._worth = Worth(worth)
+        self._proof: tuple[Hashable, torch.Tensor, Reached] | None = None  # that is not read
+
+    def tick(self) -> None:
+        """Count progress, or note it for the replays of what is recorded."""
+        (self._tick if self._recorder is None else self._recorder.tick)()
+
+    @property
+    def recorded(self) -> dict[Hashable, Recording]:
+        return {key: one for key, one in self._known.items() if one is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.recorded.values())
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(one.pool_bytes for one in self.recorded.values())
+
+    def evaluate(self, arguments: dict[str, Any], compute: Evaluator, forget: Callable[[], None]) -> Any:
+        """Return what ``compute`` returns of ``arguments``. Raises what it raises. ``forget`` lets
+        go of tensors that computing has made.
+        """
+        is_clear, key = self._read_proof(), self._key_of(arguments)
+        recording = self._known.get(key)
+        if recording is None or not is_clear:
+            output = compute(arguments)
+            may_record = self.is_wanted and is_clear and key is not None and key not in self._known
+            if may_record and self._worth.pays(key, self.recorded):
+                self._record(key, arguments, compute, forget)
+            return output
+        self._worth.counts[key] += 1
+        if self._worth.counts[key] not in PROVED:
+            return recording.replay(arguments, self._tick)
+        proof = ReplayProof(recording, self._comm)
+        output = proof.compute(arguments, compute)
+        self._proof = key, to_cpu(proof.wrong), Reached(proof.wrong.device)
+        return output
+
+    def void(self) -> None:
+        """Give up all recordings: what they read has changed."""
+        self._worth.part_with(self.recorded)
+        self._known, self._proof = {}, None
+
+    def give_up(self) -> None:
+        """Free the memory of all recordings, which something else needs, and record no more."""
+        if self.recorded:
+            self.void()
+            self._worth = Worth(math.inf)
+            tell_unrecorded("memory is short beside them")
+
+    def end_run(self, room: int) -> None:
+        """Keep the recordings that other runs may replay, if they take at most ``room`` bytes."""
+        recorded = self.recorded
+        lasting = {key: one for key, one in recorded.items() if one.lasts}
+        if sum(one.nbytes for one in lasting.values()) > room:
+            lasting = {}
+        self._worth.part_with(recorded.keys() - lasting.keys())
+        for key, one in recorded.items():
+            if key not in lasting:
+                del self._known[key]
+            if not one.lasts:
+                self._refuse("the model keeps tensors for a run that a graph reads", key)
+
+    def _key_of(self, arguments: dict[str, Any]) -> Hashable:
+        """Return what evaluations have in common that one recording computes: all but what tensors
+        hold, and the ranks that share them. None if no recording computes this one.
+        """
+        try:
+            if self.refuses:
+                raise NotRecordable(self.refuses)
+            if COMPILE in arguments.get("transformer_options", {}):
+                raise NotRecordable("blocks are compiled")
+            if self._comm.weights is not None:
+                raise NotRecordable("weights are gathered from other ranks")
+            leaves = tree_flatten_with_path(arguments)[0]
+            return self._comm.world, *((path, form_of(leaf)) for path, leaf in leaves)
+        except NotRecordable as error:
+            tell_unrecorded(str(error))
+            return None
+
+    def _record(
+        self, key: Hashable, arguments: dict[str, Any], compute: Evaluator, forget: Callable[[], None]
+    ) -> None:
+        """Record ``compute`` behind an evaluation like it, which has chosen kernels, taken memory
+        and connected ranks.
+        """
+        del self._worth.counts[key]
+        try:
+            if len(self.recorded) == MOST:
+                raise NotRecordable(f"the model has {MOST} of them")
+            pools = [graph.pool() for one in self.recorded.values() for graph, *_ in one.pieces if graph]
+            pool = pools[0] if pools else torch.cuda.graph_pool_handle()
+            self._streams = self._streams or (torch.cuda.Stream(), torch.cuda.Stream())
+            self._recorder = PieceRecorder(self._comm, self._streams, pool)
+            inputs = tree_map_only(torch.Tensor, torch.clone, arguments)
+            lasting = (*self._comm.buffers, *self._model.buffers())
+            self._known[key] = self._recorder.record(inputs, compute, forget, lasting)
+        except Exception as error:  # noqa: BLE001 it was computed already
+            self._refuse(str(error), key)  # a log may keep what it is told, and with it the frames
+        finally:
+            self._recorder = None
+            forget()
+
+    def _read_proof(self) -> bool:
+        """Read what the last proof found, if the GPU has come so far. Return whether none is left
+        to be read. A recording that was not right is given up. Raises ModelError if it was replayed
+        without a proof before.
+        """
+        if self._proof is None:
+            return True
+        key, wrong, reached = self._proof
+        if not reached.is_over():
+            return False
+        reached.wait()
+        self._proof = None
+        pieces = wrong.nonzero().flatten().tolist()
+        if not pieces:
+            return True
+        replays = self._worth.counts[key] - 1 if self._known.get(key) is not None else 0
+        self._known[key] = None
+        what = (
+            "A CUDA graph computed other numbers than its kernels do (piece"
+            f" {pieces[0] + 1} of {len(wrong)}): please report it. This rank computes such evaluations"
+            " without graphs from now on."
+        )
+        if replays > 1:
+            raise ModelError(f"{what} Up to {replays} steps of this image may be off: queue again.")
+        log.warning("[PipeMesh] %s The image is right.", what)
+        return True
+
+    def _refuse(self, why: str, key: Hashable) -> None:
+        if len(self._known) > KEYS:
+            self._known = dict(self.recorded)
+        self._known[key] = None
+        tell_unrecorded(why)
+
+
+@lru_cache(maxsize=KEYS)
+def tell_unrecorded(why: str) -> None:
+    """Log each reason once."""
+    log.warning("[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
+
+
+def form_of(leaf: Any) -> Hashable:
+    """Raises NotRecordable for code of others, and for a tensor that is not on the GPU."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+        return leaf.shape, leaf.stride(), leaf.dtype
+    if not isinstance(leaf, PLAIN):
+        raise NotRecordable(f"an argument is a {type(leaf).__name__}, not a number or on the GPU")
+    return type(leaf), leaf
