@@ -4,6 +4,8 @@ each says figure and verdict.
 
 import os
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -47,6 +49,16 @@ def taken(step, place):
 
 def is_well(said):
     return said and all(re.match(r"   ok   .*\w.*: \w", line) for line in said)
+
+
+def test_the_process_that_forks_the_steps_has_not_imported_comfyui():
+    """Its modules ask for GPUs, and a process that has asked cannot be forked."""
+    code = (
+        "import runpy, sys; runpy.run_path('pool/package.py')['register_package'](__import__('pathlib').Path())"
+        "; import pipemesh.lab.commands.first_day; print([one for one in sys.modules if one[:5] == 'comfy'])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
 
 
 @pytest.fixture(scope="module")
