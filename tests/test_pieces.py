@@ -39,6 +39,7 @@ from .test_collectives import Rank
 from .test_late_methods import on_gpu
 
 VIDEO = next(name for name, one in REPRESENTATIVES.items() if one.latents["odd"][2:3] == (3,))  # frames
+OFFLOADED = torch.nn.Parameter(torch.ones(2), requires_grad=False)
 GIVEN = {
     PLAIN: {"x": (1, 16, 13, 12), "context": (1, 7, 64), "y": (1, 32), "guidance": (1,)},
     VIDEO: {"x": (1, 16, 2, 6, 8), "context": (1, 7, 64)},
@@ -428,6 +429,8 @@ def test_what_is_voided_before_it_has_paid_is_recorded_twice_as_late():
         (lambda gpu: torch.empty(2).copy_(gpu), "reads numbers of the GPU"),
         (lambda gpu: torch.nn.functional.dropout(gpu, 0.5, True), "draws random numbers"),
         (lambda gpu: torch.randn(2), "draws random numbers"),
+        (lambda gpu: OFFLOADED.to(gpu.device), "a weight lies in main memory"),
+        (lambda gpu: gpu.copy_(OFFLOADED), "a weight lies in main memory"),
     ],
 )
 def test_what_a_replay_would_have_as_it_was_is_refused_by_name(ask, why):
