@@ -12,7 +12,8 @@ import gc
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...parallel_runtime.errors import LayoutError
@@ -104,7 +105,11 @@ def blocks_of(released: Released) -> int:
 
 
 def chosen(options: argparse.Namespace) -> Iterator[Chosen]:
-    names = [options.family] if options.family else list(RELEASED)
+    names = options.family or list(RELEASED)
+    if options.cover and options.replays:
+        in_turn = cycle((Layout(ulysses=4), Layout(ring=4), Layout(ulysses=2, ring=2)))
+        yield from (Chosen(name, [next(in_turn)], on_all=False) for name in names)
+        return
     if options.cover:
         yield from (case for case in cover() if case.name in names)
         return
@@ -180,7 +185,25 @@ def records(
                 "unaligned": figures.watched.unaligned,
             }
             shared = {"sharded_weight_bytes": sharded_bytes(whole, layout, figures.stage)}
-            yield {**here, **own, **shared, **watched, "misses": misses}
+            replayed = vars(model.replays(layout, chosen.kept)) if rank == last else {}
+            yield {**here, **own, **shared, **watched, **replayed, "misses": misses}
+
+
+def replays(chosen: Chosen, extent: tuple[int, int, int] | None, is_small: bool) -> Iterator[dict[str, Any]]:
+    """Say what the last rank of each layout does for a replay; with ``is_small`` of a model with
+    one block of each kind.
+    """
+    from ..dry_run.ranks import DryRanks
+
+    sample, released = RELEASED[chosen.name]
+    if is_small:
+        size = replace(released.size, blocks=tuple(min(1, count) for count in released.size.blocks))
+        released = replace(released, size=size)
+    model = DryRanks(sample, released, extent)
+    for layout in chosen.layouts:
+        place = {"model": chosen.name, "layout": layout.degrees(), "equation": layout.equation()}
+        made = vars(model.replays(layout, chosen.kept))
+        yield {**place, "rank": layout.world_size - 1, **made, "misses": []}
 
 
 def row(record: dict[str, Any]) -> str:
@@ -208,7 +231,13 @@ def main(argv: list[str], host: ComfyInstall) -> int:
             " not there."
         ),
     )
-    parser.add_argument("--family", choices=RELEASED, metavar="F", help=", ".join(RELEASED))
+    parser.add_argument(
+        "--family",
+        choices=RELEASED,
+        action="append",
+        metavar="F",
+        help=f"several times for several: {', '.join(RELEASED)}",
+    )
     parser.add_argument(
         "--layout",
         type=parsed_layout,
@@ -244,6 +273,11 @@ def main(argv: list[str], host: ComfyInstall) -> int:
     parser.add_argument(
         "--smallest", action="store_true", help="one rank of two, of the model with the fewest blocks"
     )
+    parser.add_argument(
+        "--replays",
+        action="store_true",
+        help="only what the last rank's CPU does for an evaluation that is replayed, one object per line",
+    )
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args(argv)
     if not (options.family or options.all or options.cover or options.table or options.smallest):
@@ -260,7 +294,8 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         import comfy.model_base
     gc.freeze()  # garbage is looked for in each rank, and not in what was imported
     print_to = sys.stderr if options.table else sys.stdout
-    if not options.json:
+    in_json = options.json or options.replays
+    if not in_json:
         print(HEAD.rstrip(), flush=True, file=print_to)
     for name, reason in (
         [item for family in FAMILIES for item in family.unreleased.items()] if options.all else ()
@@ -268,14 +303,17 @@ def main(argv: list[str], host: ComfyInstall) -> int:
         print(f"left out: {name.partition(':')[2]}, {reason}", file=sys.stderr)
     found, built = [], {}
     for one in chosen(options):
-        made = records(one, options.size, options.patches, built)
+        if options.replays:
+            made = replays(one, options.size, is_small=options.cover)
+        else:
+            made = records(one, options.size, options.patches, built)
         while True:
             with contextlib.redirect_stdout(sys.stderr):  # the host's modules print
                 record = next(made, None)
             if record is None:
                 break
             found.append(record)
-            print(json.dumps(record) if options.json else row(record), flush=True, file=print_to)
+            print(json.dumps(record) if in_json else row(record), flush=True, file=print_to)
     if options.table:
         print("\n".join(dry_table.lines(found)))
     return 1 if any(record["misses"] for record in found) and not options.smallest else 0

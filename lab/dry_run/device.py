@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -37,6 +38,7 @@ PACK_BYTES = 16  # NCCL's copies are of so many bytes, to and from multiples of 
 COPIES = {aten._to_copy.default, aten.copy_.default}
 LEFT_SECOND = {aten.addmm, aten.baddbmm}  # products whose left factor is the second argument
 BY_PIXELS = {aten.convolution, aten._convolution, aten.convolution_overrideable}  # they have no rows
+TO_CPU = "copy to the CPU"
 NOT_THE_CALLER = (__file__, product.__file__)
 
 
@@ -154,6 +156,36 @@ class WatchedDevice(DeviceCounts):
         self.unaligned += sum(
             one.numel() > 0 and one.storage_offset() * one.element_size() % PACK_BYTES > 0 for one in places
         )
+
+
+class AskedOfTorch(TorchDispatchMode):
+    """Counts what the CPU asks the device for, by name, messages as ``sent``. It answers where a
+    tensor is, which is no operation on a GPU.
+    """
+
+    def __init__(self, counts: DeviceCounts):
+        super().__init__()
+        self.started: Counter[str] = Counter()
+        self.sent = 0
+        self._counts = counts
+
+    @classmethod
+    # Nothing is compiled here, and asking takes longer than most operations
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        before = self._counts.launches
+        made = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.sent += 1
+        elif func is aten.copy_.default and not is_on_device(args[0]) and is_on_device(args[1]):
+            self.started[TO_CPU] += 1
+        else:
+            self.started[func._opname] += self._counts.launches - before
+        return made
 
 
 class WatchedDriver(Driver):

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from ...parallel_runtime.attention.kernels import TORCHS
 from ...parallel_runtime.attention.merge_operation import in_one
 from ...parallel_runtime.comm.mesh import Mesh, connect, open_weights
+from ...parallel_runtime.crossing.block_code import without_rebuilt
 from ...parallel_runtime.families.plan import TokenPlan
 from ...parallel_runtime.forward import forward_name
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.blocks import blocks_of
 from ...parallel_runtime.methods.factory import make_method
+from ...parallel_runtime.methods.recordings import Recordings, why_not_recorded
 from ...parallel_runtime.patches import Part, TokenGrid
 from ...parallel_runtime.planner.dry_device import DEVICE
 from ...parallel_runtime.planner.evaluation_count import Whole
@@ -31,11 +34,13 @@ from ...parallel_runtime.planner.keeping import own_weights
 from ...parallel_runtime.stages import share_out
 from ...parallel_runtime.weights.sharded_weights import ShardedWeights
 from .device import Wait, dry_device
+from .recorded import ReplayCalls, replay_calls
 from .released_model import DryModel
 from .rows import WholeByRows, count_by_rows
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
 WARM_UP = Part(1, 0)
+OF_STAGES = "the stages of a pipeline compute patches"
 AS_TRIED = TORCHS._replace(merge=in_one)  # on a GPU with Triton
 
 
@@ -171,6 +176,32 @@ class DryRanks(DryModel):
                 stage=(stage.first, stage.end),
                 cut=self._cut(whole, parts),
             )
+
+    def replays(self, layout: Layout, kept: Literal["whole", "sharded"] = "whole") -> ReplayCalls:
+        """Record an evaluation on the last rank of ``layout``, and replay it."""
+        transformer = self.model.diffusion_model
+        with joined(layout, layout.world_size - 1) as mesh, as_it_was(transformer, self.plan):
+            if mesh.link is not None:
+                return ReplayCalls(unrecorded=OF_STAGES)
+            if kept == "sharded":
+                open_weights(mesh)
+            mesh.sequence.device = DEVICE
+            recordings = Recordings(
+                transformer, mesh.sequence, IdleRank([]).tick, why_not_recorded(self.plan), worth=2
+            )
+            method = make_method(
+                transformer, self.plan, mesh, IdleRank([WARM_UP]), (), AS_TRIED, recordings.tick
+            )
+            compute = partial(method.forward, getattr(transformer, forward_name(transformer)), number=TURN)
+            try:
+                with dry_device(self.mode) as counts:
+                    counts.chosen = 1 / self.released.cut.experts
+                    method.attach()
+                    method.begin(WARM_UP)
+                    arguments = without_rebuilt(self.arguments, self.plan.rebuilt)
+                    return replay_calls(recordings, counts, arguments, compute, method.forget)
+            finally:
+                method.detach()
 
     def _cut(self, whole: Whole, parts: Sequence[Part]) -> list[tuple[int, int]]:
         """Return the patches' tokens of the stream that leaves. The last has those behind them."""

@@ -95,6 +95,16 @@ def test_a_rank_launches_what_the_planner_charges(records):
     } == set()
 
 
+def test_a_replay_of_the_last_rank_has_a_third_of_the_calls_or_says_why_there_is_none(records):
+    last = [one for one in records if one.get("launches") and "pieces" in one]
+    assert {one["equation"] for one in last} == {one["equation"] for one in records if one.get("launches")}
+    for one in last:
+        calls = one["graph_launches"] + one["messages"] + sum(one["eager"].values())
+        is_recorded = one["weights"] == "whole" and one["layout"]["pipefusion"] == 1
+        assert bool(calls) == is_recorded == (not one["unrecorded"]), one["unrecorded"]
+        assert 3 * calls < one["merged_in_one"], one["equation"]
+
+
 def is_alone(record, axis):
     return record["layout"][axis] == Layout(**record["layout"]).world_size and record["weights"] == "whole"
 

@@ -21,7 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ..crossing.attention import require_parts
-from ..crossing.block_code import InBlockPatches, encode_images, in_block_patches
+from ..crossing.block_code import InBlockPatches, encode_images, in_block_patches, without_rebuilt
 from ..crossing.options import crossing_options, hand_over_compilation, refuse_foreign_levers
 from ..crossing.prepared_text import text_patch
 from ..crossing.rows import Constants
@@ -241,11 +241,7 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         options, latent = arguments.get("transformer_options", {}), next(iter(arguments.values()))
         branch = Branch.of(options)
         crossing = crossing_options(options, self.in_block, partial(set_later, self))
-        sent = {**arguments, "transformer_options": crossing}
-        for name in self.in_block.rebuilt:  # ranks make these entries anew
-            argument, _, left_out = name.partition(".")
-            if sent.get(argument):
-                sent[argument] = {entry: one for entry, one in sent[argument].items() if entry != left_out}
+        sent = without_rebuilt({**arguments, "transformer_options": crossing}, self.in_block.rebuilt)
         return with_room(
             self,
             lambda: self.remote.sampling.output_of(

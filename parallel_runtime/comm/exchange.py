@@ -40,6 +40,10 @@ class StopFlag:
         self._later: deque[LateValue] = deque()
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
 
+    def look(self, act: Callable[[], None]) -> None:
+        """Do what no kernel before it has a part in, before the next message."""
+        act()
+
     def decide(self, flag: Flag) -> None:
         """Raises Stopped, on all ranks alike, if any was cancelled: ``flag`` is the largest of all
         flags.

@@ -92,7 +92,7 @@ class SequenceComm:
         because it may be the first evaluation of its part.
         """
         compare = self._comparison.compare
-        self.traffic.perform(partial(compare, self.world, tokens, count, self.shares, self.device))
+        self.stop.look(partial(compare, self.world, tokens, count, self.shares, self.device))
 
     def any_wishes(self, wish: bool) -> bool:
         """Return whether any rank of the sequence wishes it. All must ask, within an evaluation.
@@ -133,7 +133,7 @@ class SequenceComm:
 class Mesh:
     """One rank's place in the grid, and its communicators. ``link`` leads to the stages before and
     after, None if there is one stage. ``speeds`` of all ranks in percent of the fastest; empty if
-    they are alike. ``unrecorded``: why models record no CUDA graphs; empty if they may.
+    they are alike. ``records``: whether models may record CUDA graphs of their evaluations.
     """
 
     rank: int
@@ -141,7 +141,7 @@ class Mesh:
     sequence: SequenceComm
     link: StageLink | None = None
     speeds: tuple[int, ...] = ()
-    unrecorded: str = "nobody asked for it"
+    records: bool = False
 
 
 def connect(

@@ -64,6 +64,18 @@ class InBlockPatches:
         self.identity: dict[str, Any] = {IN_BLOCK: taken} if some else {}
 
 
+def without_rebuilt(arguments: Mapping[str, Any], rebuilt: Sequence[str]) -> dict[str, Any]:
+    """Return a forward's arguments without the entries that ranks make anew (``rebuilt`` of the
+    plan).
+    """
+    sent = dict(arguments)
+    for name in rebuilt:
+        argument, _, left_out = name.partition(".")
+        if sent.get(argument):
+            sent[argument] = {entry: one for entry, one in sent[argument].items() if entry != left_out}
+    return sent
+
+
 def in_block_patches(patcher: Any) -> InBlockPatches:
     """In the UI: the patches of nodes on a MODEL that ranks get. Raises Refused, naming one that
     cannot run there.

@@ -39,8 +39,8 @@ class NotRecordable(ValueError):
 
 class GraphPiece(NamedTuple):
     """What a rank does up to a message, and the message. ``graph``: None if no kernel is started.
-    ``looks`` at cancel flags that came, ``ticks`` of progress. ``move`` does the message, which has
-    ``sent`` and ``come`` as ``at_once`` has them; behind the last piece there is none.
+    ``looks``, such as at cancel flags that came, ``ticks`` of progress. ``move`` does the message,
+    which has ``sent`` and ``come`` as ``at_once`` has them; behind the last piece there is none.
     """
 
     graph: torch.cuda.CUDAGraph | None
@@ -120,8 +120,6 @@ class RecordedOperations(TorchDispatchMode):
         to_cpu = any(isinstance(one, torch.device) and one.type == "cpu" for one in given)
         if to_cpu or (name == "aten::copy_" and not args[0].is_cuda):
             raise NotRecordable(f"{name} {OF_ITS_TIME[torch.Tag.data_dependent_output]}")
-        if any(isinstance(one, torch.nn.Parameter) for one in on_cpu):
-            raise NotRecordable("a weight lies in main memory")  # its copy on the GPU would stay there
         if on_cpu and name == "aten::copy_":
             target, source, *others = args
             args = target, self._bring(torch.ops.aten._to_copy.default, source, device=target.device), *others
@@ -168,7 +166,7 @@ class RecordedOperations(TorchDispatchMode):
 
 class LooksLater(StopFlag):
     """Stands for an evaluation's StopFlag while pieces are recorded: each replay looks at the flags
-    that came, as the evaluation at hand does.
+    that came, and whether ranks have compared their tokens, as the evaluation at hand does.
     """
 
     def __init__(self, comm: SequenceComm):
@@ -176,6 +174,9 @@ class LooksLater(StopFlag):
         self.flags: list[Flag] = []  # that replays look at
         self.looks: list[Callable[[], None]] = []  # of the piece at hand
         self._comm = comm
+
+    def look(self, act: Callable[[], None]) -> None:
+        self.looks.append(act)
 
     def decide(self, flag: Flag) -> None:
         self.flags.append(flag)
