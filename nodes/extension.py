@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipemesh")
 PACK = Path(__file__).resolve().parents[1]
-GRAPHS = "PIPEMESH_GRAPHS"  # of versions whose workers recorded whole evaluations
 
 
 def show_on_node(text: str) -> None:
@@ -74,6 +73,18 @@ def first_line(placement: Placement, auto_is_on: bool) -> str:
     if placement.is_one_gpu:
         return f"One GPU ({names}): there is no second one to share an image with."
     return f"{len(placement.devices)} GPUs ({names}), {placement.backend}. Auto mode is {auto}."
+
+
+def tell_of_graphs(asked: str) -> None:
+    """Say that workers record CUDA graphs, or that the variable's value asks for nothing."""
+    if asked in ("1", "all"):
+        log.info(
+            "[PipeMesh] PIPEMESH_GRAPHS=%s: workers on NVIDIA GPUs record CUDA graphs of what they compute"
+            " between messages. No GPU has replayed these yet.",
+            asked,
+        )
+    elif asked not in ("", "0"):
+        log.error("[PipeMesh] PIPEMESH_GRAPHS is %s, and counts as 0: set it to 1 or 0.", asked)
 
 
 def folder_with_routes(routes: Iterable[web.AbstractRouteDef]) -> Path | None:
@@ -126,11 +137,7 @@ class PipeMeshExtension(ComfyExtension):
         self._auto.install()
         if said := untested(comfyui_version.__version__, is_tried=self._setup.tries_hosts):
             log.info("[PipeMesh] %s", said)
-        if GRAPHS in os.environ:
-            log.warning(
-                "[PipeMesh] %s has no effect any more, because workers record no CUDA graphs: unset it.",
-                GRAPHS,
-            )
+        tell_of_graphs(os.environ.get("PIPEMESH_GRAPHS", ""))
         with suppress(LayoutError):  # a sampler will say it
             devices = all_devices(visible_gpus(args.cpu)).placement
             log.info("[PipeMesh] %s", first_line(devices, self._auto.is_on()))

@@ -35,7 +35,7 @@ LIFETIMES = {
         " PackState._read,taken PatchedSets._kept*,_used PatchSharding._kept_rows PipelineBackend._pieces"
         " PoolDecoding._left,_lent OptionReaders.of"
         " RemoteVAE._steps SequenceAttention._divided ObjectPatches._take_away,weights"
-        " FirstResults.right,told,wrong Recordings._known Worth.counts ShardedLayer._views ShardedWeights._replaced,_sharded"
+        " FirstResults.right,told,wrong Recordings._known* Worth.counts ShardedLayer._views ShardedWeights._replaced,_sharded"
         " StageHooks._handles StoredTensors.tensors TokenHooks._handles,told Turns._at,_take_away"
         " Weights._own,_seen,changed WholeForward._handles"
     ),

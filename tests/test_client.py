@@ -34,6 +34,7 @@ from pipemesh.parallel_runtime.wire.messages import (
     Forward,
     Load,
     Memory,
+    Recorded,
     Release,
     SetWeightPatches,
 )
@@ -47,6 +48,8 @@ class Ledger:
     """A pool of one rank with room for ``room`` models; ``short`` names a kind of request that
     needs one place more.
     """
+
+    recorded: Recorded | None = None
 
     def __init__(self, room: int, short: type = Load, stages: int = 1):
         self.arena, self.memory, self.idle = Arena(), [Memory(1, 2, 3)], True
@@ -99,7 +102,10 @@ class Ledger:
         elif isinstance(request, Load) and not request.checks:
             self.models.append(request.model)
         return Done(
-            request=request.request, memory=self.memory[0], output=encode_tree([0], lambda path, tensor: None)
+            request=request.request,
+            memory=self.memory[0],
+            output=encode_tree([0], lambda path, tensor: None),
+            recorded=self.recorded,
         )
 
 
@@ -236,6 +242,16 @@ def test_a_model_that_a_guider_evaluates_beside_the_sampled_one_is_in_the_same_r
     client.runs.end(model_of(client, "a"))
     assert pool.asked[-2:] == [("EndRun", "a"), ("EndRun", "b")]
     assert client.residency.make_room(model_of(client, "x"))
+
+
+def test_what_ranks_replayed_of_a_models_last_run_is_known_once_they_have_told():
+    pool, told = Ledger(room=1), Recorded(20, 17)
+    client = remote(pool, "a")
+    for recorded in (told, None):
+        pool.recorded = recorded
+        client.runs.begin(model_of(client, "a"))
+        client.runs.end(model_of(client, "a"))
+        assert client.sessions.live.models[model_of(client, "a")].recorded == (recorded,)
 
 
 def test_the_end_of_a_run_that_ranks_were_too_busy_to_hear_is_told_once_they_are_free():

@@ -79,7 +79,7 @@ MOST = {"Ulysses": (51, 178), "PipeFusion": (59, 212)}
 # ranks cannot deduce it. The last of Done answer other requests. A rank whose GPU waits for slower
 # ranks does not see that these wait for their CPUs: idle tells ComfyUI's process, and record tells
 # all ranks
-FIELDS = {Forward: (9, set()), Done: (12, {"unread", "lacks"}), Failed: (8, set())}
+FIELDS = {Forward: (9, set()), Done: (12, {"unread", "lacks", "recorded"}), Failed: (8, set())}
 
 
 @pytest.mark.parametrize("message", FIELDS, ids=lambda one: one.__name__)

@@ -193,6 +193,8 @@ def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page,
     made = example()
     pool, figures = made["pools"][0], made["last_runs"][0]["figures"]
     pool["shares"] = [asdict(share) for share in UNLIKE]
+    pool["models"][0]["graphs"] = [asdict(Text("graphs_replayed", ("17", "40")))]
+    pool["ranks"][0]["memory"]["graphs"] = 200 << 20
     figures |= {
         "exchange_share": 0.15,
         "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(traffic.COUNTED, 1)},
@@ -208,6 +210,10 @@ def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page,
             "the bar has each, the largest first"
         )
         shown(page, "Communication: 15 % of the time")
+        shown(
+            page, "flux1-dev.safetensors: CUDA graphs: in the last run workers replayed 17 of 40 evaluations"
+        )
+        shown(page, "by models, 0.20 GiB by CUDA graphs")
         for palette in ("light", "dark"):
             page.set("Comfy.ColorPalette", palette)
             page.until(

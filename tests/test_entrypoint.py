@@ -282,11 +282,19 @@ def test_the_log_says_so_when_comfyui_starts(monkeypatch, caplog, request):
     assert any("ComfyUI 99.0.0 is not one that PipeMesh was tested with" in one for one in caplog.messages)
 
 
-def test_a_variable_that_has_no_effect_any_more_is_told_of_once_where_it_is_set(monkeypatch, caplog, request):
-    monkeypatch.setenv("PIPEMESH_GRAPHS", "1")
-    request.getfixturevalue("modules")
+def test_the_log_says_so_where_comfyui_starts_with_cuda_graphs(monkeypatch, caplog, request):
+    caplog.set_level("INFO", "pipemesh")
+    monkeypatch.setenv("PIPEMESH_GRAPHS", "all")
+    tell_of_graphs = request.getfixturevalue("modules")("nodes", "extension").tell_of_graphs
+    for value in ("", "0", "1", "yes"):
+        tell_of_graphs(value)
+    recorded = "workers on NVIDIA GPUs record CUDA graphs of what they compute between messages"
     assert [line for line in caplog.messages if "PIPEMESH_GRAPHS" in line] == [
-        "[PipeMesh] PIPEMESH_GRAPHS has no effect any more, because workers record no CUDA graphs: unset it."
+        *(
+            f"[PipeMesh] PIPEMESH_GRAPHS={one}: {recorded}. No GPU has replayed these yet."
+            for one in ("all", "1")
+        ),
+        "[PipeMesh] PIPEMESH_GRAPHS is yes, and counts as 0: set it to 1 or 0.",
     ]
 
 

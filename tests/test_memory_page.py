@@ -8,6 +8,7 @@ from dataclasses import fields
 from pipemesh.nodes.status.figures import MemoryFigures, SharedFigures
 from pipemesh.parallel_runtime.client import calls, queue_lookahead, runs
 from pipemesh.parallel_runtime.comm import stage_link
+from pipemesh.parallel_runtime.methods import recordings
 from pipemesh.parallel_runtime.wire import arena
 from pipemesh.parallel_runtime.worker import device_memory, patched_sets
 
@@ -28,6 +29,7 @@ BOUNDS = {
     "Copies of these": ("the same as above",),
     "A run's prompts": (f"{arena.KEPT_CONDITIONING // MIB} MiB",),
     "Memory of messages": (f"1/{device_memory.LITTLE} of",),
+    "CUDA graphs of": (f"{recordings.MOST} of a model", f"1/{device_memory.LITTLE} of"),
     "Sets of patched": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Such sets": (f"1/{1 / patched_sets.SHARE_OF_SETS:.0f} of",),
     "Rows on their way": (f"{stage_link.IN_FLIGHT} messages",),

@@ -26,7 +26,7 @@ from pipemesh.parallel_runtime.forward import binder, forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.pieces import NotRecordable, RecordedOperations
-from pipemesh.parallel_runtime.methods.recordings import Recordings, are_wanted, why_not_recorded
+from pipemesh.parallel_runtime.methods.recordings import Recordings, Replays, why_not_recorded, why_unrecorded
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.messages import Load
 from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
@@ -39,6 +39,7 @@ from .test_collectives import Rank
 from .test_late_methods import on_gpu
 
 VIDEO = next(name for name, one in REPRESENTATIVES.items() if one.latents["odd"][2:3] == (3,))  # frames
+OFFLOADED = torch.nn.Parameter(torch.ones(2), requires_grad=False)
 GIVEN = {
     PLAIN: {"x": (1, 16, 13, 12), "context": (1, 7, 64), "y": (1, 32), "guidance": (1,)},
     VIDEO: {"x": (1, 16, 2, 6, 8), "context": (1, 7, 64)},
@@ -419,6 +420,24 @@ def test_what_is_voided_before_it_has_paid_is_recorded_twice_as_late():
         assert [*waits, used.waited(2)] == [3, 6, 12, 3, 6, 3]
 
 
+def test_a_run_ends_with_what_was_replayed_and_why_not_all():
+    """What is computed beside a replay as its proof is not counted."""
+    with late_device():
+        used, refused = Used(3), Used(1)
+        used.evaluate(2, 6)
+        assert used.kept.end_run(1 << 30) == Replays(6, 1)
+        used.evaluate(2, 4)
+        assert used.kept.end_run(1 << 30) == Replays(4, 4)
+        used.kept.give_up()
+        for _ in range(2):
+            used.evaluate(2)
+            assert used.kept.end_run(1 << 30) == Replays(1, 0, "memory is short beside them")
+        given = {"x": torch.ones(2, device=DEVICE)}
+        for _ in range(2):  # it is tried once, and told of in each run
+            refused.kept.evaluate(given, lambda given: torch.rand_like(given["x"]), int)
+            assert "draws random numbers" in refused.kept.end_run(1 << 30).why
+
+
 @pytest.mark.parametrize(
     ("ask", "why"),
     [
@@ -428,6 +447,8 @@ def test_what_is_voided_before_it_has_paid_is_recorded_twice_as_late():
         (lambda gpu: torch.empty(2).copy_(gpu), "reads numbers of the GPU"),
         (lambda gpu: torch.nn.functional.dropout(gpu, 0.5, True), "draws random numbers"),
         (lambda gpu: torch.randn(2), "draws random numbers"),
+        (lambda gpu: OFFLOADED.to(gpu.device), "a weight lies in main memory"),
+        (lambda gpu: gpu.copy_(OFFLOADED), "a weight lies in main memory"),
     ],
 )
 def test_what_a_replay_would_have_as_it_was_is_refused_by_name(ask, why):
@@ -479,15 +500,16 @@ def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family, monk
 
 def test_graphs_are_recorded_where_they_are_turned_on_on_nvidias_gpus_whose_messages_lie_there(monkeypatch):
     asked = {"PIPEMESH_GRAPHS": "1"}
-    assert are_wanted(DEVICE, asked) and are_wanted(DEVICE, {"PIPEMESH_GRAPHS": "all"})
-    assert not any(are_wanted(DEVICE, one) for one in ({}, {"PIPEMESH_GRAPHS": "0"}, {"PIPEMESH_GRAPHS": ""}))
-    assert not are_wanted(torch.device("cpu"), asked)
+    assert why_unrecorded(DEVICE, asked) == why_unrecorded(DEVICE, {"PIPEMESH_GRAPHS": "all"}) == ""
+    for off in ({}, *({"PIPEMESH_GRAPHS": one} for one in ("0", "", "yes"))):
+        assert why_unrecorded(DEVICE, off) == "PIPEMESH_GRAPHS is not 1"
+    assert "main memory" in why_unrecorded(torch.device("cpu"), asked)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not are_wanted(DEVICE, asked)
+    assert "AMD" in why_unrecorded(DEVICE, asked)
 
 
 def test_weights_or_code_that_change_void_what_a_rank_has_recorded(monkeypatch):
-    mesh = replace(connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False), records=True)
+    mesh = replace(connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False), unrecorded="")
     rank = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None)
     load = Load(request=1, model="m", source=b"")
     resident, voided = ResidentModel(stock_model(2), torch.device("cpu"), mesh, rank, load), []

@@ -1,6 +1,7 @@
 """What a rank does for each request, in this process: a rank alone, with real models."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from pipemesh.parallel_runtime.wire.messages import (
     Forward,
     Load,
     ReadWeights,
+    Recorded,
     Release,
     SetWeightPatches,
 )
@@ -137,6 +139,22 @@ def test_a_rank_tells_what_the_models_that_it_still_holds_take(rank):
     assert rank.ask(Release, "one").memory.model == both - one
     assert rank.ask(Release, "one").memory.model == both - one
     assert rank.ask(Release, "other").memory.model == 0
+
+
+def test_a_rank_with_a_gpu_tells_at_a_runs_end_what_it_replayed_and_why_not_all(rank):
+    rank.load("never", 2)
+    rank.handler._mesh = replace(rank.handler._mesh, unrecorded="")
+    rank.load("recorded", 2)
+    recordings = rank.handler.models["recorded"].recordings
+    assert rank.ask(EndRun, "recorded").recorded is None, "it has no GPU"
+    for model in rank.handler.models.values():
+        model.device = torch.device("cuda")
+    recordings.evaluate({"x": torch.ones(2)}, lambda given: given, int)
+    assert rank.ask(EndRun, "recorded").recorded == Recorded(
+        1, 0, "an argument is a Tensor, not a number or on the GPU"
+    )
+    assert rank.ask(EndRun, "never").recorded == Recorded(0, 0, "nobody asked for it")
+    assert rank.ask(EndRun, "released").recorded is None
 
 
 def test_on_another_machine_the_checkpoint_is_the_one_that_lies_there(monkeypatch):

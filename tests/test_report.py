@@ -17,7 +17,7 @@ from pipemesh.nodes.status.figures import (
     RunFigures,
     RunStatus,
 )
-from pipemesh.nodes.status.reasons import slowed, why_layout
+from pipemesh.nodes.status.reasons import as_graphs, slowed, why_layout
 from pipemesh.nodes.status.sums import achieved_s, run_figures
 from pipemesh.nodes.timing import Speed
 from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames, measured
@@ -26,7 +26,7 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.texts import Text
-from pipemesh.parallel_runtime.wire.messages import Done, Memory
+from pipemesh.parallel_runtime.wire.messages import Done, Memory, Recorded
 from pipemesh.pool.devices import place
 
 GIB = 2**30
@@ -122,6 +122,28 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
         "rank device models free total",
         *(f"{rank} cuda:{rank} 300.0 MiB 10.0 GiB 24.0 GiB" for rank in range(4)),
     ]
+
+
+def test_the_text_says_what_ranks_replayed_as_cuda_graphs_and_why_not_all():
+    def lines(*recorded):
+        here = pool()
+        held = RankFigures(0, "cuda:0", 1, "waiting", MemoryFigures(10 * GIB, 24 * GIB, 0, graphs=200 << 20))
+        models = (replace(kept("model"), graphs=as_graphs(recorded)),)
+        text = text_of(replace(here, models=models, ranks=(held, *here.ranks[1:])))
+        assert "rank device models CUDA graphs free total" in said(text)
+        assert "0 cuda:0 0.0 MiB 200.0 MiB 10.0 GiB 24.0 GiB" in said(text)
+        return [line for line in said(text) if line.startswith("model: ")]
+
+    on, off = Recorded(20, 17), Recorded(0, 0, "PIPEMESH_GRAPHS is not 1")
+    refused = Recorded(20, 0, "aten::randn draws random numbers\nmore")
+    replayed = "model: CUDA graphs: in the last run workers replayed {} evaluations, all workers together."
+    assert lines(on, on) == [replayed.format("34 of 40")]
+    assert lines(on, refused, refused) == [
+        replayed.format("17 of 60"),
+        "model: Computed without CUDA graphs: aten::randn draws random numbers.",
+    ]
+    assert lines(off, off) == ["model: Computed without CUDA graphs: PIPEMESH_GRAPHS is not 1."]
+    assert lines(None, None) == lines() == []
 
 
 def test_tables_line_up_in_a_monospaced_font_and_a_long_value_makes_no_other_line_long():

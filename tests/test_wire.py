@@ -250,6 +250,12 @@ def test_messages_arrive_whole_however_the_bytes_are_cut(sizes, data):
         theirs.close()
 
 
+def test_an_answer_has_only_the_fields_that_it_has_something_to_say_in():
+    """An evaluation's is sent by each rank in each step."""
+    sent = msgspec.msgpack.decode(framed(Done(request=1, memory=Memory(1, 2, 3), idle=True))[HEADER.size :])
+    assert {*sent} == {"type", "request", "memory", "idle"}
+
+
 def test_a_message_larger_than_the_sockets_buffer_arrives_whole(ends):
     ui, rank, _ = ends
     big = Done(request=1, memory=Memory(1, 2, 3), output=os.urandom(3 << 20))

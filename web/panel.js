@@ -330,6 +330,7 @@ class Panel {
       ...pool.ranks.map((rank) => this.rank(rank, live)),
       pool.models.length ? quiet(t("models")) : "",
       pool.models.length ? list(pool.models.map((one) => t(`model_${one.state}`, one.title))) : "",
+      ...pool.models.flatMap((one) => one.graphs.map((text) => quiet(`${one.title}: ${this.said(text)}`))),
       make(
         "div",
         { className: "acts" },
@@ -356,7 +357,7 @@ class Panel {
         [memory.model / memory.total, ""],
         [Math.max(0, used - memory.model) / memory.total, "other"],
       ]),
-      quiet(`${amount}, ${t("of_models", size(memory.model))}`)
+      quiet(`${amount}, ${t("of_models", size(memory.model))}${memory.graphs ? `, ${t("of_graphs", size(memory.graphs))}` : ""}`)
     );
   }
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from ...parallel_runtime.methods import recordings as product
+from ...parallel_runtime.methods.recordings import Recordings
 from ...parallel_runtime.planner.dry_device import DeviceCounts, Driver
 from .device import AskedOfTorch
 
@@ -81,7 +81,7 @@ def recording_dry() -> Iterator[list[CountedGraph]]:
 
 
 def replay_calls(
-    recordings: product.Recordings,
+    recordings: Recordings,
     counts: DeviceCounts,
     arguments: dict[str, Any],
     compute: Callable[[dict[str, Any]], Any],
@@ -96,14 +96,12 @@ def replay_calls(
         with asked:
             return compute(given)
 
-    told: list[str] = []
-    with recording_dry() as starts, patch.object(product, "tell_unrecorded", told.append):
+    with recording_dry() as starts:
         recordings.is_wanted = True
-        recordings.evaluate(arguments, answered, forget)
-        if not told:
+        for _ in range(2):
             recordings.evaluate(arguments, answered, forget)
-        if told:
-            return ReplayCalls(unrecorded=told[0])
+        if not recordings.recorded:
+            return ReplayCalls(unrecorded=recordings.end_run(0).why)
         (recording,) = recordings.recorded.values()
         asked.started.clear()
         asked.sent, sent = 0, 0

@@ -222,6 +222,7 @@ def held_text(pool: PoolStatus) -> str:
         ("prompts sent so far", str(pool.conditioning_uploads)),
     ]
     kept = [f"  weights of {one.title}: {one.kept}, {one.why}" for one in pool.models if one.why]
+    kept += [f"  {one.title}: {text.english}" for one in pool.models for text in one.graphs]
     return "\n".join(["Pool", *in_columns(rows), *kept, *kernel_lines(pool.kernels)])
 
 
@@ -238,14 +239,12 @@ def kernel_lines(kernels: RingKernels) -> list[str]:
 
 
 def memory_text(ranks: Sequence[RankFigures]) -> str:
-    """Have a column for sets of patched weights if a rank keeps some."""
-    keeps = any(rank.memory is not None and rank.memory.sets for rank in ranks)
-    columns = {
-        "model": "models",
-        **({"sets": "LoRA sets"} if keeps else {}),
-        "free": "free",
-        "total": "total",
-    }
+    """Have a column for sets of patched weights, and one for CUDA graphs, if a rank has some."""
+    columns = {"model": "models", "sets": "LoRA sets", "graphs": "CUDA graphs", "free": "free"}
+    for name in ("sets", "graphs"):
+        if not any(rank.memory is not None and getattr(rank.memory, name) for rank in ranks):
+            del columns[name]
+    columns["total"] = "total"
     rows: list[tuple[str, ...]] = [("rank", "device", *columns.values())]
     for rank in ranks:
         held = rank.memory

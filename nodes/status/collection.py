@@ -40,7 +40,7 @@ from .figures import (
     Status,
     StepStatus,
 )
-from .reasons import slowed, unlike_shares, why_layout
+from .reasons import as_graphs, slowed, unlike_shares, why_layout
 from .sums import plan_figures, run_figures
 
 MOST = 10  # runs that are told of
@@ -125,7 +125,14 @@ def model_statuses(pool: RemotePool) -> tuple[ModelStatus, ...]:
     session = pool.sessions.live  # once: the pool may end meanwhile
     models = dict(session.models) if session is not None else {}
     return tuple(
-        ModelStatus(model.name, model.title, held.state.name.lower(), held.weights.kept, held.weights.why)
+        ModelStatus(
+            model.name,
+            model.title,
+            held.state.name.lower(),
+            held.weights.kept,
+            held.weights.why,
+            as_graphs(held.recorded),
+        )
         for model, held in models.items()
     )
 
@@ -143,7 +150,13 @@ def rank_figures(handle: PoolHandle) -> tuple[RankFigures, ...]:
             pids[rank] or None,
             board.phase(rank),
             MemoryFigures(
-                one.free, one.total, one.model, one.conditioning, one.kept, one.sets + one.sets_in_main
+                one.free,
+                one.total,
+                one.model,
+                one.conditioning,
+                one.kept,
+                one.sets + one.sets_in_main,
+                one.graphs,
             ),
         )
         for rank, (name, one) in enumerate(zip(names, pool.memory, strict=False))

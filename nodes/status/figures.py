@@ -54,8 +54,9 @@ class DeviceStatus:
 @dataclass(frozen=True)
 class MemoryFigures:
     """Bytes on a rank's device; ``model``: held by the rank's models, ``conditioning`` of a run,
-    ``kept`` of evaluations before: keys and values, and the memory of messages.
-    ``sets``: of sets of patched weights that may come back, with those in main memory.
+    ``kept`` of evaluations before: keys and values, the memory of messages, and what CUDA graphs
+    have, ``graphs`` of it. ``sets``: of sets of patched weights that may come back, with those in
+    main memory.
     """
 
     free: int
@@ -64,6 +65,7 @@ class MemoryFigures:
     conditioning: int = 0
     kept: int = 0
     sets: int = 0
+    graphs: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class RankFigures:
 class ModelStatus:
     """``model``: its id in the pool; ``title``: its file. ``state``: loading, patching or ready.
     ``kept``: how ranks keep its weights, ``whole``, ``sharded`` or ``offloaded``, and ``why``.
+    ``graphs``: how much of its last run GPUs replayed as CUDA graphs, and why not all.
     """
 
     model: str
@@ -99,6 +102,7 @@ class ModelStatus:
     state: str
     kept: str
     why: str
+    graphs: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True)

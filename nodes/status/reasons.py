@@ -4,11 +4,12 @@ from being faster. All texts exist in every language.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...parallel_runtime.comm.shares import group_speeds, shares_of, stage_speeds
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.texts import Text
+from ...parallel_runtime.wire.messages import Recorded
 from ...pool.devices import Placement
 from .figures import ModelStatus, RunFigures
 
@@ -44,6 +45,17 @@ def slowed(devices: Sequence[str], models: Sequence[ModelStatus], run: RunFigure
     gpus = [name for name in devices if not name.endswith("cpu")]
     shared = [name for name in dict.fromkeys(gpus) if gpus.count(name) > 1]
     return (*found, *(Text("slowed_shared_device", (name,)) for name in shared))
+
+
+def as_graphs(recorded: Iterable[Recorded | None]) -> tuple[Text, ...]:
+    """Say how many evaluations of a model's last run ranks replayed as CUDA graphs, and why they
+    computed others. Empty without GPUs.
+    """
+    told = [one for one in recorded if one is not None]
+    counts = sum(one.replayed for one in told), sum(one.evaluations for one in told)
+    replayed = (Text("graphs_replayed", tuple(map(str, counts))),) if counts[1] else ()
+    whys = dict.fromkeys(one.why.partition("\n")[0] for one in told if one.why)
+    return (*replayed, *(Text("graphs_why", (why,)) for why in whys))
 
 
 def unlike_shares(placement: Placement) -> tuple[Text, ...]:

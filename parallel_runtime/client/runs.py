@@ -127,7 +127,10 @@ def tell(session: Session, model: PooledModel, cleared: Collection[int] | None) 
     cleared = session.pool.facts.everyone if cleared is None else tuple(cleared)
     try:
         is_late = lambda: time.monotonic() > until  # noqa: E731
-        session.ask(EndRun, (), is_late, model=model.name, cleared=cleared, arena_bytes=arena_bytes)
+        session.models[model].recorded = ()
+        fields = {"model": model.name, "cleared": cleared, "arena_bytes": arena_bytes}
+        answers = session.ask(EndRun, (), is_late, **fields)
+        session.models[model].recorded = tuple(one.recorded for one in answers)
         have_cut = True
     except RunCancelled:  # they need longer: the next request waits for them
         pass

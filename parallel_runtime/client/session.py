@@ -17,7 +17,7 @@ from ..layout import Layout
 from ..patches import Part
 from ..planner.keeping import Keeping
 from ..wire.arena import Arena, Frame
-from ..wire.messages import Done, Memory, Request
+from ..wire.messages import Done, Memory, Recorded, Request
 from ..wire.segment import TensorRef
 from .conditioning import ConditioningCache
 from .run import PooledModel, Run
@@ -83,7 +83,7 @@ class Resident:
     """Keeps the state of one model that ranks hold. ``stages``: the number of blocks of each stage;
     empty: as many each. ``asked`` and ``weights``: how the weights were to be kept, and how they
     are. ``objects_id``: a name of the object patches' content. ``is_held_up``: a rank's GPU waited
-    for its process in the last evaluation.
+    for its process in the last evaluation. ``recorded``: what ranks replayed of the last run.
     """
 
     stages: tuple[int, ...] = ()
@@ -93,6 +93,7 @@ class Resident:
     patches_id: str = ""
     objects_id: str = ""
     is_held_up: bool = False
+    recorded: tuple[Recorded | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

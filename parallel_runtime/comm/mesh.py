@@ -133,7 +133,7 @@ class SequenceComm:
 class Mesh:
     """One rank's place in the grid, and its communicators. ``link`` leads to the stages before and
     after, None if there is one stage. ``speeds`` of all ranks in percent of the fastest; empty if
-    they are alike. ``records``: whether models may record CUDA graphs of their evaluations.
+    they are alike. ``unrecorded``: why models record no CUDA graphs; empty if they may.
     """
 
     rank: int
@@ -141,7 +141,7 @@ class Mesh:
     sequence: SequenceComm
     link: StageLink | None = None
     speeds: tuple[int, ...] = ()
-    records: bool = False
+    unrecorded: str = "nobody asked for it"
 
 
 def connect(

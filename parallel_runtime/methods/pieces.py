@@ -120,6 +120,8 @@ class RecordedOperations(TorchDispatchMode):
         to_cpu = any(isinstance(one, torch.device) and one.type == "cpu" for one in given)
         if to_cpu or (name == "aten::copy_" and not args[0].is_cuda):
             raise NotRecordable(f"{name} {OF_ITS_TIME[torch.Tag.data_dependent_output]}")
+        if any(isinstance(one, torch.nn.Parameter) for one in on_cpu):
+            raise NotRecordable("a weight lies in main memory")  # its copy on the GPU would stay there
         if on_cpu and name == "aten::copy_":
             target, source, *others = args
             args = target, self._bring(torch.ops.aten._to_copy.default, source, device=target.device), *others

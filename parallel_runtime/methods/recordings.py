@@ -10,7 +10,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -31,17 +32,32 @@ KEYS = 64  # of evaluations that were counted, or are not recorded
 WORTH = 16
 PROVED = {1, 2, 8, 64}  # replays of a recording that are held to what is computed
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-VARIABLE = "PIPEMESH_GRAPHS"  # 1: CUDA graphs are recorded
+VARIABLE = "PIPEMESH_GRAPHS"
+SHORT = "memory is short beside them"
 Evaluator = Callable[[dict[str, Any]], Any]
 log = logging.getLogger("pipemesh")
 
 
-def are_wanted(device: torch.device, environ: Mapping[str, str]) -> bool:
-    """Return whether a rank whose messages lie on ``device`` may record CUDA graphs. AMD's GPUs are
-    left out until one has shown that it can.
+@dataclass
+class Replays:
+    """Of a run's ``evaluations`` on one rank, those that were ``replayed``, and ``why`` others were
+    not; empty if nothing hindered them.
     """
-    is_on = environ.get(VARIABLE, "0") not in ("", "0")
-    return is_on and device.type == "cuda" and torch.version.hip is None
+
+    evaluations: int = 0
+    replayed: int = 0
+    why: str = ""
+
+
+def why_unrecorded(device: torch.device, environ: Mapping[str, str]) -> str:
+    """Return why a rank whose messages lie on ``device`` records no CUDA graphs; empty if it may.
+    AMD's GPUs are left out until one has shown that it can.
+    """
+    if environ.get(VARIABLE) not in ("1", "all"):
+        return f"{VARIABLE} is not 1"
+    if device.type != "cuda":
+        return "messages go through main memory (gloo)"
+    return "" if torch.version.hip is None else "no GPU of AMD has replayed one yet"
 
 
 def why_not_recorded(plan: TokenPlan) -> str:
@@ -60,7 +76,7 @@ class Worth:
 
     def __init__(self, least: float):
         self.counts: Counter[Hashable] = Counter()
-        self._least = self._now = least
+        self.least = self._now = least
 
     def pays(self, key: Hashable, recorded: Collection[Hashable]) -> bool:
         """Count an evaluation that is computed. Return whether it is to be recorded."""
@@ -72,12 +88,12 @@ class Worth:
     def part_with(self, keys: Collection[Hashable]) -> None:
         """Forget recordings that are given up."""
         if keys:
-            self._now = self._least if self._have_paid(keys) else 2 * self._now
+            self._now = self.least if self._have_paid(keys) else 2 * self._now
         for key in keys:
             self.counts.pop(key, None)
 
     def _have_paid(self, keys: Collection[Hashable]) -> bool:
-        return sum(self.counts[key] for key in keys) >= self._least * len(keys)
+        return sum(self.counts[key] for key in keys) >= self.least * len(keys)
 
 
 class Recordings:
@@ -99,11 +115,10 @@ class Recordings:
         self.refuses = refuses
         self._model, self._comm, self._tick = model, comm, tick
         self._recorder: PieceRecorder | None = None  # at work
-        # The same for all recordings: in each stream cuBLAS has memory of its own
-        self._streams: tuple[torch.cuda.Stream, ...] = ()
-        self._known: dict[Hashable, Recording | None] = {}  # None: it is not recorded
+        self._known: dict[Hashable, Recording | str] = {}  # or why it is not recorded
         self._worth = Worth(worth)
         self._proof: tuple[Hashable, torch.Tensor, Reached] | None = None  # that is not read
+        self._run = Replays()
 
     def tick(self) -> None:
         """Count progress, or note it for the replays of what is recorded."""
@@ -111,7 +126,7 @@ class Recordings:
 
     @property
     def recorded(self) -> dict[Hashable, Recording]:
-        return {key: one for key, one in self._known.items() if one is not None}
+        return {key: one for key, one in self._known.items() if isinstance(one, Recording)}
 
     @property
     def nbytes(self) -> int:
@@ -121,13 +136,21 @@ class Recordings:
     def pool_bytes(self) -> int:
         return sum(one.pool_bytes for one in self.recorded.values())
 
+    @cached_property
+    def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The same for all recordings: in each stream cuBLAS has memory of its own."""
+        return torch.cuda.Stream(), torch.cuda.Stream()
+
     def evaluate(self, arguments: dict[str, Any], compute: Evaluator, forget: Callable[[], None]) -> Any:
         """Return what ``compute`` returns of ``arguments``. Raises what it raises. ``forget`` lets
         go of tensors that computing has made.
         """
+        self._run.evaluations += 1
         is_clear, key = self._read_proof(), self._key_of(arguments)
         recording = self._known.get(key)
-        if recording is None or not is_clear:
+        if isinstance(recording, str):
+            self._run.why = recording
+        if not isinstance(recording, Recording) or not is_clear:
             output = compute(arguments)
             may_record = self.is_wanted and is_clear and key is not None and key not in self._known
             if may_record and self._worth.pays(key, self.recorded):
@@ -135,6 +158,7 @@ class Recordings:
             return output
         self._worth.counts[key] += 1
         if self._worth.counts[key] not in PROVED:
+            self._run.replayed += 1
             return recording.replay(arguments, self._tick)
         proof = ReplayProof(recording, self._comm)
         output = proof.compute(arguments, compute)
@@ -151,10 +175,12 @@ class Recordings:
         if self.recorded:
             self.void()
             self._worth = Worth(math.inf)
-            tell_unrecorded("memory is short beside them")
+            self._tell(SHORT)
 
-    def end_run(self, room: int) -> None:
-        """Keep the recordings that other runs may replay, if they take at most ``room`` bytes."""
+    def end_run(self, room: int) -> Replays:
+        """Keep the recordings that other runs may replay, if they take at most ``room`` bytes.
+        Return what was replayed in the run.
+        """
         recorded = self.recorded
         lasting = {key: one for key, one in recorded.items() if one.lasts}
         if sum(one.nbytes for one in lasting.values()) > room:
@@ -165,6 +191,8 @@ class Recordings:
                 del self._known[key]
             if not one.lasts:
                 self._refuse("the model keeps tensors for a run that a graph reads", key)
+        ended, self._run = self._run, Replays()
+        return ended
 
     def _key_of(self, arguments: dict[str, Any]) -> Hashable:
         """Return what evaluations have in common that one recording computes: all but what tensors
@@ -173,6 +201,8 @@ class Recordings:
         try:
             if self.refuses:
                 raise NotRecordable(self.refuses)
+            if self._worth.least == math.inf:
+                raise NotRecordable(SHORT)
             if COMPILE in arguments.get("transformer_options", {}):
                 raise NotRecordable("blocks are compiled")
             if self._comm.weights is not None:
@@ -180,7 +210,7 @@ class Recordings:
             leaves = tree_flatten_with_path(arguments)[0]
             return self._comm.world, *((path, form_of(leaf)) for path, leaf in leaves)
         except NotRecordable as error:
-            tell_unrecorded(str(error))
+            self._tell(str(error))
             return None
 
     def _record(
@@ -195,7 +225,6 @@ class Recordings:
                 raise NotRecordable(f"the model has {MOST} of them")
             pools = [graph.pool() for one in self.recorded.values() for graph, *_ in one.pieces if graph]
             pool = pools[0] if pools else torch.cuda.graph_pool_handle()
-            self._streams = self._streams or (torch.cuda.Stream(), torch.cuda.Stream())
             self._recorder = PieceRecorder(self._comm, self._streams, pool)
             inputs = tree_map_only(torch.Tensor, torch.clone, arguments)
             lasting = (*self._comm.buffers, *self._model.buffers())
@@ -221,8 +250,8 @@ class Recordings:
         pieces = wrong.nonzero().flatten().tolist()
         if not pieces:
             return True
-        replays = self._worth.counts[key] - 1 if self._known.get(key) is not None else 0
-        self._known[key] = None
+        replays = self._worth.counts[key] - 1 if key in self.recorded else 0
+        self._known[key] = self._run.why = "a CUDA graph computed other numbers than its kernels do"
         what = (
             "A CUDA graph computed other numbers than its kernels do (piece"
             f" {pieces[0] + 1} of {len(wrong)}): please report it. This rank computes such evaluations"
@@ -236,7 +265,11 @@ class Recordings:
     def _refuse(self, why: str, key: Hashable) -> None:
         if len(self._known) > KEYS:
             self._known = dict(self.recorded)
-        self._known[key] = None
+        self._known[key] = why
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        self._run.why = why
         tell_unrecorded(why)
 
 

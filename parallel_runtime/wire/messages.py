@@ -188,7 +188,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     flops_per_s: float = 0.0
 
 
-class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """Of the ``evaluations`` of a run on a rank with a GPU, those that were ``replayed`` as CUDA
+    graphs, and ``why`` others were not.
+    """
+
+    evaluations: int = 0
+    replayed: int = 0
+    why: str = ""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """Answers a request that was carried out. ``output`` is a tree, from the rank that has it;
     ``apart``: the memory in which its tensors lie, if they did not fit into the arena.
 
@@ -197,7 +207,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     them for other ranks' messages, by axis. ``unread``: the model is built, and its ``ReadWeights``
     is to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the
     output's tensors lie, as offset and bytes. ``idle``: the GPU had computed what it was given
-    before it was given the rest.
+    before it was given the rest. ``recorded`` answers the end of a run.
     """
 
     request: int
@@ -214,6 +224,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     unread: bool = False
     lacks: bool = False
     idle: bool = False
+    recorded: Recorded | None = None
 
     @property
     def exchange_s(self) -> float:

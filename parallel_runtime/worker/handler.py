@@ -224,9 +224,9 @@ class RequestHandler:
         """
         self._forget_conditioning()
         self._io.arena.cut(request.arena_bytes or self._io.arena.nbytes)
-        model = self.models.get(request.model)
+        model, recorded = self.models.get(request.model), None
         if isinstance(model, ResidentModel):
-            model.end_run(self._memory.little())
+            recorded = model.end_run(self._memory.little())
         if model is not None:
             model.method.end_run(self._memory.little())
         needed = self._mesh.rank in request.cleared
@@ -236,7 +236,7 @@ class RequestHandler:
             give_back_freed()
         if needed or self._memory.is_tight:
             self._memory.empty_cache()
-        return Done(request=request.request, memory=self._memory.now())
+        return Done(request=request.request, memory=self._memory.now(), recorded=recorded)
 
     def _forward(self, request: Forward, rank: CountingRank) -> Done | Enqueued:
         """Raises Skipped, and every error of the evaluation: then ``stand`` tells whether other

@@ -61,7 +61,7 @@ def run_rank(channel: Channel) -> None:
     from ..comm.connections import try_connections
     from ..comm.mesh import connect
     from ..layout import Layout
-    from ..methods.recordings import are_wanted
+    from ..methods.recordings import why_unrecorded
     from .arena_io import ArenaIO
     from .device_memory import DeviceMemory
     from .handler import RequestHandler
@@ -106,7 +106,7 @@ def run_rank(channel: Channel) -> None:
             tick=lambda steps: board.tick(start.rank, steps),
             speeds=start.speeds,
         )
-        mesh = replace(mesh, records=are_wanted(mesh.sequence.device, os.environ))
+        mesh = replace(mesh, unrecorded=why_unrecorded(mesh.sequence.device, os.environ))
         try_connections(mesh, start.machines)
     kernels = (
         tried_kernels(device) if layout.merges_parts else TORCHS

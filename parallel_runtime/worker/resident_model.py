@@ -25,7 +25,7 @@ from ..forward import forward_name
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..methods.method import Rank
-from ..methods.recordings import Recordings, why_not_recorded
+from ..methods.recordings import Recordings, Replays, why_not_recorded
 from ..weights.device_weights import DeviceWeights
 from ..weights.fp32_forward import arguments_in_fp32, computing_in_fp32
 from ..weights.gguf import is_dequantised_late, with_patches
@@ -34,7 +34,7 @@ from ..weights.placement import WeightPlacement
 from ..weights.quantisation import stored_bytes
 from ..weights.sharded_weights import ShardedWeights
 from ..weights.weight_patches import unpack_patches
-from ..wire.messages import Load
+from ..wire.messages import Load, Recorded
 from .object_patches import ObjectPatches
 from .patched_sets import PatchedSets
 from .trail import Trail
@@ -90,7 +90,7 @@ class ResidentModel:
         if plan is None:
             raise Refused(f"{type(transformer).__name__} has no token plan.")
         self.recordings: Recordings | None = None
-        if mesh.records and mesh.link is None:
+        if not mesh.unrecorded and mesh.link is None:
             self.recordings = Recordings(transformer, mesh.sequence, rank.tick, why_not_recorded(plan))
         tick = None if self.recordings is None else self.recordings.tick
         # The method first, so that no weights of other stages' blocks are moved.
@@ -256,12 +256,14 @@ class ResidentModel:
             "transformer_options": {name: value for name, value in options.items() if name != COMPILE},
         }
 
-    def end_run(self, room: int = -1) -> None:
+    def end_run(self, room: int = -1) -> Recorded | None:
         """Free all that was kept for later evaluations of the run beside the method, and the memory
         in which weights arrive. Recorded CUDA graphs stay if they take at most ``room`` bytes.
+        Return what was replayed of them, on a GPU.
         """
+        replays = Replays(why=self._mesh.unrecorded or "the pool is a pipeline")
         if self.recordings is not None:
-            self.recordings.end_run(room)
+            replays = self.recordings.end_run(room)
         clean_up(self._objects.in_block.patches)
         if self.kept is not None:
             self.kept.free()
@@ -269,6 +271,8 @@ class ResidentModel:
             self.weights.turns.end_run()
         self._tell(None)
         self.sets.end_run()
+        is_told = self.device.type == "cuda"
+        return Recorded(replays.evaluations, replays.replayed, replays.why) if is_told else None
 
 
 def in_fp32(model: ResidentModel, arguments: dict[str, Any], number: int) -> Any:
