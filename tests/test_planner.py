@@ -1,6 +1,7 @@
 """The planner's arithmetic: messages, time, memory, the choice and its reasons. Nothing runs."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from pipemesh.parallel_runtime.planner.cost import (
     OF_PATCH,
     OF_RING,
     OF_RING_STEP,
+    OF_UNLIKE,
     Costs,
+    costs_of,
+    launches_of,
 )
 from pipemesh.parallel_runtime.planner.evaluation_count import ITEM_BYTES, Activations
 from pipemesh.parallel_runtime.planner.job import Job
@@ -36,6 +40,7 @@ from .planned import attention_alone, box, counts
 FLUX = counts("flux 1024")
 JOB = Job(whole=FLUX)
 GIB = 1 << 30
+DOCUMENT = Path(__file__).resolve().parent.parent / "lab" / "docs" / "PLANNER.md"
 
 
 def of(layout: Layout, a_box, job: Job = JOB):
@@ -167,6 +172,21 @@ def test_a_rank_takes_no_less_than_the_starts_of_its_kernels_which_messages_and_
     assert patched.seconds > 4 * 0.5 * (alone + OF_PATCH * attentions)
     assert patched.parts["launches"] > 0.9 * patched.seconds
     assert started(Layout(ulysses=2)).parts["launches"] == pytest.approx(both)
+
+
+def test_the_document_has_the_launches_of_the_formula():
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    two, eight, ring = (
+        launches_of(costs_of(JOB, layout, box(layout.world_size)), 0)
+        for layout in (Layout(ulysses=2), Layout(ulysses=8), Layout(ring=8))
+    )
+    assert two == eight
+    assert (
+        f"{OF_EXCHANGES} for both exchanges of an attention, {OF_EXCHANGES + OF_UNLIKE} if ranks have"
+        f" unlike parts, {OF_RING} for its ring and {OF_RING_STEP} for each step of the ring, {OF_PATCH}"
+        " for the keys and values that a patch keeps. An evaluation of FLUX starts"
+        f" {FLUX.launches:,} on one GPU, {two:,} under `ulysses` of 2 or 8, {ring:,} in a ring of 8"
+    ) in text
 
 
 def test_prompts_are_split_into_groups_before_ranks_start_more_than_they_compute():
