@@ -46,11 +46,13 @@ class Memory:
     """
 
     def __init__(self, gpu, content):
+        gpu.take(content.untyped_storage().nbytes())
         self.box, self._content, self.gpu = gpu.box, content, gpu
         self._queue = gpu.current if gpu.current.recording is None else None
-        gpu.held_bytes += content.untyped_storage().nbytes()
 
     def __del__(self):
+        if not hasattr(self, "_queue"):
+            return  # there was none
         content = self._content
         self.gpu.held_bytes -= content.untyped_storage().nbytes()
         self.gpu.free(self._queue, lambda: poison(content))
@@ -234,7 +236,7 @@ def later(gpu, func, args, kwargs, given, options):
     name = func._schema.name
     if func._schema.is_mutable:
         gpu.push(name, lambda: func(*given, **options))
-        return kwargs.get("out", args[0])
+        return kwargs.get("out", args[0]) if func._schema.returns else None
     layouts, spec = layouts_of(func, given, options)
     places = [unwritten(layout) for layout in layouts]
 
@@ -408,8 +410,11 @@ class Graph:
         self._gpu.recordings += 1
 
     def capture_end(self):
-        assert self._gpu.current.recording is self.asked
-        self._gpu.current.recording = None
+        queue = self._gpu.current
+        assert queue.recording is self.asked
+        queue.recording, failed, queue.has_failed = None, queue.has_failed, False
+        if failed:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def pool(self):
         return 0, 0

@@ -32,6 +32,7 @@ class Queue:
         self.speed = speed
         self.ops = deque()
         self.recording = None  # what is asked for while a graph is recorded; it is not done
+        self.has_failed = False  # a driver's call in that: then the recording is void
         self.last = Op()
         self.last.is_over = True
 
@@ -65,7 +66,8 @@ class Queue:
 class Gpu:
     """One process's GPU. ``current``: the stream that the process computes in. ``launches``: how
     often it asked for what; ``waits``: how often it waited for what, ``idle`` how often of these
-    nothing was left to compute then. ``held_bytes`` of all tensors that somebody has.
+    nothing was left to compute then. ``held_bytes`` of all tensors that somebody has. ``places``:
+    how many more of them there is memory for, None for any number.
     """
 
     def __init__(self, box, device=DEVICE):
@@ -74,6 +76,7 @@ class Gpu:
         self._of_group = {}
         self.launches, self.waits, self.idle = Counter(), Counter(), Counter()
         self.recordings = self.replays = self.held_bytes = 0
+        self.places = None
 
     def stream_of(self, group):
         if group not in self._of_group:
@@ -99,6 +102,7 @@ class Gpu:
     def require_no_recording(self, what):
         """A driver fails then."""
         if self.current.recording is not None:
+            self.current.has_failed = True
             raise RuntimeError(f"{what} while a graph is recorded")
 
     def free(self, queue, run):
@@ -107,6 +111,13 @@ class Gpu:
             self.current.recording.append(lambda: self.current.do_behind(run))
         else:
             (queue or self.current).do_behind(run)
+
+    def take(self, nbytes):
+        if self.places is not None:
+            if not self.places:
+                raise torch.OutOfMemoryError("no memory is left")
+            self.places -= 1
+        self.held_bytes += nbytes
 
     def join(self, op):
         """Has the current stream wait for it; the process does not."""

@@ -143,6 +143,7 @@ EXCEPTIONS = {  # what breaks a rule all the same -> why
     "lab/templates/stand_ins/attached.py families": "makes ComfyUI's own networks that attach to one family",
     "lab/tests/test_dry_replays.py families": "counts what is computed most, and one that is not recorded",
     "tests/test_families.py families": "tries what one family alone has",
+    "tests/test_pieces.py families": "says which families are recorded as CUDA graphs",
     "tests/test_architecture.py families": "sources that break the rules",
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef

@@ -58,8 +58,9 @@ class Traffic:
     ``at``: the number of messages that this rank took part in and a crc of their axes in order,
     None if a message is unfinished. Ranks with equal values are at the same place. ``is_complete``:
     no message is left because the forward is over. ``posted`` counts started receives, of this
-    evaluation or of the next. ``perform`` does what lies between kernels, as ``at_once`` does, or
-    notes it while CUDA graphs are recorded.
+    evaluation or of the next. ``is_outgrown``: a message took more memory than there was, so others
+    lie elsewhere from the next evaluation on. ``perform`` does what lies between kernels, as
+    ``at_once`` does, or notes it while CUDA graphs are recorded.
     """
 
     def __init__(self) -> None:
@@ -68,6 +69,7 @@ class Traffic:
         self.at: tuple[int, int] | None = (0, 0)
         self.is_complete = False
         self.posted = 0
+        self.is_outgrown = False
         self.perform: Callable[..., None] = at_once
 
     @property
@@ -81,6 +83,7 @@ class Traffic:
         for axis in COUNTED:
             self.sent_bytes[axis], self.waited_s[axis] = 0, 0.0
         self.at, self.is_complete = (0, 0), False
+        self.is_outgrown = False
 
     @contextmanager
     def message(self, axis: str) -> Iterator[None]:
@@ -119,6 +122,7 @@ class Mover:
         """Return the first ``count`` elements of a buffer that is kept for this use."""
         key = (use, dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < count:
+            self.traffic.is_outgrown |= bool(self._laid)
             self._laid.clear()  # else a buffer would live on in views of it
             self._buffers[key] = torch.empty(
                 count, dtype=dtype, device=device, pin_memory=self.via_cpu and torch.cuda.is_available()

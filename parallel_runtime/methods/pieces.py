@@ -25,16 +25,24 @@ from ..comm.traffic import Flag, Tensors, at_once
 
 COPIES = {"aten::_to_copy", "aten::to", "aten::copy_"}
 WITHOUT_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
-RANDOM = "draws random numbers"
+RANDOM, READS = "draws random numbers", "reads numbers of the GPU"
 OF_ITS_TIME = {  # what a graph would repeat as it was when it was recorded
-    torch.Tag.data_dependent_output: "reads numbers of the GPU",
+    torch.Tag.data_dependent_output: READS,
     torch.Tag.dynamic_output_shape: "has a result whose shape depends on numbers of the GPU",
     torch.Tag.nondeterministic_seeded: RANDOM,
 }
+aten = torch.ops.aten
+# Operations made of others, of which one reads numbers of the GPU; torch tags that one alone
+READING = {
+    *(aten.where.default, aten.nonzero_numpy.default, aten.argwhere.default, aten.item.default),
+    *(aten.is_nonzero.default, aten.allclose.default, aten.repeat_interleave.self_Tensor),
+}
 
 
-class NotRecordable(ValueError):
-    """An evaluation is not of the kind that can be recorded."""
+class NotRecordable(BaseException):
+    """An evaluation is not of the kind that can be recorded. Not an Exception: host code catches
+    those around attention, and computes it by another kernel, which would be recorded.
+    """
 
 
 class GraphPiece(NamedTuple):
@@ -69,7 +77,7 @@ class Recording(NamedTuple):
         return self.pool_bytes + sum(one.nbytes for one in (*self.inputs, *tensors_held(self.output)))
 
     def replay(self, arguments: Any, tick: Callable[[], None]) -> Any:
-        """Evaluator an evaluation like the recorded one. Raises Stopped as computing does."""
+        """Compute an evaluation like the recorded one. Raises Stopped as computing does."""
         self.take(arguments)
         for piece in self.pieces:
             if piece.graph is not None:
@@ -119,7 +127,7 @@ class RecordedOperations(TorchDispatchMode):
         on_cpu = [one for one in tensors if not one.is_cuda and (one.ndim or name in COPIES)]
         to_cpu = any(isinstance(one, torch.device) and one.type == "cpu" for one in given)
         if to_cpu or (name == "aten::copy_" and not args[0].is_cuda):
-            raise NotRecordable(f"{name} {OF_ITS_TIME[torch.Tag.data_dependent_output]}")
+            raise NotRecordable(f"{name} {READS}")
         if any(isinstance(one, torch.nn.Parameter) for one in on_cpu):
             raise NotRecordable("a weight lies in main memory")  # its copy on the GPU would stay there
         if on_cpu and name == "aten::copy_":
@@ -127,11 +135,12 @@ class RecordedOperations(TorchDispatchMode):
             args = target, self._bring(torch.ops.aten._to_copy.default, source, device=target.device), *others
             tensors, on_cpu = [target], []
         elif on_cpu and name in COPIES:
-            return self._bring(func, *args, **kwargs)
+            func, args, kwargs = aten.clone.default, (self._bring(func, *args, **kwargs),), {}
+            tensors, on_cpu = [], []  # a copy of it, because the model may write into what it gets
         if on_cpu:
             raise NotRecordable(f"{name} is on the CPU and the GPU")
         for one in tensors:
-            if not self._has_made(one) and not isinstance(one, torch.nn.Parameter):
+            if one.is_cuda and not self._has_made(one) and not isinstance(one, torch.nn.Parameter):
                 self.read[id(one)] = one
         made = func(*args, **kwargs)
         self.kernels += not (func.is_view or name in WITHOUT_KERNEL)
@@ -200,6 +209,7 @@ class PieceRecorder:
         self._pieces: list[GraphPiece] = []
         self._stop = LooksLater(comm)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._streams = streams
         self._side, aside = streams
         self._region = RecordedOperations(aside)
         self._recorded = 0  # kernels, in earlier pieces
@@ -218,8 +228,10 @@ class PieceRecorder:
         made. ``lasting``: what another run reads in the same place. Raises NotRecordable, and what
         recording raises.
         """
+        torch.cuda.empty_cache()  # graphs take memory of the driver alone
         inputs, before = tensors_held(arguments), torch.cuda.memory_reserved()
-        self._side.wait_stream(torch.cuda.current_stream())
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
         with self._in_place_of_messages(), torch.cuda.stream(self._side):
             self._begin()
             try:
@@ -341,7 +353,10 @@ def flat(values: Iterable[Any]) -> list[Any]:
 @cache
 def reasons(func: Any) -> list[str]:
     """Return why what ``func`` does cannot be recorded."""
-    return [OF_ITS_TIME[tag] for tag in OF_ITS_TIME if tag in func.tags]
+    return [
+        *([READS] if func in READING else []),
+        *(OF_ITS_TIME[tag] for tag in OF_ITS_TIME if tag in func.tags),
+    ]
 
 
 def draws(name: str, args: Sequence[Any]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..comm.device_copies import Reached, to_cpu
 from ..comm.mesh import SequenceComm
@@ -153,15 +153,18 @@ class Recordings:
         if not isinstance(recording, Recording) or not is_clear:
             output = compute(arguments)
             may_record = self.is_wanted and is_clear and key is not None and key not in self._known
+            may_record = may_record and not self._comm.traffic.is_outgrown
             if may_record and self._worth.pays(key, self.recorded):
                 self._record(key, arguments, compute, forget)
             return output
-        self._worth.counts[key] += 1
-        if self._worth.counts[key] not in PROVED:
+        replays = self._worth.counts[key] + 1
+        if replays not in PROVED:
+            self._worth.counts[key] = replays
             self._run.replayed += 1
             return recording.replay(arguments, self._tick)
         proof = ReplayProof(recording, self._comm)
         output = proof.compute(arguments, compute)
+        self._worth.counts[key] = replays  # a proof that is left is due again
         self._proof = key, to_cpu(proof.wrong), Reached(proof.wrong.device)
         return output
 
@@ -181,6 +184,10 @@ class Recordings:
         """Keep the recordings that other runs may replay, if they take at most ``room`` bytes.
         Return what was replayed in the run.
         """
+        try:
+            self._read_proof()
+        except ModelError as error:  # the run has its image already
+            log.warning("[PipeMesh] %s", error)
         recorded = self.recorded
         lasting = {key: one for key, one in recorded.items() if one.lasts}
         if sum(one.nbytes for one in lasting.values()) > room:
@@ -207,8 +214,8 @@ class Recordings:
                 raise NotRecordable("blocks are compiled")
             if self._comm.weights is not None:
                 raise NotRecordable("weights are gathered from other ranks")
-            leaves = tree_flatten_with_path(arguments)[0]
-            return self._comm.world, *((path, form_of(leaf)) for path, leaf in leaves)
+            leaves, spec = tree_flatten(arguments)
+            return self._comm.world, spec, *map(form_of, leaves)
         except NotRecordable as error:
             self._tell(str(error))
             return None
@@ -229,7 +236,7 @@ class Recordings:
             inputs = tree_map_only(torch.Tensor, torch.clone, arguments)
             lasting = (*self._comm.buffers, *self._model.buffers())
             self._known[key] = self._recorder.record(inputs, compute, forget, lasting)
-        except Exception as error:  # noqa: BLE001 it was computed already
+        except (Exception, NotRecordable) as error:  # noqa: BLE001 it was computed already
             self._refuse(str(error), key)  # a log may keep what it is told, and with it the frames
         finally:
             self._recorder = None
