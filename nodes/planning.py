@@ -33,6 +33,7 @@ from ..parallel_runtime.families.plan import TokenPlan
 from ..parallel_runtime.families.unplanned_models import takes_rows_for_frames
 from ..parallel_runtime.layout import Layout, in_groups_of_one
 from ..parallel_runtime.memory import system_memory
+from ..parallel_runtime.methods.recordings import why_not_recorded, why_unrecorded
 from ..parallel_runtime.planner.choice import Plan, legal_layouts, plan, sizes_of, with_running
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
@@ -308,6 +309,7 @@ class Planning:
             keeps=KEEPS.get(choice.weights, Job.keeps),
             merges=merges,
             together=takes_rows_for_frames(model.diffusion_model),
+            replays=may_replay(plan_or_whole(type(model.diffusion_model))),
         )
         made = self._predicted(job, here, approximate)
         kind = type(model), asked.shape, asked.branches, asked.evaluations, asked.images
@@ -364,6 +366,13 @@ def may_be_approximate(choice: Choice, token_plan: TokenPlan | None) -> bool:
     if token_plan is None or not choice.allows_approximate:
         return False
     return bool(token_plan.blocks) and not token_plan.why_no_stages and not token_plan.together.always
+
+
+def may_replay(token_plan: TokenPlan | None) -> bool:
+    """Return whether ranks on GPUs may replay CUDA graphs of such a model."""
+    if token_plan is None or why_not_recorded(token_plan):
+        return False
+    return not why_unrecorded(torch.device("cuda"), os.environ)
 
 
 def sizes_here(job: Job, here: MachineBox) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from pipemesh.parallel_runtime.planner.cost import (
     MERGED_BYTES,
     NOWHERE,
     OF_EXCHANGES,
+    OF_GRAPH,
+    OF_INPUTS,
     OF_PATCH,
     OF_RING,
     OF_RING_STEP,
@@ -28,6 +30,7 @@ from pipemesh.parallel_runtime.planner.cost import (
     Costs,
     costs_of,
     launches_of,
+    replay_launches_of,
 )
 from pipemesh.parallel_runtime.planner.evaluation_count import ITEM_BYTES, Activations
 from pipemesh.parallel_runtime.planner.job import Job
@@ -174,7 +177,25 @@ def test_a_rank_takes_no_less_than_the_starts_of_its_kernels_which_messages_and_
     assert started(Layout(ulysses=2)).parts["launches"] == pytest.approx(both)
 
 
+def test_a_rank_that_replays_starts_graphs_and_messages_of_whole_weights_without_stages():
+    there = box(4, flops=1e20, device={"launch_s": 1.0})
+    plain, replaying = (Job(whole=FLUX, patches=4, replays=replays) for replays in (False, True))
+    count = len(FLUX.attended)
+    for layout, messages, more in (
+        (Layout(ulysses=4), 2 * count + 1, count),
+        (Layout(ring=4), 3 * count + 1, 4 * count),
+    ):
+        made = {one.kept: one.seconds for one in predict(replaying, layout, there)}
+        graphs = messages + count * (layout.ring > 1) + 1
+        assert made["whole"] == pytest.approx(messages + more + OF_INPUTS + OF_GRAPH * graphs)
+        assert made["sharded"] == {one.kept: one.seconds for one in predict(plain, layout, there)}["sharded"]
+    staged = Layout(pipefusion=4)
+    assert of(staged, there, replaying) == of(staged, there, plain)
+
+
 def test_the_document_has_the_launches_of_the_formula():
+    four = Layout(ulysses=4)
+    costs, there = costs_of(JOB, four, box(4)), published_box("8xH100-NVLink")
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
     two, eight, ring = (
         launches_of(costs_of(JOB, layout, box(layout.world_size)), 0)
@@ -187,6 +208,19 @@ def test_the_document_has_the_launches_of_the_formula():
         " for the keys and values that a patch keeps. An evaluation of FLUX starts"
         f" {FLUX.launches:,} on one GPU, {two:,} under `ulysses` of 2 or 8, {ring:,} in a ring of 8"
     ) in text
+    assert (
+        f"FLUX under `ulysses 4` starts {replay_launches_of(costs, 0)} in place of {launches_of(costs, 0):,}"
+        in text
+    )
+    replays, computes = (
+        [
+            1e3 * of(layout, there, Job(whole=FLUX, replays=one)).seconds
+            for layout in (four, Layout(ulysses=8))
+        ]
+        for one in (True, False)
+    )
+    assert f"to take {replays[0]:.0f} ms on four and {replays[1]:.0f} on eight, {computes[0]:.0f} on" in text
+    assert computes[0] == pytest.approx(computes[1])
 
 
 def test_prompts_are_split_into_groups_before_ranks_start_more_than_they_compute():

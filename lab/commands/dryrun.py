@@ -186,6 +186,8 @@ def records(
             }
             shared = {"sharded_weight_bytes": sharded_bytes(whole, layout, figures.stage)}
             replayed = vars(model.replays(layout, chosen.kept)) if rank == last else {}
+            if replayed.get("pieces"):
+                replayed = {**replayed, "predicted_replay": expected.replay_launches(whole, layout)}
             yield {**here, **own, **shared, **watched, **replayed, "misses": misses}
 
 

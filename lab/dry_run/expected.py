@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from ...parallel_runtime.layout import Layout, Split
 from ...parallel_runtime.methods.inserts import FrameSpan
-from ...parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
+from ...parallel_runtime.planner.cost import NOWHERE, Costs, launches_of, replay_launches_of
 from ...parallel_runtime.planner.evaluation_count import Whole
 from ...parallel_runtime.planner.job import Job
 from ...parallel_runtime.planner.prediction import sharded_bytes, weight_bytes
@@ -50,6 +50,14 @@ def launches(whole: Whole, layout: Layout, figures: RankFigures) -> int:
     """Return the kernels that a rank starts in one evaluation, as the planner predicts."""
     costs = Costs(job=Job(whole=whole, patches=figures.patches), layout=layout, box=NOWHERE)
     return figures.patches * launches_of(costs, figures.rank)
+
+
+def replay_launches(whole: Whole, layout: Layout) -> float:
+    """Return what the last rank starts to replay an evaluation, in kernels, as the planner
+    predicts.
+    """
+    costs = Costs(job=Job(whole=whole), layout=layout, box=NOWHERE)
+    return replay_launches_of(costs, layout.world_size - 1)
 
 
 def gathered_bytes(whole: WholeByRows, layout: Layout, stage: Stage) -> int:

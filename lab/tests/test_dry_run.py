@@ -16,6 +16,7 @@ from pipemesh.lab.dry_run.released_model import empty_model
 from pipemesh.lab.dry_run.rows import Apart, FrameTokens, Unshared, WholeByRows
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES, RELEASED, classes_of
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.planner.cost import OF_GRAPH, OF_INPUTS
 from pipemesh.parallel_runtime.planner.evaluation_count import Shareable
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.tests.conftest import ALL, ROOT, all_said_by
@@ -103,6 +104,9 @@ def test_a_replay_of_the_last_rank_has_a_third_of_the_calls_or_says_why_there_is
         is_recorded = one["weights"] == "whole" and one["layout"]["pipefusion"] == 1
         assert bool(calls) == is_recorded == (not one["unrecorded"]), one["unrecorded"]
         assert 3 * calls < one["merged_in_one"], one["equation"]
+        if is_recorded:
+            charged = calls - (1 - OF_GRAPH) * one["graph_launches"]
+            assert one["predicted_replay"] == pytest.approx(charged, abs=OF_INPUTS), one["equation"]
 
 
 def is_alone(record, axis):

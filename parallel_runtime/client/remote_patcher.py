@@ -241,7 +241,9 @@ class RemotePatcher(Instead, InPool, ModelPatcher):
         options, latent = arguments.get("transformer_options", {}), next(iter(arguments.values()))
         branch = Branch.of(options)
         crossing = crossing_options(options, self.in_block, partial(set_later, self))
-        sent = without_rebuilt({**arguments, "transformer_options": crossing}, self.in_block.rebuilt)
+        sent = {**arguments, "transformer_options": crossing}
+        if self.in_block.rebuilt:
+            sent = without_rebuilt(sent, self.in_block.rebuilt)
         return with_room(
             self,
             lambda: self.remote.sampling.output_of(

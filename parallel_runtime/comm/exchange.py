@@ -21,7 +21,7 @@ from ..errors import ModelError
 from .device_copies import LateValue
 from .parts import Parts, TensorRuns, counts_of, flags_of, padded
 from .shares import Shares
-from .traffic import Flag, Mover, Stopped, Unlike, Wish, digest, no_wish
+from .traffic import Flag, Mover, Stopped, Unlike, Wish, at_once, digest, no_wish
 
 LOOK_AHEAD = 8
 MOST_COMPARED = 4096  # parts of runs: windows that shift are new parts at every step
@@ -32,17 +32,16 @@ class StopFlag:
     per attention, and decides when it has all of them.
 
     On CUDA the flag is read ``LOOK_AHEAD`` attentions later, so that the CPU does not wait for the
-    GPU; in an evaluation of few attentions, half of them later.
+    GPU; in an evaluation of few attentions, half of them later. ``look`` does what no kernel has a
+    part in, before the next message.
     """
+
+    look: Callable[[Callable[[], None]], None] = staticmethod(at_once)
 
     def __init__(self, wants_stop: Callable[[], bool], attentions: int = 0):
         self.wants_stop = wants_stop
         self._later: deque[LateValue] = deque()
         self._look_ahead = min(LOOK_AHEAD, attentions // 2)
-
-    def look(self, act: Callable[[], None]) -> None:
-        """Do what no kernel before it has a part in, before the next message."""
-        act()
 
     def decide(self, flag: Flag) -> None:
         """Raises Stopped, on all ranks alike, if any was cancelled: ``flag`` is the largest of all

@@ -43,6 +43,10 @@ UNFUSED_MERGE_BYTES = 8 + 6 + 8 + 12
 # for both exchanges of an attention, more where ranks have unlike parts, for its ring and each step
 # of that, and for what a patch keeps of it, more where ranks exchange it.
 OF_EXCHANGES, OF_UNLIKE, OF_RING, OF_RING_STEP, OF_PATCH, OF_SHARED_PATCH = 7, 7, 5, 3, 3, 6
+# Kernels that take a CPU as long to start as a graph, and copies of a replay's inputs and output.
+# A graph took 3.0 us where an addition took 7.4 (lab/docs/CUDA.md), and a kernel of a model in
+# Python takes three times as long as that.
+OF_GRAPH, OF_INPUTS = 1 / 8, 8
 # Of a wave: half of one of qkv, out and up, and of down, 4 times as deep, where a block is
 # 3 + 1 + 4 + 4 as wide as hidden.
 IDLE = 0.5 * 7 / 12
@@ -235,8 +239,21 @@ def launches_of(costs: Costs, rank: int) -> int:
     return sum(of[first:end]) + of[-1] + more
 
 
-def starting_s(costs: Costs, rank: int) -> float:
-    return launches_of(costs, rank) * costs.box.devices[rank].launch_s
+def replay_launches_of(costs: Costs, rank: int) -> float:
+    """Return what a rank starts to replay CUDA graphs of one forward, in kernels: messages, waits
+    for those of a ring, a look at a flag for each attention, and the graphs between them.
+    """
+    layout, hops = costs.layout, costs.layout.ring - 1
+    shares = layout.sequence_size > 1
+    attentions = shares * sum(count for _, count in costs.attentions_of[costs.blocks_of(rank)])
+    messages = attentions * (2 * (layout.ulysses > 1) + hops) + shares
+    graphs = messages + attentions * (hops > 0) + 1
+    return messages + attentions * (hops + 1) + OF_INPUTS + OF_GRAPH * graphs
+
+
+def starting_s(costs: Costs, rank: int, kept: Kept) -> float:
+    replays = costs.job.replays and kept == "whole" and costs.layout.stages == 1
+    return (replay_launches_of if replays else launches_of)(costs, rank) * costs.box.devices[rank].launch_s
 
 
 def latent_s(costs: Costs) -> tuple[float, float]:

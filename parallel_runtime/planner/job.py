@@ -17,7 +17,8 @@ class Job:
     each, 2 with CFG. Of a pipeline: ``patches``, 0 for one more than stages, and ``warm_up``
     evaluations that are whole. ``keeps``: the ways in which ranks may keep weights. ``merges``:
     whether parts of its attention can be merged, as a ring does. ``together``: the batch is one
-    video, whose frames are not shared out.
+    video, whose frames are not shared out. ``replays``: ranks replay CUDA graphs of its evaluations
+    if they have whole weights and no stages.
     """
 
     whole: Whole
@@ -29,6 +30,7 @@ class Job:
     keeps: tuple[Kept, ...] = ("whole", "sharded", "offloaded")
     merges: bool = True
     together: bool = False
+    replays: bool = False
 
     def patches_of(self, stages: int) -> int:
         return 1 if stages == 1 else self.patches or stages + 1

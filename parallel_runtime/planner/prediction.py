@@ -109,7 +109,7 @@ def _sequence(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
         "weights": _waits(costs, kept, moved_s, max(computing)),
     }
     one["launches"] = max(
-        0.0, max(starting_s(costs, rank) for rank in ranks) - max(computing) - sum(one.values())
+        0.0, max(starting_s(costs, rank, kept) for rank in ranks) - max(computing) - sum(one.values())
     )
     parts = {name: seconds * max(turns) for name, seconds in one.items()}
     parts["compute"] = fmean(busy) if costs.speeds else fmean(computing) * costs.job.even_turns(costs.layout)
@@ -138,7 +138,7 @@ def _pipeline(costs: Costs, kept: Kept, moved_s: float) -> dict[str, float]:
                 "ring": costs.ring_s(ranks, share),
                 "weights": _waits(costs, kept, moved_s, computing),
             }
-            starting = max(starting_s(costs, rank) for rank in ranks)
+            starting = max(starting_s(costs, rank, kept) for rank in ranks)
             times.append({**one, "launches": max(0.0, starting - sum(one.values()))})
         return times
 
