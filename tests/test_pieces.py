@@ -152,7 +152,7 @@ def test_a_family_that_is_not_recorded_says_why(family, why, caplog):
     assert replays(seen) == [0, 0] and why in caplog.text
 
 
-def test_another_shape_another_model_and_other_weights_have_no_graph_of_these():
+def test_another_shape_another_model_and_other_weights_have_no_graph_of_these(caplog):
     """Weights that change in place are read where they lie."""
     less, more = {"text": 2}, {"text": 40}  # outgrows the memory of messages
     asked = [
@@ -180,6 +180,7 @@ def test_another_shape_another_model_and_other_weights_have_no_graph_of_these():
         assert is_right(outputs[0, at], truth[one.model], one.arguments), at
     for one in seen:
         assert replays(one) == [0, 1, 0, 0, 1, 0, 1, 0, 1, 1]
+    assert not caplog.messages  # proofs read what came where pieces do
 
 
 def of_two_runs(*numbers):
@@ -313,6 +314,7 @@ def lacks(model, inputs):
 )
 def test_a_rank_that_cannot_record_says_why_and_computes_beside_the_ranks_that_replay(caplog, does, why):
     def prepare(mesh, run, models, kept, at):
+        assert all(stream.queue.recording is None for stream in kept[0]._streams)
         if mesh.rank == 1 and at == 0:
             models[0].blocks[0].qkv.register_forward_pre_hook(does)
 
