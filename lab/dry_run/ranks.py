@@ -34,12 +34,11 @@ from ...parallel_runtime.planner.keeping import own_weights
 from ...parallel_runtime.stages import share_out
 from ...parallel_runtime.weights.sharded_weights import ShardedWeights
 from .device import Wait, dry_device
-from .recorded import ReplayCalls, replay_calls
+from .recorded import WARM_UP, ReplayCalls, replay_calls
 from .released_model import DryModel
 from .rows import WholeByRows, count_by_rows
 
 TURN = 128  # numbers of requests are multiples: messages have them modulo this, and the device's values are 0
-WARM_UP = Part(1, 0)
 OF_STAGES = "the stages of a pipeline compute patches"
 AS_TRIED = TORCHS._replace(merge=in_one)  # on a GPU with Triton
 
@@ -187,7 +186,7 @@ class DryRanks(DryModel):
                 open_weights(mesh)
             mesh.sequence.device = DEVICE
             recordings = Recordings(
-                transformer, mesh.sequence, IdleRank([]).tick, why_not_recorded(self.plan), worth=2
+                transformer, mesh.sequence, IdleRank([]).tick, why_not_recorded(self.plan), worth=1
             )
             method = make_method(
                 transformer, self.plan, mesh, IdleRank([WARM_UP]), (), AS_TRIED, recordings.tick
@@ -197,9 +196,8 @@ class DryRanks(DryModel):
                 with dry_device(self.mode) as counts:
                     counts.chosen = 1 / self.released.cut.experts
                     method.attach()
-                    method.begin(WARM_UP)
                     arguments = without_rebuilt(self.arguments, self.plan.rebuilt)
-                    return replay_calls(recordings, counts, arguments, compute, method.forget)
+                    return replay_calls(method, recordings, counts, arguments, compute)
             finally:
                 method.detach()
 

@@ -14,9 +14,13 @@ from unittest.mock import patch
 
 import torch
 
+from ...parallel_runtime.methods.method import Method
 from ...parallel_runtime.methods.recordings import Recordings
+from ...parallel_runtime.patches import Part
 from ...parallel_runtime.planner.dry_device import DeviceCounts, Driver
 from .device import AskedOfTorch
+
+WARM_UP = Part(1, 0)
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,14 @@ def recording_dry() -> Iterator[list[CountedGraph]]:
 
 
 def replay_calls(
+    method: Method,
     recordings: Recordings,
     counts: DeviceCounts,
     arguments: dict[str, Any],
     compute: Callable[[dict[str, Any]], Any],
-    forget: Callable[[], None],
 ) -> ReplayCalls:
-    """Compute an evaluation twice, because messages take their memory in the first, record it, and
-    replay the recording. ``recordings``: of the model, that record the second evaluation.
+    """Compute an evaluation, and once more if messages outgrew their memory in the first; record
+    it, and replay the recording. ``recordings`` of the method's model record what they may at once.
     """
     asked = AskedOfTorch(counts)
 
@@ -99,7 +103,9 @@ def replay_calls(
     with recording_dry() as starts:
         recordings.is_wanted = True
         for _ in range(2):
-            recordings.evaluate(arguments, answered, forget)
+            if not recordings.recorded:
+                method.begin(WARM_UP)
+                recordings.evaluate(arguments, answered, method.forget)
         if not recordings.recorded:
             return ReplayCalls(unrecorded=recordings.end_run(0).why)
         (recording,) = recordings.recorded.values()
@@ -115,6 +121,7 @@ def replay_calls(
             asked.started[cast("partial", move).func.__qualname__] += not is_sent
 
         pieces = tuple(one._replace(move=one.move and partial(noted, one.move)) for one in recording.pieces)
+        method.begin(WARM_UP)
         with asked:
             recording._replace(pieces=pieces).replay(arguments, lambda: None)
     return ReplayCalls(len(pieces), len(starts), sent, dict(+asked.started))
