@@ -309,7 +309,7 @@ class Planning:
             keeps=KEEPS.get(choice.weights, Job.keeps),
             merges=merges,
             together=takes_rows_for_frames(model.diffusion_model),
-            replays=may_replay(plan_or_whole(type(model.diffusion_model))),
+            replays=may_replay(plan_or_whole(type(model.diffusion_model)), placement.backend),
         )
         made = self._predicted(job, here, approximate)
         kind = type(model), asked.shape, asked.branches, asked.evaluations, asked.images
@@ -368,9 +368,9 @@ def may_be_approximate(choice: Choice, token_plan: TokenPlan | None) -> bool:
     return bool(token_plan.blocks) and not token_plan.why_no_stages and not token_plan.together.always
 
 
-def may_replay(token_plan: TokenPlan | None) -> bool:
+def may_replay(token_plan: TokenPlan | None, backend: str) -> bool:
     """Return whether ranks on GPUs may replay CUDA graphs of such a model."""
-    if token_plan is None or why_not_recorded(token_plan):
+    if backend != "nccl" or token_plan is None or why_not_recorded(token_plan):
         return False
     return not why_unrecorded(torch.device("cuda"), os.environ)
 

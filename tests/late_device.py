@@ -49,6 +49,7 @@ class Memory:
         gpu.take(content.untyped_storage().nbytes())
         self.box, self._content, self.gpu = gpu.box, content, gpu
         self._queue = gpu.current if gpu.current.recording is None else None
+        gpu.graph_bytes += 0 if self._queue else content.untyped_storage().nbytes()
 
     def __del__(self):
         if not hasattr(self, "_queue"):
@@ -374,7 +375,7 @@ class Driver:
         return Counter()
 
     def memory_reserved(self, device=None):
-        return 0
+        return self._box.gpu.graph_bytes
 
     def memory_allocated(self, device=None):
         return 0
@@ -406,6 +407,9 @@ class Graph:
 
     def capture_begin(self, pool=None, capture_error_mode="global"):
         assert self._gpu.current.recording is None and capture_error_mode == "relaxed"
+        if self._gpu.generator is None:
+            self._gpu.generator = torch.empty(1, device=self._gpu.device)
+        self._gpu.generator.fill_(0)  # torch does so, by operations like any other
         self._gpu.current.recording = self.asked
         self._gpu.recordings += 1
 

@@ -4,13 +4,15 @@ from collections import defaultdict
 from copy import deepcopy
 from functools import cache, partial
 from itertools import count
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, PLAIN, relative_error, sampled, stock_model
 from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
-from pipemesh.parallel_runtime.comm.traffic import Stopped
+from pipemesh.parallel_runtime.comm.exchange import StopFlag
+from pipemesh.parallel_runtime.comm.traffic import Stopped, Traffic, no_wish
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.families.catalogue import REPRESENTATIVES, SAMPLES
@@ -23,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from . import joint_model
 from .in_ranks import Crossed
 from .late_device import late_device
+from .late_queues import DEVICE
 from .late_ranks import LateWorld, own_gpu
 from .test_collectives import Rank
 from .test_late_methods import on_gpu
@@ -99,6 +102,7 @@ def evaluated(layout, asked, models, *, seed=0, prepare=lambda *_: None, room=1 
             compute = partial(method.forward, forward_of(model), number=at + 1)
             try:
                 output = recordings.evaluate(on_gpu(one.arguments), compute, method.forget)
+                recordings.after(None)
                 outputs[mesh.rank, at] = [each.to("cpu", non_blocking=True) for each in tree_leaves(output)]
             except (Stopped, ModelError, torch.OutOfMemoryError, SystemExit) as error:
                 outputs[mesh.rank, at] = error
@@ -194,3 +198,21 @@ def lost(place):
         return recording._replace(pieces=tuple(pieces))
 
     return fault
+
+
+class Used:
+    """Recordings of a model whose evaluation is a product."""
+
+    def __init__(self, worth):
+        comm = SimpleNamespace(traffic=Traffic(), world=0, weights=None, buffers=[], stop=StopFlag(no_wish))
+        self.kept = Recordings(torch.nn.Module(), comm, lambda: None, worth=worth)
+        self.kept.is_wanted = True
+
+    def evaluate(self, size, times=1):
+        for _ in range(times):
+            self.kept.evaluate({"x": torch.ones(size, device=DEVICE)}, lambda given: given["x"] * 2, int)
+            torch.cuda.synchronize()
+
+    def waited(self, size):
+        """How many evaluations come before one is recorded."""
+        return next(count for count in range(1, 99) if self.evaluate(size) or self.kept.recorded)

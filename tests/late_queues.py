@@ -75,7 +75,8 @@ class Gpu:
         self.current = box.queue()
         self._of_group = {}
         self.launches, self.waits, self.idle = Counter(), Counter(), Counter()
-        self.recordings = self.replays = self.held_bytes = 0
+        self.recordings = self.replays = self.held_bytes = self.graph_bytes = 0
+        self.generator = None  # what torch keeps there for graphs that draw
         self.places = None
 
     def stream_of(self, group):

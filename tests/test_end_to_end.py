@@ -272,9 +272,7 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
     assert {one["node"] for one in waits} == {"sampler"} and {one["prompt"] for one in waits} == {
         result.prompt_id
     }
-    assert any(
-        "starting workers" in one["text"] and one["total"] == 2 for one in waits
-    ) and "loading model.safetensors" in str(waits)
+    assert any("starting workers" in one["text"] and one["total"] == 2 for one in waits)
     bars = [
         event.data["nodes"].get("sampler", {}) for event in result.events if event.type == "progress_state"
     ]

@@ -11,6 +11,7 @@ import torch
 from greenlet import getcurrent
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work
+from pipemesh.parallel_runtime.client.patched_weights import drop_sets
 from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -207,3 +208,55 @@ def test_ranks_replay_in_a_pool_whose_gpus_wait_for_their_processes(layout, stop
         for outputs in sampler.runs[stops >= 0 :]:
             assert_same(outputs, expected.runs[0])
     assert stops < 0 or sampler.runs[0] is RunCancelled
+
+
+class Short(Steps):
+    """Runs, and behind each its graphs are dropped, because memory is short or a load wants it."""
+
+    def sampled(self, remote):
+        outputs = super().sampled(remote)
+        session = remote.sessions.live
+        remote.runs.end(remote.residency.models["m"])
+        remote.runs.end_owed()
+        remote.sessions.settle(lambda: False)
+        self.told.append([one.graphs for one in session.pool.memory])
+        self.told.append([drop_sets(session, self.is_short), drop_sets(session)])
+        return outputs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=Layout.equation)
+@pytest.mark.parametrize("is_short", [True, False], ids=["an evaluation lacks it", "a load wants it"])
+def test_recordings_are_freed_for_others_and_none_are_made_after_a_lack_of_memory(layout, is_short):
+    sampler = Short(layout)
+    sampler.told, sampler.is_short = [], is_short
+    pooled(layout, sampler, 1, worth=3)
+    first, dropped, second, again = sampler.told
+    assert all(first) and dropped == [True, False]
+    assert any(second) != is_short and again == [not is_short, False]
+    assert_same(sampler.runs[1], sampler.runs[0])
+
+
+class Alternating(Steps):
+    """Two prompts of unlike length, one after the other."""
+
+    steps = 24
+
+    def sampled(self, remote):
+        remote.sessions.open(lambda: False)
+        run, evaluations = remote.runs.begin(remote.residency.models["m"]), remote.evaluations
+        for step in range(self.steps):
+            img, txt = (on_gpu(arguments_of(0, 0))[name] for name in ("img", "txt"))
+            txt = txt[:, step % self.lengths :].clone()
+            given = {"img": img, "txt": txt, "mask": None, "transformer_options": {}}
+            ticket = evaluations.submit(run, Work(given, Branch((str(step % self.lengths),))))
+            evaluations.collect(ticket, lambda: False)
+        return []
+
+
+def test_a_prompt_that_is_replayed_does_not_keep_the_other_one_from_being_recorded():
+    counts = []
+    for lengths in (1, 2):
+        sampler = Alternating(Layout(), runs=1)
+        sampler.lengths = lengths
+        counts.append(pooled(Layout(), sampler, 1, worth=5)[0].recordings)
+    assert counts[1] == 2 * counts[0] > 0

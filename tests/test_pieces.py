@@ -3,33 +3,21 @@ compute, to the bit: late GPUs record what they are asked for, and send messages
 """
 
 from copy import deepcopy
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from greenlet import getcurrent
-from pipemesh.lab.commands.parity import PLAIN, stock_model
-from pipemesh.parallel_runtime.comm.exchange import StopFlag
-from pipemesh.parallel_runtime.comm.mesh import connect
-from pipemesh.parallel_runtime.comm.traffic import Stopped, Traffic, no_wish
-from pipemesh.parallel_runtime.crossing.block_code import PatchesHere
+from pipemesh.parallel_runtime.comm.traffic import Stopped
 from pipemesh.parallel_runtime.errors import ModelError
-from pipemesh.parallel_runtime.families.plan import COMPILE
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import recordings as module
-from pipemesh.parallel_runtime.methods.pieces import NotRecordable, RecordedOperations
-from pipemesh.parallel_runtime.methods.recordings import Recordings, Replays, why_unrecorded
-from pipemesh.parallel_runtime.patches import Part
-from pipemesh.parallel_runtime.wire.messages import Load
-from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 
 from .late_device import Graph, late_device
 from .late_pieces import (
     GIVEN,
     JOINT,
-    VIDEO,
     Asked,
+    Used,
     asked_by_sampler,
     assert_same,
     cond,
@@ -43,7 +31,6 @@ from .late_pieces import (
 )
 from .late_queues import DEVICE
 from .test_collectives import SEQUENCES
-from .test_late_methods import on_gpu
 
 LAYOUTS = [Layout(ulysses=2), Layout(ring=2), Layout(ulysses=2, ring=2), Layout(ring=3), Layout()]
 
@@ -75,7 +62,6 @@ def test_what_is_replayed_is_what_is_computed_to_the_bit(family, layout, proved)
 
 
 MANY = 1 << 20
-OFFLOADED = torch.nn.Parameter(torch.ones(2), requires_grad=False)
 
 
 # A stop amid a replay, another size, another run, other weights
@@ -140,9 +126,9 @@ def test_messages_whose_memory_a_later_one_outgrows_are_recorded_when_all_have_t
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("hidream-i1", "aten::index has a result whose shape depends on numbers of the GPU"),
+        ("hidream-i1", "aten::index reads numbers of the GPU"),
         ("hunyuan-image", "aten::where reads numbers of the GPU"),
-        ("cosmos-predict2", "the model keeps 2 tensors of an evaluation"),
+        ("cosmos-predict2", "the model keeps tensors of an evaluation (2)"),
         ("hidream-o1", "the model keeps tokens from one evaluation to the next"),
     ],
 )
@@ -306,7 +292,7 @@ def lacks(model, inputs):
     [
         (draws, "draws random numbers"),
         (reads, "reads numbers of the GPU"),
-        (keeps, "keeps 1 tensors"),
+        (keeps, "keeps tensors of an evaluation (1)"),
         (catches, "draws random numbers"),
         (waits, "synchronize while a graph is recorded"),
         (lacks, "no memory is left"),
@@ -432,8 +418,12 @@ def test_a_fault_that_shows_late_ends_the_run_with_a_sentence():
     """The replays before its proof were nobody's to see."""
     _, outputs, (ours,) = planted(stale(0), 4, LAYOUTS[4])
     (error,) = [one for one in outputs.values() if isinstance(one, ModelError)]
-    assert "Up to 7 steps of this image may be off: queue again" in str(error)
+    assert "Up to 7 evaluations before it, of this image or of earlier ones" in str(error)
     assert ours == [0, *[1] * 8, 0, 0, 0]
+    asked, outputs, _ = planted(stale(0), 4)
+    assert [place for place, one in outputs.items() if isinstance(one, ModelError)] == [(0, 9)]
+    last = len(asked) - 1
+    assert is_right(outputs[0, last], JOINT, asked[last].arguments), "no rank was left waiting"
 
 
 def test_a_proof_that_a_stop_leaves_is_due_again(proved, caplog):
@@ -463,7 +453,7 @@ def test_a_fault_that_shows_at_the_end_of_a_run_is_told_then_and_not_of_the_next
     asked = [Asked(cond(number), run=int(number > 3)) for number in range(5)]
     outputs, _ = evaluated(Layout(), asked, [JOINT], prepare=prepare)
     assert is_right(outputs[0, 4], JOINT, asked[4].arguments)
-    assert "Up to 2 steps of this image may be off" in caplog.text
+    assert "Up to 2 evaluations before it" in caplog.text
 
 
 def test_each_piece_is_replayed_once_and_progress_is_counted_as_by_computing(proved):
@@ -504,147 +494,4 @@ def test_recordings_that_are_given_up_stay_so_and_the_log_says_why(caplog):
             kept[0].give_up()
 
     _, seen = evaluated(Layout(), [Asked(cond(number)) for number in range(5)], [JOINT], prepare=prepare)
-    assert replays(seen[0]) == [0, 1, 0, 0, 0] and "memory is short beside them" in caplog.text
-
-
-class Used:
-    """Recordings of a model whose evaluation is a product."""
-
-    def __init__(self, worth):
-        comm = SimpleNamespace(traffic=Traffic(), world=0, weights=None, buffers=[], stop=StopFlag(no_wish))
-        self.kept = Recordings(torch.nn.Module(), comm, lambda: None, worth=worth)
-        self.kept.is_wanted = True
-
-    def evaluate(self, size, times=1):
-        for _ in range(times):
-            self.kept.evaluate({"x": torch.ones(size, device=DEVICE)}, lambda given: given["x"] * 2, int)
-            torch.cuda.synchronize()
-
-    def waited(self, size):
-        """How many evaluations come before one is recorded."""
-        return next(count for count in range(1, 99) if self.evaluate(size) or self.kept.recorded)
-
-
-def test_what_is_voided_before_it_has_paid_is_recorded_twice_as_late():
-    with late_device():
-        used, waits = Used(3), []
-        for replayed in (0, 2, 3, 0, 3):
-            waits.append(used.waited(2))
-            used.evaluate(2, replayed)
-            used.kept.void()
-        assert [*waits, used.waited(2)] == [3, 6, 12, 3, 6, 3]
-
-
-def test_a_run_ends_with_what_was_replayed_and_why_not_all():
-    """What is computed beside a replay as its proof is not counted."""
-    with late_device():
-        used, refused = Used(3), Used(1)
-        used.evaluate(2, 6)
-        assert used.kept.end_run(1 << 30) == Replays(6, 1)
-        used.evaluate(2, 4)
-        assert used.kept.end_run(1 << 30) == Replays(4, 4)
-        used.kept.give_up()
-        for _ in range(2):
-            used.evaluate(2)
-            assert used.kept.end_run(1 << 30) == Replays(1, 0, "memory is short beside them")
-        given = {"x": torch.ones(2, device=DEVICE)}
-        for _ in range(2):  # it is tried once, and told of in each run
-            refused.kept.evaluate(given, lambda given: torch.rand_like(given["x"]), int)
-            assert "draws random numbers" in refused.kept.end_run(1 << 30).why
-
-
-@pytest.mark.parametrize(
-    ("ask", "why"),
-    [
-        (lambda gpu: gpu.sum().item(), "reads numbers of the GPU"),
-        (lambda gpu: gpu.nonzero(), "shape depends"),
-        (lambda gpu: gpu.nonzero(as_tuple=True), "reads numbers of the GPU"),
-        (lambda gpu: torch.where(gpu == 1), "reads numbers of the GPU"),
-        (lambda gpu: gpu.to("cpu"), "reads numbers of the GPU"),
-        (lambda gpu: torch.empty(2).copy_(gpu), "reads numbers of the GPU"),
-        (lambda gpu: torch.nn.functional.dropout(gpu, 0.5, True), "draws random numbers"),
-        (lambda gpu: torch.randn(2), "draws random numbers"),
-        (lambda gpu: OFFLOADED.to(gpu.device), "a weight lies in main memory"),
-        (lambda gpu: gpu.copy_(OFFLOADED), "a weight lies in main memory"),
-    ],
-)
-def test_what_a_replay_would_have_as_it_was_is_refused_by_name(ask, why):
-    with late_device(), pytest.raises(NotRecordable, match=why), RecordedOperations(torch.cuda.Stream()):
-        ask(torch.ones(2, device=DEVICE))
-
-
-def test_what_was_there_is_kept_and_what_outlives_a_recording_is_seen():
-    with late_device():
-        there, kept = torch.ones(2, device=DEVICE), []
-        with RecordedOperations(torch.cuda.Stream()) as region:
-            kept.append(there * 2)
-            output = kept[0] + there
-        assert [id(one) for one in region.read.values()] == [id(there)]
-        assert region.left(output) == 1
-        kept.clear()
-        assert region.left(output) == 0
-
-
-def test_an_evaluation_with_code_or_on_the_cpu_is_not_recorded_and_one_with_other_numbers_is_another(caplog):
-    with late_device():
-        there, used = torch.ones(2, device=DEVICE), Used(1)
-        options = {"transformer_options": {"a": [1, "b"]}}
-        assert used.kept._key_of({"x": there, **options}) is not None
-        for unlike in ({"x": torch.ones(2)}, {"patch": print}, {"transformer_options": {COMPILE: {}}}):
-            assert Used(1).kept._key_of({"y": there, **unlike}) is None
-        more = {"x": there, "transformer_options": {**options["transformer_options"], "patches": {}}}
-        assert used.kept._key_of(more) != used.kept._key_of({"x": there, **options})
-        numbers = [used.kept._key_of({"x": there, "n": number}) for number in (1, 1.0, True, 2)]
-        assert len({*numbers}) == 4
-    assert len(caplog.messages) == 3
-
-
-@pytest.mark.parametrize("family", [PLAIN, VIDEO])
-def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family):
-    asked = asked_by_sampler(family, 3, cfg=4.0)[1]
-    with late_device():
-        keys = [Used(1).kept._key_of(on_gpu(one)) for one in asked]
-    assert len(asked) == 6 and len({*keys}) == 2 and None not in keys
-
-
-def test_without_cuda_nothing_of_this_is_made(monkeypatch):
-    made = []
-    monkeypatch.setattr(Recordings, "__init__", lambda *given: made.append(given))
-    mesh, rank = (
-        connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False),
-        SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None),
-    )
-    resident = ResidentModel(
-        stock_model(2), torch.device("cpu"), mesh, rank, Load(request=1, model="m", source=b"")
-    )
-    resident.method.begin(Part(1, 0))
-    with torch.inference_mode():
-        resident.on_rank(given(PLAIN, 0), 1)
-    resident.end_run()
-    assert not made and mesh.unrecorded and resident.recordings is None
-
-
-def test_graphs_are_recorded_where_they_are_turned_on_on_nvidias_gpus_whose_messages_lie_there(monkeypatch):
-    asked = {"PIPEMESH_GRAPHS": "1"}
-    assert why_unrecorded(DEVICE, asked) == why_unrecorded(DEVICE, {"PIPEMESH_GRAPHS": "all"}) == ""
-    for off in ({}, *({"PIPEMESH_GRAPHS": one} for one in ("0", "", "yes"))):
-        assert why_unrecorded(DEVICE, off) == "PIPEMESH_GRAPHS is not 1"
-    assert "main memory" in why_unrecorded(torch.device("cpu"), asked)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "AMD" in why_unrecorded(DEVICE, asked)
-
-
-def test_weights_or_code_that_change_void_what_a_rank_has_recorded(monkeypatch):
-    mesh = replace(connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False), unrecorded="")
-    rank = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None)
-    load = Load(request=1, model="m", source=b"")
-    resident, voided = ResidentModel(stock_model(2), torch.device("cpu"), mesh, rank, load), []
-    monkeypatch.setattr(resident.recordings, "void", lambda: voided.append(resident.recordings.refuses))
-    resident.patch("a", {}, {}, rank)
-    assert {*voided} == {""}
-    resident._objects.in_block = PatchesHere(methods={"blocks.0.forward": print})
-    resident.patch("b", {}, None, rank)
-    assert voided[-1] == "nodes' code is in its blocks"
-    before = len(voided)
-    resident.detach()
-    assert len(voided) > before
+    assert replays(seen[0]) == [0, 1, 0, 0, 0] and "memory was short" in caplog.text

@@ -23,6 +23,7 @@ from pipemesh.nodes.planning import (
     PlannedLayout,
     Planning,
     Sampling,
+    may_replay,
     placed,
     provisional,
     rank_devices,
@@ -38,7 +39,9 @@ from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames
 from pipemesh.parallel_runtime.client.wait import Wait
 from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.families.catalogue import PLANS
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.recordings import why_not_recorded
 from pipemesh.parallel_runtime.planner.choice import plan, with_running
 from pipemesh.parallel_runtime.planner.counts import NotCounted
 from pipemesh.parallel_runtime.planner.job import Job
@@ -507,3 +510,12 @@ def test_a_sampling_without_a_step_is_not_counted(sigmas):
     guider.original_conds, guider.cfg = {"positive": [{}]}, 3.0
     with pytest.raises(NotCounted, match="nothing to evaluate"):
         Sampling.of(guider, torch.zeros(1, 16, 8, 8), sigmas)
+
+
+def test_replays_are_predicted_where_workers_may_record(monkeypatch):
+    plans = [one for one in PLANS if not why_not_recorded(one)]
+    assert not may_replay(plans[0], "nccl")
+    monkeypatch.setenv("PIPEMESH_GRAPHS", "1")
+    assert may_replay(plans[0], "nccl") and not may_replay(plans[0], "gloo") and not may_replay(None, "nccl")
+    refused = next(one for one in PLANS if one.prefix is not None)
+    assert not may_replay(refused, "nccl")

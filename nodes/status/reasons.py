@@ -1,5 +1,5 @@
 """Say why a layout was taken, which share slower devices take of a run, and which causes kept a run
-from being faster. All texts exist in every language.
+from being faster. All texts exist in every language, but for the reasons that workers give.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ...parallel_runtime.comm.shares import group_speeds, shares_of, stage_speeds
 from ...parallel_runtime.layout import Layout
+from ...parallel_runtime.methods.recordings import NOT_ASKED
 from ...parallel_runtime.texts import Text
 from ...parallel_runtime.wire.messages import Recorded
 from ...pool.devices import Placement
@@ -49,9 +50,9 @@ def slowed(devices: Sequence[str], models: Sequence[ModelStatus], run: RunFigure
 
 def as_graphs(recorded: Iterable[Recorded | None]) -> tuple[Text, ...]:
     """Say how many evaluations of a model's last run ranks replayed as CUDA graphs, and why they
-    computed others. Empty without GPUs.
+    computed others, in English. Empty without GPUs, and if nobody asked for graphs.
     """
-    told = [one for one in recorded if one is not None]
+    told = [one for one in recorded if one is not None and one.why != NOT_ASKED]
     counts = sum(one.replayed for one in told), sum(one.evaluations for one in told)
     replayed = (Text("graphs_replayed", tuple(map(str, counts))),) if counts[1] else ()
     whys = dict.fromkeys(one.why.partition("\n")[0] for one in told if one.why)

@@ -186,7 +186,8 @@ class Evaluations:
             )
         run, arena = ticket.run, session.pool.arena.segment
         if run.model in session.models:
-            session.models[run.model].is_held_up = any(reply.idle for reply in replies.values())
+            told = [reply.idle for reply in replies.values() if reply.idle is not None]
+            session.models[run.model].is_held_up = any(told) if told else session.models[run.model].is_held_up
         # Else memory of its own, in which it stays
         segment = arena if reply.apart is None else segment_over(reply.apart.fd)
         branch = ticket.part.branch, ticket.part.attempt

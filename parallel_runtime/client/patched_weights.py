@@ -54,13 +54,13 @@ def send_weights(
         send(patches=patched.patches)
 
 
-def drop_sets(session: Session | None) -> bool:
+def drop_sets(session: Session | None, is_short: bool = False) -> bool:
     """Frees the sets of patched weights that ranks keep to put them back, and their CUDA graphs.
-    Returns False if they keep none, or compute.
+    Returns False if they keep none, or compute. ``is_short``: an evaluation lacked memory.
     """
     if session is None or session.tickets:
         return False
     if not any(one.sets or one.sets_in_main or one.graphs for one in session.pool.memory):
         return False
-    session.ask(DropSets)
+    session.ask(DropSets, is_short=is_short)
     return True

@@ -185,7 +185,7 @@ class Residency:
         used model, but not ``model``, nor one that is in a run unless ``of_runs``. Returns False if
         there is no such model.
         """
-        if drop_sets(self._sessions.live):
+        if drop_sets(self._sessions.live, is_short=True):
             return True
         session = self._sessions.live
         spared = {model} if of_runs else {model, *self._runs.models()}

@@ -33,6 +33,7 @@ OF_ITS_TIME = {  # what a graph would repeat as it was when it was recorded
 }
 aten = torch.ops.aten
 # Operations made of others, of which one reads numbers of the GPU; torch tags that one alone
+BY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 READING = {
     *(aten.where.default, aten.nonzero_numpy.default, aten.argwhere.default, aten.item.default),
     *(aten.is_nonzero.default, aten.allclose.default, aten.repeat_interleave.self_Tensor),
@@ -74,7 +75,8 @@ class Recording(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.pool_bytes + sum(one.nbytes for one in (*self.inputs, *tensors_held(self.output)))
+        held = (*self.inputs, *tensors_held(self.output), *self.held)
+        return self.pool_bytes + sum({one.data_ptr(): one.nbytes for one in held}.values())
 
     def replay(self, arguments: Any, tick: Callable[[], None]) -> Any:
         """Compute an evaluation like the recorded one. Raises Stopped as computing does."""
@@ -107,6 +109,7 @@ class RecordedOperations(TorchDispatchMode):
         self.read: dict[int, torch.Tensor] = {}
         self.brought: list[torch.Tensor] = []
         self.kernels = 0
+        self.is_off = False  # while torch begins or ends a recording, by operations of its own
         self._aside = aside
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -116,9 +119,11 @@ class RecordedOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
+        if self.is_off:
+            return func(*args, **kwargs)
         given = [*flat(args), *flat(kwargs.values())]
         tensors = [one for one in given if isinstance(one, torch.Tensor)]
-        for why in reasons(func):
+        for why in [READS] if has_mask(args) and name in BY_INDEX else reasons(func):
             if why != RANDOM or draws(name, args):
                 raise NotRecordable(f"{name} {why}")
         to_gpu = any(isinstance(one, torch.device) and one.type == "cuda" for one in given)
@@ -200,18 +205,19 @@ class LooksLater(StopFlag):
 class PieceRecorder:
     """Records one evaluation: cuts it where a message goes out, and sends none. ``streams``: one to
     record in, and one for copies from the CPU. ``ticks`` are those of the piece at hand.
+    ``is_broken``: a recording failed, and could not be ended.
     """
 
     def __init__(self, comm: SequenceComm, streams: Sequence[torch.cuda.Stream], pool: Any):
         self.ticks = 0
+        self.is_broken = False
         self._comm = comm
         self._pool = pool
         self._pieces: list[GraphPiece] = []
         self._stop = LooksLater(comm)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._streams = streams
-        self._side, aside = streams
-        self._region = RecordedOperations(aside)
+        self._region = RecordedOperations(streams[1])
         self._recorded = 0  # kernels, in earlier pieces
 
     def tick(self) -> None:
@@ -232,20 +238,19 @@ class PieceRecorder:
         inputs, before = tensors_held(arguments), torch.cuda.memory_reserved()
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())
-        with self._in_place_of_messages(), torch.cuda.stream(self._side):
+        with self._in_place_of_messages(), torch.cuda.stream(self._streams[0]):
             self._begin()
             try:
                 with self._region:
                     output = compute(arguments)
             except BaseException:
-                with suppress(RuntimeError):  # what ends a recording that has failed
-                    self._end()
+                self._leave()
                 raise
             graph = self._end()
         self._add(graph if self._region.kernels > self._recorded else None)
         forget()
         if left := self._region.left((output, self._stop.flags)):
-            raise NotRecordable(f"the model keeps {left} tensors of an evaluation")
+            raise NotRecordable(f"the model keeps tensors of an evaluation ({left})")
         read = [*self._region.read.values()]
         lasts = all(lies_in(one, (*inputs, *self._region.brought, *lasting)) for one in read)
         pool_bytes = torch.cuda.memory_reserved() - before - sum(one.nbytes for one in tensors_held(output))
@@ -275,14 +280,30 @@ class PieceRecorder:
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        self._region.is_off = True
         # Copies aside and NCCL's watchdog ask for what a stricter mode forbids to every stream
         self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+        self._region.is_off = False
 
     def _end(self) -> torch.cuda.CUDAGraph | None:
         graph, self._graph = self._graph, None
+        self._region.is_off = True
         if graph is not None:
             graph.capture_end()
+        self._region.is_off = False
         return graph
+
+    def _leave(self) -> None:
+        """End a recording that has failed. If the driver cannot, torch 2.11 would go on taking
+        memory from the recording's pool: it is told, and nothing is recorded here any more.
+        """
+        try:
+            self._end()
+        except RuntimeError:
+            self.is_broken = True
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
 
 
 class ReplayProof:
@@ -353,10 +374,18 @@ def flat(values: Iterable[Any]) -> list[Any]:
 @cache
 def reasons(func: Any) -> list[str]:
     """Return why what ``func`` does cannot be recorded."""
+    if func._schema.name in BY_INDEX:
+        return []
     return [
         *([READS] if func in READING else []),
         *(OF_ITS_TIME[tag] for tag in OF_ITS_TIME if tag in func.tags),
     ]
+
+
+def has_mask(args: Sequence[Any]) -> bool:
+    """Whether a tensor is indexed by a mask: torch reads it, to count what it chooses."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices)
 
 
 def draws(name: str, args: Sequence[Any]) -> bool:

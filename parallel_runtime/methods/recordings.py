@@ -7,12 +7,11 @@ A rank decides by itself: it sends the same messages either way, so others need 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,7 +32,11 @@ WORTH = 16
 PROVED = {1, 2, 8, 64}  # replays of a recording that are held to what is computed
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 VARIABLE = "PIPEMESH_GRAPHS"
-SHORT = "memory is short beside them"
+NOT_ASKED = f"{VARIABLE} is not 1"
+SHORT = "memory was short, so the model's graphs were freed"
+FEW = f"an evaluation is computed {WORTH} times before it is recorded"
+BUSY = "no GPU waited for its process"
+NO_ROOM = "graphs took more memory than may stay between runs"
 Evaluator = Callable[[dict[str, Any]], Any]
 log = logging.getLogger("pipemesh")
 
@@ -41,12 +44,14 @@ log = logging.getLogger("pipemesh")
 @dataclass
 class Replays:
     """Of a run's ``evaluations`` on one rank, those that were ``replayed``, and ``why`` others were
-    not; empty if nothing hindered them.
+    not; empty if nothing hindered them. ``fault``: what is to be said of replays that were wrong.
     """
 
     evaluations: int = 0
     replayed: int = 0
     why: str = ""
+    fault: str = field(default="", compare=False)
+    is_replay: bool = field(default=False, compare=False)  # the evaluation at hand
 
 
 def why_unrecorded(device: torch.device, environ: Mapping[str, str]) -> str:
@@ -54,7 +59,7 @@ def why_unrecorded(device: torch.device, environ: Mapping[str, str]) -> str:
     AMD's GPUs are left out until one has shown that it can.
     """
     if environ.get(VARIABLE) not in ("1", "all"):
-        return f"{VARIABLE} is not 1"
+        return NOT_ASKED
     if device.type != "cuda":
         return "messages go through main memory (gloo)"
     return "" if torch.version.hip is None else "no GPU of AMD has replayed one yet"
@@ -67,16 +72,27 @@ def why_not_recorded(plan: TokenPlan) -> str:
     return "" if plan.is_tried else "nobody has tried the model's class"
 
 
+class GivenWork(Protocol):
+    """What a GPU was given of an evaluation."""
+
+    def is_over(self) -> bool:
+        """Return whether the GPU has computed nearly all of it."""
+        ...
+
+
 class Worth:
-    """Says when an evaluation was computed often enough to be recorded: ``least`` times, twice as
-    often after recordings that went before they had paid, as with a LoRA that changes after every
-    20 evaluations, and twice as often while those that the model has have not paid, as with a size
-    that changes so. ``counts``: how often each was computed, or replayed if it is recorded.
+    """Says when an evaluation was computed often enough to be recorded: ``least`` times, say 16. If
+    recordings go before they were replayed 16 times each, as with a LoRA that changes after every
+    20 evaluations, the next ones come after 32, then 64. While the recordings that the model has
+    were not replayed so often, another kind is recorded after twice as many too. ``counts``: how
+    often each was computed, or replayed if it is recorded. ``forbids``: why nothing is recorded any
+    more.
     """
 
-    def __init__(self, least: float):
+    def __init__(self, least: int, forbids: str = ""):
         self.counts: Counter[Hashable] = Counter()
-        self.least = self._now = least
+        self.forbids = forbids
+        self._least = self._now = least
 
     def pays(self, key: Hashable, recorded: Collection[Hashable]) -> bool:
         """Count an evaluation that is computed. Return whether it is to be recorded."""
@@ -88,12 +104,12 @@ class Worth:
     def part_with(self, keys: Collection[Hashable]) -> None:
         """Forget recordings that are given up."""
         if keys:
-            self._now = self.least if self._have_paid(keys) else 2 * self._now
+            self._now = self._least if self._have_paid(keys) else 2 * self._now
         for key in keys:
             self.counts.pop(key, None)
 
     def _have_paid(self, keys: Collection[Hashable]) -> bool:
-        return sum(self.counts[key] for key in keys) >= self.least * len(keys)
+        return sum(self.counts[key] for key in keys) >= self._least * len(keys)
 
 
 class Recordings:
@@ -146,21 +162,24 @@ class Recordings:
         go of tensors that computing has made.
         """
         self._run.evaluations += 1
+        self._run.is_replay = False
         is_clear, key = self._read_proof(), self._key_of(arguments)
         recording = self._known.get(key)
         if isinstance(recording, str):
             self._run.why = recording
         if not isinstance(recording, Recording) or not is_clear:
             output = compute(arguments)
-            may_record = self.is_wanted and is_clear and key is not None and key not in self._known
-            may_record = may_record and not self._comm.traffic.is_outgrown
-            if may_record and self._worth.pays(key, self.recorded):
+            if key is None or key in self._known or not is_clear or self._comm.traffic.is_outgrown:
+                return output
+            self._run.why = FEW if self.is_wanted else BUSY
+            if self.is_wanted and self._worth.pays(key, self.recorded):
                 self._record(key, arguments, compute, forget)
             return output
         replays = self._worth.counts[key] + 1
         if replays not in PROVED:
             self._worth.counts[key] = replays
             self._run.replayed += 1
+            self._run.is_replay = True
             return recording.replay(arguments, self._tick)
         proof = ReplayProof(recording, self._comm)
         output = proof.compute(arguments, compute)
@@ -168,30 +187,41 @@ class Recordings:
         self._proof = key, to_cpu(proof.wrong), Reached(proof.wrong.device)
         return output
 
+    def after(self, given: GivenWork | None) -> bool | None:
+        """Return whether the GPU has computed nearly all that it was ``given`` of the evaluation;
+        None if that was replayed, or there is no GPU. Raises ModelError if earlier replays of this
+        run were not right. Call it when no message of the evaluation is left, because other ranks
+        may have found nothing.
+        """
+        fault, self._run.fault = self._run.fault, ""
+        if fault:
+            raise ModelError(fault)
+        return None if self._run.is_replay or given is None else given.is_over()
+
     def void(self) -> None:
-        """Give up all recordings: what they read has changed."""
+        """Give up all recordings: what they read has changed. What is refused stays refused."""
         self._worth.part_with(self.recorded)
-        self._known, self._proof = {}, None
+        self._known = {key: one for key, one in self._known.items() if isinstance(one, str)}
+        self._proof = None
 
     def give_up(self) -> None:
-        """Free the memory of all recordings, which something else needs, and record no more."""
+        """Free the memory of all recordings, which an evaluation lacked, and record no more."""
         if self.recorded:
             self.void()
-            self._worth = Worth(math.inf)
-            self._tell(SHORT)
+            self._worth = Worth(0, SHORT)
+            self._refuse(SHORT)
 
     def end_run(self, room: int) -> Replays:
         """Keep the recordings that other runs may replay, if they take at most ``room`` bytes.
         Return what was replayed in the run.
         """
-        try:
-            self._read_proof()
-        except ModelError as error:  # the run has its image already
-            log.warning("[PipeMesh] %s", error)
+        self._read_proof()
+        if self._run.fault:  # the run has its image already
+            log.warning("[PipeMesh] %s", self._run.fault)
         recorded = self.recorded
         lasting = {key: one for key, one in recorded.items() if one.lasts}
         if sum(one.nbytes for one in lasting.values()) > room:
-            lasting = {}
+            lasting, self._run.why = {}, NO_ROOM
         self._worth.part_with(recorded.keys() - lasting.keys())
         for key, one in recorded.items():
             if key not in lasting:
@@ -208,16 +238,14 @@ class Recordings:
         try:
             if self.refuses:
                 raise NotRecordable(self.refuses)
-            if self._worth.least == math.inf:
-                raise NotRecordable(SHORT)
+            if self._worth.forbids:
+                raise NotRecordable(self._worth.forbids)
             if COMPILE in arguments.get("transformer_options", {}):
                 raise NotRecordable("blocks are compiled")
-            if self._comm.weights is not None:
-                raise NotRecordable("weights are gathered from other ranks")
             leaves, spec = tree_flatten(arguments)
             return self._comm.world, spec, *map(form_of, leaves)
         except NotRecordable as error:
-            self._tell(str(error))
+            self._refuse(str(error))
             return None
 
     def _record(
@@ -229,7 +257,7 @@ class Recordings:
         del self._worth.counts[key]
         try:
             if len(self.recorded) == MOST:
-                raise NotRecordable(f"the model has {MOST} of them")
+                raise NotRecordable(f"the model has {MOST} recordings already")
             pools = [graph.pool() for one in self.recorded.values() for graph, *_ in one.pieces if graph]
             pool = pools[0] if pools else torch.cuda.graph_pool_handle()
             self._recorder = PieceRecorder(self._comm, self._streams, pool)
@@ -238,14 +266,16 @@ class Recordings:
             self._known[key] = self._recorder.record(inputs, compute, forget, lasting)
         except (Exception, NotRecordable) as error:  # noqa: BLE001 it was computed already
             self._refuse(str(error), key)  # a log may keep what it is told, and with it the frames
+            if self._recorder is not None and self._recorder.is_broken:
+                self._worth = Worth(0, str(error))
         finally:
             self._recorder = None
             forget()
 
     def _read_proof(self) -> bool:
         """Read what the last proof found, if the GPU has come so far. Return whether none is left
-        to be read. A recording that was not right is given up. Raises ModelError if it was replayed
-        without a proof before.
+        to be read. A recording that was not right is given up; if it was replayed without a proof
+        before, that is the run's ``fault``.
         """
         if self._proof is None:
             return True
@@ -265,17 +295,20 @@ class Recordings:
             " without graphs from now on."
         )
         if replays > 1:
-            raise ModelError(f"{what} Up to {replays} steps of this image may be off: queue again.")
-        log.warning("[PipeMesh] %s The image is right.", what)
+            self._run.fault = (
+                f"{what} Up to {replays} evaluations before it, of this image or of earlier ones of its"
+                " size, may be off: queue them again."
+            )
+        else:
+            log.warning("[PipeMesh] %s The image is right.", what)
         return True
 
-    def _refuse(self, why: str, key: Hashable) -> None:
+    def _refuse(self, why: str, key: Hashable = None) -> None:
+        """Say why evaluations are not recorded: those of ``key``, or the one at hand."""
         if len(self._known) > KEYS:
             self._known = dict(self.recorded)
-        self._known[key] = why
-        self._tell(why)
-
-    def _tell(self, why: str) -> None:
+        if key is not None:
+            self._known[key] = why
         self._run.why = why
         tell_unrecorded(why)
 
@@ -283,7 +316,7 @@ class Recordings:
 @lru_cache(maxsize=KEYS)
 def tell_unrecorded(why: str) -> None:
     """Log each reason once."""
-    log.warning("[PipeMesh] No CUDA graph is recorded, ranks compute as they did: %s.", why)
+    log.warning("[PipeMesh] Evaluations are computed, and not recorded as CUDA graphs: %s.", why)
 
 
 def form_of(leaf: Any) -> Hashable:

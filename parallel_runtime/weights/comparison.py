@@ -210,8 +210,12 @@ def _looked_at(tensor: torch.Tensor) -> tuple[int | None, int]:
     whole.
     """
     version = None if tensor.is_inference() else tensor._version
-    content = tensor.detach().view(BITS[tensor.element_size()]).flatten()
-    chosen = content[:: _step(tensor.shape)].cpu().numpy()
+    bits, step = tensor.detach().view(BITS[tensor.element_size()]), _step(tensor.shape)
+    if bits.is_contiguous():
+        chosen = bits.view(-1)[::step].cpu().numpy()
+    else:  # flattened, it would be copied whole
+        places = torch.arange(0, bits.numel(), step, device=bits.device)
+        chosen = bits[torch.unravel_index(places, bits.shape)].cpu().numpy()
     return version, hash(chosen.tobytes())  # of this process, and twice as fast as hashlib's
 
 

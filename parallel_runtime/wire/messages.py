@@ -103,10 +103,11 @@ class SetWeightPatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class DropSets(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Free the sets of patched weights that ranks keep beside the sets in place, and recorded CUDA
-    graphs, for all models.
+    graphs, for all models. If memory ``is_short``, these models record no more.
     """
 
     request: int
+    is_short: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -207,7 +208,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=Tr
     them for other ranks' messages, by axis. ``unread``: the model is built, and its ``ReadWeights``
     is to follow. ``lacks``: as ``SetWeightPatches`` has it. ``wrote``: where in the arena the
     output's tensors lie, as offset and bytes. ``idle``: the GPU had computed what it was given
-    before it was given the rest. ``recorded`` answers the end of a run.
+    before it was given the rest; None if that was replayed. ``recorded`` answers the end of a run.
     """
 
     request: int
@@ -223,7 +224,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=Tr
     block_s: dict[int, float] = {}
     unread: bool = False
     lacks: bool = False
-    idle: bool = False
+    idle: bool | None = None
     recorded: Recorded | None = None
 
     @property

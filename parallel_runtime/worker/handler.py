@@ -124,7 +124,7 @@ class RequestHandler:
             case SetWeightPatches():
                 return self._set_weight_patches(request, segments, rank)
             case DropSets():
-                drop_kept(self.models)
+                drop_kept(self.models, request.is_short)
                 self._memory.give_back()
             case EndRun():
                 return self._end_run(request)
@@ -263,7 +263,7 @@ class RequestHandler:
         self, model: ResidentModel | ResidentVAE, request: Forward, rank: CountingRank
     ) -> Done | Enqueued:
         if model.recordings is not None:
-            model.recordings.is_wanted = request.record and not request.in_fp32
+            model.recordings.is_wanted = request.record
         model.method.begin(request.part)
         self._io.arena.follow()
         if model.patches_id != request.patches_id:
@@ -277,13 +277,12 @@ class RequestHandler:
         finally:
             kept = model.kept.nbytes if model.kept is not None else 0
             self._memory.conditioning_bytes = self._io.conditioning.nbytes + kept
-        with (
-            compilation_noted(rank) if COMPILE in arguments.get("transformer_options", {}) else nullcontext()
-        ):
+        compiles = COMPILE in arguments.get("transformer_options", {})
+        with compilation_noted(rank) if compiles else nullcontext():
             on_rank = partial(in_fp32, self._transformer(request.model)) if request.in_fp32 else model.on_rank
             output = on_rank(arguments, request.request)
         self._mesh.sequence.traffic.is_complete = True
-        is_idle = model.recordings is not None and rank.trail is not None and rank.trail.is_over()
+        idle = None if (own := model.recordings) is None else own.after(rank.trail)
         rank.tick()  # the answer waits until the GPU has computed it
         finish = self._io.write(output, request.out) if self._writes[request.width] else Written
         traffic, block_s = self._mesh.sequence.traffic, model.method.block_s
@@ -303,7 +302,7 @@ class RequestHandler:
                 waited_s=waited_s,
                 sent_bytes=sent_bytes,
                 block_s=dict(block_s()),
-                idle=is_idle,
+                idle=idle,
             )
 
         if self._device.type == "cuda":
@@ -324,11 +323,13 @@ def sets_of(models: Mapping[str, ResidentModel | ResidentVAE]) -> list[PatchedSe
     return [model.sets for model in models.values() if isinstance(model, ResidentModel)]
 
 
-def drop_kept(models: Mapping[str, ResidentModel | ResidentVAE]) -> None:
+def drop_kept(models: Mapping[str, ResidentModel | ResidentVAE], is_short: bool) -> None:
     for sets in sets_of(models):
         sets.drop()
     for recordings in recordings_of(models.values()):
-        recordings.give_up()
+        if is_short:
+            recordings.give_up()
+        recordings.void()
 
 
 def recordings_of(models: Iterable[ResidentModel | ResidentVAE]) -> list[Recordings]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -91,13 +91,14 @@ class ResidentModel:
             raise Refused(f"{type(transformer).__name__} has no token plan.")
         self.recordings: Recordings | None = None
         if not mesh.unrecorded and mesh.link is None:
-            self.recordings = Recordings(transformer, mesh.sequence, rank.tick, why_not_recorded(plan))
+            self.recordings = Recordings(transformer, mesh.sequence, rank.tick)
         tick = None if self.recordings is None else self.recordings.tick
         # The method first, so that no weights of other stages' blocks are moved.
         self.method = make_method(transformer, plan, mesh, rank, load.stages, kernels, tick)
         on_progress = counted(rank, stored_bytes(transformer.parameters()))
         self.weights = self._placed(load, mesh.sequence.weights, readers, on_progress)
         self.sets = PatchedSets(self.weights, device, free_bytes)
+        self._void_recordings()
         if self.weights.turns is not None:
             self.weights.turns.attach()  # first: a layer has its weights before anything else happens to it
         self.method.attach()
@@ -179,11 +180,20 @@ class ResidentModel:
 
     def _void_recordings(self) -> None:
         """Give up CUDA graphs, which read the weights and objects that were there."""
-        plan = plan_or_whole(type(self.patcher.model.diffusion_model))
-        if self.recordings is not None and plan is not None:
-            foreign = "nodes' code is in its blocks" if self._objects.in_block.methods else ""
-            self.recordings.refuses = why_not_recorded(plan) or foreign
+        if self.recordings is not None:
+            self.recordings.refuses = self._why_unrecorded()
             self.recordings.void()
+
+    def _why_unrecorded(self) -> str:
+        """Return why no evaluation is recorded as CUDA graphs; empty if they can be."""
+        plan = plan_or_whole(type(self.patcher.model.diffusion_model))
+        if self.weights.turns is not None:
+            return "weights are gathered from other ranks"
+        if isinstance(self.weights, OffloadedWeights):
+            return "weights lie partly in main memory"
+        if self._objects.in_block.methods:
+            return "nodes' code is in its blocks"
+        return "" if plan is None else why_not_recorded(plan)
 
     def _merge(self, patches: dict, rank: CountingRank) -> None:
         self.patcher.patches = {
@@ -233,12 +243,13 @@ class ResidentModel:
         transformer = self.patcher.model.diffusion_model
         forward = getattr(transformer, forward_name(transformer))
         turns = self.weights.turns
-        compute = partial(self.method.forward, forward, number=number)
         with nullcontext() if turns is None else turns.evaluation():
             if self.recordings is None:
-                output = compute(arguments)
+                output = self.method.forward(forward, arguments, number)
             else:
-                output = self.recordings.evaluate(arguments, compute, self.method.forget)
+                output = self.recordings.evaluate(
+                    arguments, lambda given: self.method.forward(forward, given, number), self.method.forget
+                )
             if turns is not None:
                 turns.learn()
             return output
@@ -277,13 +288,17 @@ class ResidentModel:
 
 def in_fp32(model: ResidentModel, arguments: dict[str, Any], number: int) -> Any:
     """Compute as ``on_rank`` does, in fp32. Data that the model keeps of other evaluations is not
-    used.
+    used, and no CUDA graph stands for it.
     """
     transformer = model.patcher.model.diffusion_model
     plan = plan_or_whole(type(transformer))
     prefix = plan.prefix if plan is not None else None
-    with computing_in_fp32(transformer, prefix.forget if prefix is not None else ""):
-        return model.on_rank(arguments_in_fp32(arguments, OWN_NUMBERS), number)
+    recordings, model.recordings = model.recordings, None
+    try:
+        with computing_in_fp32(transformer, prefix.forget if prefix is not None else ""):
+            return model.on_rank(arguments_in_fp32(arguments, OWN_NUMBERS), number)
+    finally:
+        model.recordings = recordings
 
 
 def counted(rank: CountingRank, total: int) -> Callable[[int], None]:
