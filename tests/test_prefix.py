@@ -263,7 +263,7 @@ def test_a_model_is_told_of_its_run_as_comfyui_tells_it_and_keeps_nothing_of_oth
             turns = SimpleNamespace(end_run=lambda: None, evaluation=nullcontext, learn=lambda: None)
             own = {"restore": lambda: None, "applies": lambda _patches: True, "has": lambda _name: False}
             resident.weights = SimpleNamespace(turns=turns, **own)
-        resident.method.forward = lambda *_, number: None
+        resident.method.forward = lambda *_: None
 
         def evaluate(part):
             resident.method.begin(part)

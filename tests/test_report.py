@@ -23,6 +23,7 @@ from pipemesh.nodes.timing import Speed
 from pipemesh.parallel_runtime.client.run import Evaluation, Run, RunNames, measured
 from pipemesh.parallel_runtime.comm.traffic import COUNTED
 from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.methods.recordings import NOT_ASKED
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.texts import Text
@@ -134,7 +135,7 @@ def test_the_text_says_what_ranks_replayed_as_cuda_graphs_and_why_not_all():
         assert "0 cuda:0 0.0 MiB 200.0 MiB 10.0 GiB 24.0 GiB" in said(text)
         return [line for line in said(text) if line.startswith("model: ")]
 
-    on, off = Recorded(20, 17), Recorded(0, 0, "PIPEMESH_GRAPHS is not 1")
+    on, off = Recorded(20, 17), Recorded(0, 0, NOT_ASKED)
     refused = Recorded(20, 0, "aten::randn draws random numbers\nmore")
     replayed = "model: CUDA graphs: in the last run workers replayed {} evaluations, all workers together."
     assert lines(on, on) == [replayed.format("34 of 40")]
@@ -142,8 +143,7 @@ def test_the_text_says_what_ranks_replayed_as_cuda_graphs_and_why_not_all():
         replayed.format("17 of 60"),
         "model: Computed without CUDA graphs: aten::randn draws random numbers.",
     ]
-    assert lines(off, off) == ["model: Computed without CUDA graphs: PIPEMESH_GRAPHS is not 1."]
-    assert lines(None, None) == lines() == []
+    assert lines(off, off) == lines(None, None) == lines() == [], "nobody asked for graphs"
 
 
 def test_tables_line_up_in_a_monospaced_font_and_a_long_value_makes_no_other_line_long():

@@ -26,7 +26,7 @@ from ...parallel_runtime.forward import forward_name
 from ...parallel_runtime.layout import Layout
 from ...parallel_runtime.methods.blocks import blocks_of
 from ...parallel_runtime.methods.factory import make_method
-from ...parallel_runtime.methods.recordings import Recordings, why_not_recorded
+from ...parallel_runtime.methods.recordings import GATHERED, Recordings, why_not_recorded
 from ...parallel_runtime.patches import Part, TokenGrid
 from ...parallel_runtime.planner.dry_device import DEVICE
 from ...parallel_runtime.planner.evaluation_count import Whole
@@ -185,9 +185,8 @@ class DryRanks(DryModel):
             if kept == "sharded":
                 open_weights(mesh)
             mesh.sequence.device = DEVICE
-            recordings = Recordings(
-                transformer, mesh.sequence, IdleRank([]).tick, why_not_recorded(self.plan), worth=1
-            )
+            why = GATHERED if kept == "sharded" else why_not_recorded(self.plan)
+            recordings = Recordings(transformer, mesh.sequence, IdleRank([]).tick, why, worth=1)
             method = make_method(
                 transformer, self.plan, mesh, IdleRank([WARM_UP]), (), AS_TRIED, recordings.tick
             )

@@ -34,6 +34,7 @@ PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 VARIABLE = "PIPEMESH_GRAPHS"
 NOT_ASKED = f"{VARIABLE} is not 1"
 SHORT = "memory was short, so the model's graphs were freed"
+GATHERED = "weights are gathered from other ranks"
 FEW = f"an evaluation is computed {WORTH} times before it is recorded"
 BUSY = "no GPU waited for its process"
 NO_ROOM = "graphs took more memory than may stay between runs"

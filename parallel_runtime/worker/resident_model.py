@@ -25,7 +25,7 @@ from ..forward import forward_name
 from ..methods.blocks import blocks_of
 from ..methods.factory import make_method
 from ..methods.method import Rank
-from ..methods.recordings import Recordings, Replays, why_not_recorded
+from ..methods.recordings import GATHERED, Recordings, Replays, why_not_recorded
 from ..weights.device_weights import DeviceWeights
 from ..weights.fp32_forward import arguments_in_fp32, computing_in_fp32
 from ..weights.gguf import is_dequantised_late, with_patches
@@ -188,7 +188,7 @@ class ResidentModel:
         """Return why no evaluation is recorded as CUDA graphs; empty if they can be."""
         plan = plan_or_whole(type(self.patcher.model.diffusion_model))
         if self.weights.turns is not None:
-            return "weights are gathered from other ranks"
+            return GATHERED
         if isinstance(self.weights, OffloadedWeights):
             return "weights lie partly in main memory"
         if self._objects.in_block.methods:
