@@ -55,14 +55,13 @@ def run_checks(rest: Sequence[str]) -> int:
             "ruff": [python, "-m", "ruff", "check", "."],
             "format": [python, "-m", "ruff", "format", "--check", "."],
             "types": [python, "-m", "basedpyright", "--pythonpath", python],
-            "laboratory": [*pytest_of(python, "lab/tests"), *workers(1, shared), *rest],
-            "tests": [*pytest_of(python, "tests"), *workers(WORKERS - 1, shared), *rest],
+            "tests": [*pytest_of(python, "tests lab/tests"), *workers(WORKERS, shared), *rest],
         }
         return run_side_by_side(checks, env)
 
 
-def pytest_of(python: str, folder: str) -> list[str]:
-    return [python, "-m", "pytest", "-o", f"testpaths={folder}"]
+def pytest_of(python: str, folders: str) -> list[str]:
+    return [python, "-m", "pytest", "-o", f"testpaths={folders}"]
 
 
 def workers(count: int, shared: str) -> list[str]:

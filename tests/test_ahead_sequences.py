@@ -15,7 +15,7 @@ from pipemesh.parallel_runtime.layout import Layout
 
 import nodes
 
-from .conftest import ALL
+from .fixtures import ALL
 from .in_groups import in_groups
 from .queues import Line, Workflow, node, stock_model, tensors_of, unload_all_models
 from .test_ahead import Ahead, Failing, cancelled, suspended

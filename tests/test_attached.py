@@ -7,7 +7,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 
-from .conftest import ALL
+from .fixtures import ALL
 from .models import load, run, with_lora, write_lora, write_model
 from .patched import ALL_WARM, execute
 

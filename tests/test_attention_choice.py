@@ -32,7 +32,7 @@ from pipemesh.pool.supervisor import process_of_its_own
 
 from . import joint_model
 from .collectives import outputs_of
-from .conftest import running_clients
+from .fixtures import running_clients
 from .fake_pools import fake_setup
 from .in_ranks import CPU, Crossed, across, evaluated_in_ranks
 from .joint_model import HEADS

@@ -21,7 +21,7 @@ from pipemesh.parallel_runtime.client import remote_patcher
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.wire.tree import NotPlain
 
-from .conftest import ALL
+from .fixtures import ALL
 from .foreign_pack import halved_keys, unet, video_unet, without_plan
 from .models import conditioning, load, run, with_lora
 from .shared_runtime import SharedRuntime, settings

@@ -15,7 +15,7 @@ from pipemesh.lab.bench.run_picture import panel_colours
 from pipemesh.parallel_runtime.comm.traffic import COUNTED
 from pipemesh.parallel_runtime.layout import OF_A_GROUP
 
-from .conftest import ALL
+from .fixtures import ALL
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("lab", "launcher", "locales", "nodes", "parallel_runtime", "pool", "tests", "web")

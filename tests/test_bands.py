@@ -28,7 +28,7 @@ from pipemesh.parallel_runtime.vae_modules import why_not_in_bands
 from torch import nn
 
 from .collectives import World, disagreements, has_an_order
-from .conftest import ALL
+from .fixtures import ALL
 from .vaes import engine, image, image_in_windows, noise, video, video_2_2, video_by_norms, video_by_pixels
 
 BOUND = 1e-5

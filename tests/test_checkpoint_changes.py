@@ -13,7 +13,7 @@ from pipemesh.nodes.notices import Notices
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.errors import PipeMeshError, Refused
 
-from .conftest import ALL
+from .fixtures import ALL
 from .models import load, run, with_lora, write_lora, write_model
 from .shared_runtime import SharedRuntime
 

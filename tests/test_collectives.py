@@ -27,7 +27,7 @@ from pipemesh.pool.verdict import Meets, are_even
 
 from . import joint_model
 from .collectives import Event, RankRun, Stuck, World, disagreements, has_an_order
-from .conftest import ALL
+from .fixtures import ALL
 from .evenness import answered, done, failed
 from .joint_model import BLOCKS, CONDS, PLAN, Model, inputs
 

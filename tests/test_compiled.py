@@ -30,7 +30,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-from .conftest import ALL
+from .fixtures import ALL
 from .joint_model import attention_basic
 from .models import load, run
 from .patched import ALL_WARM, execute

@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.errors import PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 
 from .collectives import World, disagreements, has_an_order
-from .conftest import running_clients
+from .fixtures import running_clients
 
 # Which ranks exchange messages
 CONNECTED = {

@@ -13,7 +13,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.wire.messages import Done, Failed, Forward
 from pipemesh.pool import conversation
 
-from .conftest import running_clients
+from .fixtures import running_clients
 from .models import load, run
 from .traces import ROOT, traced
 

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import pytest
 
-from .conftest import ON_A_GPU, ROOT
+from .fixtures import ON_A_GPU, ROOT
 from .cuda import report
 
 

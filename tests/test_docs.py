@@ -24,7 +24,7 @@ DOCUMENTS = (
     *sorted((ROOT / "lab").rglob("*.md")),
 )
 CODE = ("launcher", "pool", "parallel_runtime", "nodes", "lab")
-CODE += ("tests/conftest.py", "__init__.py", "needs.py")
+CODE += ("tests/fixtures.py", "tests/conftest.py", "__init__.py", "needs.py")
 SUFFIXES = (".py", ".md", ".js", ".json", ".svg", ".png", ".toml", ".txt")
 OTHERS_FILES = ("main.py", "dynamic_rendezvous.py")  # of ComfyUI, of torch
 COMFYUI_FOLDERS = ("comfy/", "custom_nodes", "models")

@@ -16,7 +16,7 @@ from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.server import CUSTOM_NODES
 from pipemesh.lab.commands.parity import BOUND, relative_error
 
-from .conftest import ALL
+from .fixtures import ALL
 from .models import write_model
 from .served import (
     LARGE,

@@ -10,7 +10,7 @@ from PIL import Image, ImageChops
 from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 
-from .conftest import ALL
+from .fixtures import ALL
 from .served import STEPS, custom, graph, latent, start
 
 WORKFLOW = {

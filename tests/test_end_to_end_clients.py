@@ -16,7 +16,7 @@ from pipemesh.lab.comfyui.api import node
 from safetensors.torch import save_file
 
 from .api_clients import CLIENTS
-from .conftest import COMFYUI
+from .fixtures import COMFYUI
 from .served import graph, start
 from .test_end_to_end_auto import runs, switch
 from .test_end_to_end_page import numbered

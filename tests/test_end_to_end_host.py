@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error
 
-from .conftest import ALL, COMFYUI
+from .fixtures import ALL, COMFYUI
 from .host_trees import FLUX_FILES, linked
 from .served import graph, latent, start
 from .test_end_to_end_auto import runs, switch

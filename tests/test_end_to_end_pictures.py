@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from .conftest import ROOT
+from .fixtures import ROOT
 from .screens import sheet
 from .test_end_to_end_page import CHOOSE, NEW, PLACED, POOL
 from .test_end_to_end_panel import SAYS, SEEN, TEXT, UNCOUNTED, open_panel

@@ -6,7 +6,7 @@ too; `python3 -m lab bench prompts` times larger ones, in which it does.
 import pytest
 from pipemesh.lab.bench import prompts
 
-from .conftest import ALL
+from .fixtures import ALL
 from .test_end_to_end_auto import runs
 
 SIDE, WIDTH = 128, 32

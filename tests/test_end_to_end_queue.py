@@ -12,7 +12,7 @@ from pipemesh.lab.comfyui.api import PAGE, node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from safetensors.torch import load_file
 
-from .conftest import ALL
+from .fixtures import ALL
 from .served import custom, graph, held
 from .test_end_to_end_auto import queued
 

@@ -12,7 +12,7 @@ import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.status.figures import PoolStatus, Status
 
-from .conftest import ALL
+from .fixtures import ALL
 from .served import LARGE, graph, latent, pids, wait_for_phase
 
 MANY = 10_000 if ALL else 150

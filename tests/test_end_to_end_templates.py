@@ -8,7 +8,7 @@ import json
 import pytest
 from pipemesh.lab.templates.run import Tries
 
-from .conftest import ROOT
+from .fixtures import ROOT
 
 COVER = {  # template -> what it stands for
     "image_z_image_turbo": "the one that is used most, in bf16",

@@ -20,7 +20,7 @@ from pipemesh.parallel_runtime.watch.attributes import Attributes
 from pipemesh.parallel_runtime.watch.model_changes import require_unchanged
 
 from .bounds import assert_same
-from .conftest import ALL, ROOT
+from .fixtures import ALL, ROOT
 from .models import with_references
 from .pipelines import ALL_WARM
 from .test_architecture import VOCABULARY

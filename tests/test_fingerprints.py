@@ -12,7 +12,7 @@ from pipemesh.pool.trial.comparisons import samples_of
 from pipemesh.pool.trial.known_hosts import FILE, OF_TYPES, KnownHosts, known_hosts
 from pipemesh.pool.trial.tiny_samples import sampled
 
-from .conftest import COMFYUI
+from .fixtures import COMFYUI
 
 MODEL = '''
 import torch

@@ -43,7 +43,7 @@ from pipemesh.pool.trial.tiny_samples import empty_latent_of, sampled
 
 from .bounds import assert_same
 from .collectives import outputs_of
-from .conftest import ALL, COMFYUI
+from .fixtures import ALL, COMFYUI
 from .host_trees import FLUX_FILES
 from .in_groups import GroupsHere, in_groups
 from .models import load, run

@@ -20,7 +20,7 @@ from pipemesh.parallel_runtime.weights.quantisation import is_quantised
 from pipemesh.pool.trial.comparisons import model_of
 
 from . import test_sharded_families
-from .conftest import ALL, COMFYUI
+from .fixtures import ALL, COMFYUI
 from .test_kept_weights import aligned
 from .test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, size_of, with_lora, written
 from .test_sharded_families import asked, computed

@@ -21,7 +21,7 @@ from pipemesh.parallel_runtime.layout import Layout
 import nodes
 
 from .bounds import assert_same
-from .conftest import ALL
+from .fixtures import ALL
 from .foreign_pack import unet
 from .in_groups import in_groups
 from .models import VIDEO, run

@@ -34,7 +34,7 @@ from pipemesh.pool.trial.host_trials import FOLDER, HostTrials, TrialLost, Verdi
 from pipemesh.pool.trial.known_hosts import KnownHosts, known_hosts
 from pipemesh.pool.trial.process import try_in_process
 
-from .conftest import ALL, COMFYUI
+from .fixtures import ALL, COMFYUI
 from .host_trees import ATTENTION_FILE, FLUX_FILES, WAN_FILE, linked
 from .models import load, run
 

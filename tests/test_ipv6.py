@@ -14,7 +14,7 @@ from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.rank_setup import start_as
 from pipemesh.pool.rendezvous import find, open_store, store_key
 
-from .conftest import ALL
+from .fixtures import ALL
 from .models import load, run
 from .namespaces import Machines, NoNamespaces, ip
 from .test_machines import DEADLINE_S, LOST_S, PORT, SECRET, rendezvous, torchrun

@@ -35,7 +35,7 @@ from pipemesh.pool.devices import place
 from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.rendezvous import store_key
 
-from .conftest import ALL
+from .fixtures import ALL
 from .fake_pools import DEADLINE_S
 from .models import load, run
 from .namespaces import Machines, NoNamespaces

@@ -41,7 +41,7 @@ from pipemesh.pool.pool import WorkerPool
 from pipemesh.pool.remote_machine import RemoteMachine
 from pipemesh.pool.rendezvous import NODE_COMMAND, open_store, store_key
 
-from .conftest import ALL
+from .fixtures import ALL
 from .models import load, run, with_lora, write_lora, write_model
 from .namespaces import Machines, NoNamespaces
 from .served import AT_HAND

@@ -12,7 +12,7 @@ from pipemesh.parallel_runtime.methods import recordings
 from pipemesh.parallel_runtime.wire import arena
 from pipemesh.parallel_runtime.worker import device_memory, patched_sets
 
-from .conftest import ROOT
+from .fixtures import ROOT
 from .kept import bytes_held
 
 PAGE = (ROOT / "docs" / "MEMORY.md").read_text(encoding="utf-8")

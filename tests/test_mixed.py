@@ -40,7 +40,7 @@ from pipemesh.pool.devices import Device, place
 from pipemesh.pool.handle import PoolHandle
 
 from .bounds import assert_same
-from .conftest import ALL
+from .fixtures import ALL
 from .in_ranks import evaluated_in_ranks
 from .models import ATTENDS_TWICE, VIDEO, asked_of, load, run
 from .pipelines import ALL_WARM

@@ -22,7 +22,7 @@ from pipemesh.parallel_runtime.families.catalogue import SAMPLES
 from pipemesh.parallel_runtime.layout import Layout
 
 from .bounds import assert_same
-from .conftest import COMFYUI
+from .fixtures import COMFYUI
 from .in_groups import in_groups
 from .models import conditioning, run
 

@@ -11,7 +11,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.errors import OutOfMemory
 from pipemesh.parallel_runtime.families.catalogue import PLAIN
 
-from .conftest import ALL
+from .fixtures import ALL
 from .patched import together
 from .pipelines import case
 

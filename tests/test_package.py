@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from .conftest import ROOT
+from .fixtures import ROOT
 from .test_architecture import imports_of
 from .test_docs import links_resolve
 

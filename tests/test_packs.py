@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLAIN, SAMPLE
 from pipemesh.parallel_runtime.families.sample import Size
 from safetensors.torch import load_file
 
-from .conftest import PACKS
+from .fixtures import PACKS
 from .models import VIDEO, write_lora, write_model
 from .served import graph, latent
 

@@ -29,7 +29,7 @@ from pipemesh.pool.devices import place
 from pipemesh.pool.handle import PoolHandle
 from safetensors.torch import save_file
 
-from .conftest import with_ranks_of_its_own
+from .fixtures import with_ranks_of_its_own
 from .fake_pools import cpus, fake_setup
 from .models import run
 from .test_pool_faults import Once, in_forward, kill

@@ -23,7 +23,7 @@ from pipemesh.parallel_runtime.methods.usp import SequenceParallel
 from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
 from .collectives import World
-from .conftest import ALL
+from .fixtures import ALL
 from .models import asked_of
 
 

@@ -31,7 +31,7 @@ from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 from pipemesh.parallel_runtime.refusals import patch_name
 from pipemesh.parallel_runtime.wire.tree import decode_plain, encode_tree
 
-from .conftest import ALL
+from .fixtures import ALL
 from .in_ranks import CPU, Crossed, evaluated_in_ranks
 from .models import asked_of
 from .patched import execute, node

@@ -31,7 +31,7 @@ from pipemesh.parallel_runtime.methods.pipefusion.kv_buffer import KVBuffers
 from pipemesh.parallel_runtime.patches import Part
 
 from .bounds import ADAPTIVE, assert_replayed, bound
-from .conftest import ALL, running_clients
+from .fixtures import ALL, running_clients
 from .models import ATTENDS_TWICE, VIDEO, run
 from .patched import SAMPLERS, TILED, tiling, together
 from .pipelines import ALL_WARM, HEADS, case, with_callback

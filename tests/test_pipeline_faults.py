@@ -10,7 +10,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import Patching, paralleliz
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed, PoolSpent, Refused
 from pipemesh.parallel_runtime.families.catalogue import PLAIN
 
-from .conftest import ALL, running_clients
+from .fixtures import ALL, running_clients
 from .models import ATTENDS_TWICE
 from .patched import advanced, together
 from .pipelines import case, with_callback

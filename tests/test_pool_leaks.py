@@ -22,7 +22,7 @@ from pipemesh.parallel_runtime.errors import ModelError, PoolFailed, RunCancelle
 from pipemesh.parallel_runtime.families.catalogue import PLAIN
 from pipemesh.pool.pool import WorkerPool
 
-from .conftest import ALL
+from .fixtures import ALL
 from .fake_pools import DEADLINE_S, call, cpus, fake_setup, inside
 from .holdings import NOTHING, Holdings
 

@@ -31,7 +31,7 @@ from pipemesh.pool import conversation, verdict
 from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.pool import WorkerPool
 
-from .conftest import ALL
+from .fixtures import ALL
 from .fake_pools import DEADLINE_S, cpus, fake_setup, gate, handled, is_alive, opens, stages, submitted
 from .holdings import NOTHING, Holdings
 

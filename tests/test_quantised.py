@@ -33,7 +33,7 @@ from pipemesh.pool.trial.comparisons import model_of
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore
 
-from .conftest import ALL, running_clients
+from .fixtures import ALL, running_clients
 from .models import run
 from .pipelines import ALL_WARM
 

@@ -20,7 +20,7 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.pool.verdict import Meets, are_even
 
 from .collectives import World, disagreements, has_an_order
-from .conftest import ALL
+from .fixtures import ALL
 from .evenness import answered, done, failed
 from .joint_model import PLAN, Model, inputs
 from .test_collectives import Rank

@@ -23,7 +23,7 @@ from pipemesh.parallel_runtime.weights.weight_patches import pack_patches
 from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 
 from .collectives import World
-from .conftest import ALL
+from .fixtures import ALL
 from .test_collectives import Rank
 from .test_kept_weights import aligned
 from .test_quantised import (

@@ -35,7 +35,7 @@ from pipemesh.parallel_runtime.weights.shared_layers import (
 )
 
 from .collectives import World, disagreements, has_an_order
-from .conftest import ALL
+from .fixtures import ALL
 from .joint_model import CONDS, PLAN, Model
 from .test_collectives import Rank
 

@@ -18,7 +18,7 @@ from pipemesh.lab.comfyui.server import CUSTOM_NODES
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.pool.rendezvous import open_store, store_key
 
-from .conftest import ALL
+from .fixtures import ALL
 from .namespaces import Machines, NoNamespaces
 from .served import graph
 

@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.methods.pipefusion.kv_buffer import KVBuffers
 from pipemesh.parallel_runtime.methods.shards import Division
 from pipemesh.parallel_runtime.patches import Part, Patch
 
-from .conftest import ALL
+from .fixtures import ALL
 from .joint_model import BLOCKS, CONDS, HEADS, PLAN, Model
 from .test_collectives import BACKENDS, PIPELINES, WARM, assert_sound, traced
 

@@ -28,7 +28,7 @@ from pipemesh.parallel_runtime.client.separability import WRAPPER_KEY
 from pipemesh.parallel_runtime.client.windows import WindowsTogether
 from pipemesh.parallel_runtime.layout import Layout
 
-from .conftest import COMFYUI
+from .fixtures import COMFYUI
 from .in_groups import in_groups
 
 pytestmark = pytest.mark.host

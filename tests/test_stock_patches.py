@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.parallel_runtime.layout import Layout
 
-from .conftest import COMFYUI, ROOT
+from .fixtures import COMFYUI, ROOT
 from .foreign_pack import unet
 from .in_groups import in_groups
 from .models import run

@@ -13,7 +13,7 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 
-from .conftest import ALL
+from .fixtures import ALL
 from .models import load
 from .patched import custom
 from .test_kept_weights import release_all

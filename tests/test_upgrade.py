@@ -22,7 +22,7 @@ from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.pool.devices import Device
 from pipemesh.pool.trial.host_trials import FOLDER, Verdict, Verdicts
 
-from .conftest import COMFYUI
+from .fixtures import COMFYUI
 
 SAVED = json.loads((Path(__file__).parent / "saved" / "version_0_3_0.json").read_text(encoding="utf-8"))
 

@@ -16,7 +16,7 @@ from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import ALONE
 from pipemesh.pool.handle import PoolHandle
 
-from .conftest import with_ranks_of_its_own
+from .fixtures import with_ranks_of_its_own
 from .fake_pools import cpus
 from .test_pool_faults import Once, in_forward, kill
 from .vaes import image_weights, loaded, noise, random, video_weights

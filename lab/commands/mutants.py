@@ -101,10 +101,6 @@ def first_failure(tests: Sequence[str], copy: Path, limit_s: float | None = None
     """Runs these tests in a copy of the checkout; returns the first test that fails, empty where
     all pass. Raises LaunchError if tests cannot run, and subprocess.TimeoutExpired.
     """
-    of_lab = [test for test in tests if test.startswith("lab/")]
-    if 0 < len(of_lab) < len(tests):  # one pytest takes the options of one conftest.py
-        others = [test for test in tests if test not in of_lab]
-        return first_failure(others, copy, limit_s) or first_failure(of_lab, copy, limit_s)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-rfE", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "--browser", *("::".join(filter(None, place_of(test))) for test in tests)],

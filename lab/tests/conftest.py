@@ -1,4 +1,4 @@
-"""The laboratory's tests have the product's fixtures and options."""
+"""The product's fixtures, and one of the laboratory's own."""
 
 import os
 import sys
@@ -13,7 +13,9 @@ from package import register_package  # noqa: E402
 sys.path.pop(0)
 register_package(ROOT)
 
-from pipemesh.tests.conftest import *  # noqa: E402, F403
+
+def pytest_addoption(pluginmanager):
+    pluginmanager.import_plugin("pipemesh.tests.fixtures")
 
 
 @pytest.fixture(scope="session")

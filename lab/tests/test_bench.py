@@ -40,7 +40,7 @@ from pipemesh.parallel_runtime.comm.mesh import SequenceComm
 from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.families import file_of
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.tests.conftest import ALL
+from pipemesh.tests.fixtures import ALL
 from pipemesh.tests.models import evaluate
 from pipemesh.tests.planned import attention_alone
 

@@ -13,7 +13,7 @@ import pytest
 from pipemesh.lab.bench.forked import above
 from pipemesh.lab.forks import comfyui_shared, handed_out
 from pipemesh.pool.supervisor import Command
-from pipemesh.tests.conftest import ROOT, all_said_by, pytest_xdist_make_scheduler
+from pipemesh.tests.fixtures import ROOT, all_said_by, pytest_xdist_make_scheduler
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from pipemesh.lab.dry_run.device import TO_CPU
 from pipemesh.parallel_runtime.families.catalogue import PLANS, classes_of
 from pipemesh.parallel_runtime.methods.recordings import why_not_recorded
-from pipemesh.tests.conftest import all_said_by
+from pipemesh.tests.fixtures import all_said_by
 
 INPUT, OUTPUT, ARRIVED = "copy_", "clone", "Ring._finish"
 RECORDED = ("flux1-dev", "qwen-image-20b", "z-image-6b", "ltx2-19b", "wan2.2-t2v-14b")

@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.families import FILES
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLANS, REGISTERED, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Together
 from pipemesh.parallel_runtime.families.unplanned_models import NOT_YET, ON_ONE_GPU, WITHOUT_PLAN, why_no_plan
-from pipemesh.tests.conftest import COMFYUI
+from pipemesh.tests.fixtures import COMFYUI
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -25,7 +25,7 @@ from pipemesh.parallel_runtime.attention.kernels import EXPLICIT, Kernels
 from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.families.catalogue import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
-from pipemesh.tests.conftest import ROOT
+from pipemesh.tests.fixtures import ROOT
 from pipemesh.tests.late_device import late_device
 from pipemesh.tests.late_ranks import LateWorld
 

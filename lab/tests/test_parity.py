@@ -29,7 +29,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.families.catalogue import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.pool.trial.tiny_samples import attention_mask
 from pipemesh.tests.bounds import assert_replayed, assert_same
-from pipemesh.tests.conftest import running_clients
+from pipemesh.tests.fixtures import running_clients
 
 HOST = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 OTHER = next(one.name for one in SAMPLES.values() if not one.bf16 and not one.masks)

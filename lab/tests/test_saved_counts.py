@@ -12,7 +12,7 @@ from itertools import groupby
 import pytest
 from pipemesh.lab.dry_run.released_model import DryModel
 from pipemesh.parallel_runtime.families.catalogue import RELEASED
-from pipemesh.tests.conftest import ALL
+from pipemesh.tests.fixtures import ALL
 from pipemesh.tests.planned import LISTS, saved
 
 

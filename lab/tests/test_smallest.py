@@ -9,7 +9,7 @@ import re
 import pytest
 from pipemesh.lab.__main__ import INSIDE
 from pipemesh.lab.bench.command import NAMES
-from pipemesh.tests.conftest import ROOT, all_said_by
+from pipemesh.tests.fixtures import ROOT, all_said_by
 
 ALL = [*(f"bench {name}" for name in NAMES), *(command for command in INSIDE if command != "bench")]
 LISTED = re.findall(

@@ -7,7 +7,7 @@ from pipemesh.lab.templates.files import prompts
 from pipemesh.lab.templates.stand_ins import names
 from pipemesh.lab.templates.surgery import model_files
 from pipemesh.launcher.comfyui.search import COMFYUI_VERSION
-from pipemesh.tests.conftest import ROOT
+from pipemesh.tests.fixtures import ROOT
 
 pytestmark = pytest.mark.browser
 

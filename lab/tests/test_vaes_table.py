@@ -9,7 +9,7 @@ import comfyui_version
 import pytest
 from pipemesh.lab.commands import vaes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
-from pipemesh.tests.conftest import COMFYUI
+from pipemesh.tests.fixtures import COMFYUI
 from pipemesh.tests.test_bands import BOUND, CASES
 
 RECORD = json.loads(vaes.RECORD.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ import torch
 from pipemesh.lab.first_day.place import SHARES_A_GPU, nccl_version
 from pipemesh.parallel_runtime.methods.recordings import VARIABLE
 
-from ..conftest import COMFYUI
+from ..fixtures import COMFYUI
 
 ALLOWED = "NCCL_MULTI_RANK_GPU_ENABLE"  # ranks that share a GPU, where there are fewer GPUs
 

@@ -1,6 +1,4 @@
-"""The pack as ``pipemesh``, ComfyUI on the CPU, and pools that are started once and shared by the
-whole run.
-"""
+"""ComfyUI on the CPU, and pools that are started once and shared by the whole run."""
 
 import gc
 import json
@@ -21,11 +19,6 @@ ALL = "PIPEMESH_TEST_ALL" in os.environ  # else what takes long is a cover of wh
 PACKS = Path(os.environ.get("PIPEMESH_TEST_PACKS", "/nowhere"))  # a folder with other node packs
 COMFYUI = json.loads(os.environ.get("PIPEMESH_HOST", "{}")).get("comfyui", "")
 
-sys.path.insert(0, str(ROOT / "pool"))
-from package import register_package  # noqa: E402
-
-sys.path.pop(0)
-register_package(ROOT)
 gc.disable()  # until all is collected: next to nothing that is imported is garbage
 if COMFYUI and COMFYUI not in sys.path:
     sys.path.insert(0, COMFYUI)
