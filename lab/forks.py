@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_HAND = "pipemesh.tests.comfyui_at_hand"  # to import it takes six seconds
+AT_HAND = "pipemesh.tests.kit.comfyui_at_hand"  # to import it takes six seconds
 
 
 @contextmanager

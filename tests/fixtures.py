@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
 
 def left_out_of_covers(items):
     """The cases of tests marked `cover(share)` that run only with PIPEMESH_TEST_ALL."""
-    from .cover import chosen
+    from .kit.cover import chosen
 
     tests = {}
     for item in items:
@@ -190,7 +190,7 @@ def setup(setup_as_users, pytestconfig):
 @pytest.fixture
 def started():
     """Starts pools of fake ranks."""
-    from .fake_pools import Pools
+    from .kit.fake_pools import Pools
 
     pools = Pools()
     yield pools
@@ -236,7 +236,13 @@ def broken(setup, tmp_path_factory):
     from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 
     mutation_file = tmp_path_factory.mktemp("mutation") / "name"
-    argv = (sys.executable, str(ROOT / "tests" / "mutant_worker.py"), str(mutation_file), "{fd}", "{parent}")
+    argv = (
+        sys.executable,
+        str(ROOT / "tests" / "kit" / "mutant_worker.py"),
+        str(mutation_file),
+        "{fd}",
+        "{parent}",
+    )
     made = {}
 
     def client(mutation: str, *degrees: int) -> RemotePool:
@@ -254,21 +260,21 @@ def broken(setup, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truths():
-    from .pipelines import Truths
+    from .kit.pipelines import Truths
 
     return Truths()
 
 
 @pytest.fixture(scope="module")
 def pipeline(clients, truths):
-    from .pipelines import pipelines
+    from .kit.pipelines import pipelines
 
     return pipelines(clients, truths)
 
 
 @pytest.fixture
 def broken_pipeline(broken, truths):
-    from .pipelines import broken_pipelines
+    from .kit.pipelines import broken_pipelines
 
     return broken_pipelines(broken, truths)
 
@@ -283,7 +289,7 @@ def ranks(tmp_path, setup):
     def ask(layout, task: str) -> list:
         command = (
             sys.executable,
-            str(ROOT / "tests" / "rank_main.py"),
+            str(ROOT / "tests" / "kit" / "rank_main.py"),
             str(ROOT),
             COMFYUI,
             str(tmp_path / "store"),
@@ -314,7 +320,7 @@ def all_said_by(process):
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     """Paths of small checkpoints, and of a LoRA of the first."""
-    from .models import write_lora, write_model
+    from .kit.models import write_lora, write_model
 
     folder = tmp_path_factory.mktemp("models")
     model = write_model(folder / "model.safetensors", blocks=(2, 2))
@@ -362,7 +368,7 @@ def pair(files, client):
     """
     from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 
-    from .models import load
+    from .kit.models import load
 
     return load(files["model"]), parallelize(load(files["model"]), client, holds_ui_device=True)
 
@@ -380,7 +386,7 @@ def host():
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """A folder with a model and a LoRA of it."""
-    from .models import write_lora, write_model
+    from .kit.models import write_lora, write_model
 
     folder = tmp_path_factory.mktemp("models")
     model = write_model(folder / "model.safetensors", blocks=(2, 4))
@@ -391,7 +397,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(host, models):
     """A server that all files named test_end_to_end share, in the order of their names."""
-    from .served import start
+    from .kit.served import start
 
     # A server ignores what a test in the background does
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -411,7 +417,7 @@ def opened_page(server):
 
 @pytest.fixture(scope="session")
 def truth(server):
-    from .served import graph, latent
+    from .kit.served import graph, latent
 
     return latent(server, graph("truth", parallel=False))[0]
 
@@ -419,7 +425,7 @@ def truth(server):
 @pytest.fixture(scope="session")
 def screens(request, tmp_path_factory):
     """The folder for pictures of pages, put together at the end."""
-    from .screens import put_together
+    from .kit.screens import put_together
 
     folder = request.config.getoption("--screens")
     folder = Path(folder) if folder else tmp_path_factory.mktemp("screens")

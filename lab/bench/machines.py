@@ -54,7 +54,7 @@ PHASES = {
 @contextmanager
 def two_machines() -> Iterator[dict[str, Any]]:
     """Start a leader on each machine; yield what ``measure`` must know of them."""
-    from ...tests.namespaces import Machines, NoNamespaces, ip
+    from ...tests.kit.namespaces import Machines, NoNamespaces, ip
 
     try:
         machines = Machines(*NAMES)

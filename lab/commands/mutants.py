@@ -73,13 +73,14 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def place_of(test: str) -> tuple[str, str]:
+def place_of(test: str, root: Path) -> tuple[str, str]:
     """Returns the file of a test that a row names, from the root of a checkout, and the one test in
     it that is meant; empty if all are.
     """
     name, _, one = test.partition("::")
-    folder = "lab/tests" if name.startswith("lab/") else "tests"
-    return f"{folder}/{name.removeprefix('lab/')}.py", one
+    folder = root / ("lab/tests" if name.startswith("lab/") else "tests")
+    file = f"{name.removeprefix('lab/')}.py"
+    return str(next(folder.rglob(file), folder / file).relative_to(root)), one
 
 
 def tried(mutant: Mutant, copy: Path) -> Found:
@@ -103,7 +104,7 @@ def first_failure(tests: Sequence[str], copy: Path, limit_s: float | None = None
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-rfE", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--browser", *("::".join(filter(None, place_of(test))) for test in tests)],
+        [*command, "--browser", *("::".join(filter(None, place_of(test, copy))) for test in tests)],
         cwd=copy,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -44,7 +44,7 @@ stock's being 1. A workflow may load several VAEs.
 @dataclass(frozen=True)
 class Kind:
     """One class of VAEs. ``files``: the whole names that templates give its files. ``cases``: of
-    ``tests/test_bands.py``; without any ComfyUI computes, and ``why`` it does.
+    ``tests/vae/test_bands.py``; without any ComfyUI computes, and ``why`` it does.
     """
 
     name: str
@@ -195,7 +195,7 @@ def why_by_comfyui(kind: Kind) -> str:
     ComfyUI has no such class.
     """
     from ...parallel_runtime.vae_modules import why_not_in_bands
-    from ...tests.test_bands import CASES
+    from ...tests.vae.test_bands import CASES
 
     module, _, name = kind.model.partition(":")
     made = getattr(importlib.import_module(module), name)
@@ -209,8 +209,8 @@ def figures_of(kind: Kind) -> dict[str, float]:
     import pytest
     import torch
 
-    from ...tests.test_bands import CASES, Ranks
-    from ...tests.vaes import noise
+    from ...tests.kit.vaes import noise
+    from ...tests.vae.test_bands import CASES, Ranks
     from .parity import relative_error
 
     found: dict[str, float] = {"bf16": 0.0}

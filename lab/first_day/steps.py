@@ -49,7 +49,7 @@ MPS = "CUDA_MPS_PIPE_DIRECTORY"
 
 class Step(NamedTuple):
     """``never_late``: why only the CPU can stand in a GPU's place; empty where a late GPU can
-    (tests/late_device.py).
+    (tests/kit/late_device.py).
     """
 
     name: str

@@ -41,8 +41,8 @@ from pipemesh.parallel_runtime.errors import PipeMeshError
 from pipemesh.parallel_runtime.families import file_of
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.tests.fixtures import ALL
-from pipemesh.tests.models import evaluate
-from pipemesh.tests.planned import attention_alone
+from pipemesh.tests.kit.models import evaluate
+from pipemesh.tests.kit.planned import attention_alone
 
 SECONDS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
 

@@ -15,7 +15,7 @@ from pipemesh.parallel_runtime.methods.pipefusion.stage import PipeFusion
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.prediction import predict
-from pipemesh.tests.planned import attention_alone, counts
+from pipemesh.tests.kit.planned import attention_alone, counts
 
 
 def test_speeds_are_those_that_the_times_were_made_of():

@@ -1,4 +1,4 @@
-"""The bounds of tests/bounds.py: another order of sums stays within them, a small fault does
+"""The bounds of tests/kit/bounds.py: another order of sums stays within them, a small fault does
 not.
 """
 
@@ -10,8 +10,8 @@ import torch
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
 from pipemesh.parallel_runtime.families.catalogue import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.pool.trial.rounding import FACTOR, rounded, wrapped
-from pipemesh.tests.bounds import ADAPTIVE, assert_replayed, assert_same, bound
-from pipemesh.tests.models import run
+from pipemesh.tests.kit.bounds import ADAPTIVE, assert_replayed, assert_same, bound
+from pipemesh.tests.kit.models import run
 
 HOW = [("euler", 1.0), ("dpmpp_2m_sde", 4.0), ("uni_pc", 4.0)]
 FAULT = 1e-4  # of an evaluation's scale: a twentieth of the least that a broken rank does

@@ -54,7 +54,7 @@ def test_checks_run_at_once_and_what_fails_is_the_result_and_printed_last(checks
     [
         ("", ["-n3"]),
         ("-q -x --durations=30 --tb=short", ["-n3"]),
-        ("-q tests/test_waist.py", []),
+        ("-q tests/client/test_waist.py", []),
         ("-k lora", []),
         ("tests -n2", ["-n2"]),
         ("--lf", []),
@@ -172,10 +172,10 @@ def test_a_file_that_is_not_imported_or_is_lost_fails_the_run(ended, text, says)
 def test_files_that_share_a_server_go_to_one_worker():
     one = SimpleNamespace(getvalue=lambda _: ["popen"])
     scope = pytest_xdist_make_scheduler(one, None)._split_scope
-    names = ("end_to_end", "end_to_end_the_end", "waist", "wire")
-    assert [scope(f"tests/test_{name}.py::test_it[a::b]") for name in names] == [
+    names = ("server/test_end_to_end", "server/test_end_to_end_the_end", "wire/test_arena", "wire/test_wire")
+    assert [scope(f"tests/{name}.py::test_it[a::b]") for name in names] == [
         *("server", "server"),
-        *("tests/test_waist.py", "tests/test_wire.py"),
+        *("tests/wire/test_arena.py", "tests/wire/test_wire.py"),
     ]
 
 

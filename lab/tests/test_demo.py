@@ -14,8 +14,8 @@ from pipemesh.lab.pictures import files, showcase
 from pipemesh.lab.pictures.scenes import LARGER_SIDE, SIDE
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
-from pipemesh.tests.served import pids
-from pipemesh.tests.test_package import unpack
+from pipemesh.tests.kit.served import pids
+from pipemesh.tests.project.test_package import unpack
 
 ROWS = (
     "time per step",

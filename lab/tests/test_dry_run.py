@@ -20,7 +20,7 @@ from pipemesh.parallel_runtime.planner.cost import OF_GRAPH, OF_INPUTS
 from pipemesh.parallel_runtime.planner.evaluation_count import Shareable
 from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.tests.fixtures import ALL, ROOT, all_said_by
-from pipemesh.tests.planned import attention_alone
+from pipemesh.tests.kit.planned import attention_alone
 
 AT_MOST = {"ulysses": 1.4, "ring": 2.3}  # kernels of a rank, over those of one GPU: a merge as one
 

@@ -26,8 +26,8 @@ from pipemesh.parallel_runtime.comm.exchange import Exchange
 from pipemesh.parallel_runtime.families.catalogue import RELEASED
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.tests.fixtures import ROOT
-from pipemesh.tests.late_device import late_device
-from pipemesh.tests.late_ranks import LateWorld
+from pipemesh.tests.kit.late_device import late_device
+from pipemesh.tests.kit.late_ranks import LateWorld
 
 HOST = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 HERE = Place("cpu", 2, HOST, is_tiny=True)

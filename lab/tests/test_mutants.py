@@ -18,6 +18,7 @@ UNNAMED = {  # files of tests that no fault names, and why
     "test_ipv6": "needs namespaces of the network",
     "test_packs": "needs packs that are not here",
     "test_pose_cache": "needs a newer ComfyUI",
+    "test_on_a_gpu": "needs a GPU",
     "test_slurm": "needs a Slurm",
 }
 
@@ -29,7 +30,7 @@ def test_every_room_has_several_faults():
 
 def test_every_file_of_tests_finds_a_fault():
     named = {name.partition("::")[0] for one in mutants.read() for name in one.tests}
-    files = {file.stem for file in (ROOT / "tests").glob("test_*.py")}
+    files = {file.stem for file in (ROOT / "tests").glob("*/test_*.py")}
     assert files - named == UNNAMED.keys(), (
         "in lab/mutants.json no row names a file, or one that is in UNNAMED"
     )
@@ -43,7 +44,7 @@ def test_every_fault_can_be_made_and_its_tests_are_there():
         if one.file.endswith(".py"):
             compile(broken, one.file, "exec")
         assert one.tests
-        for file, name in map(mutants.place_of, one.tests):
+        for file, name in (mutants.place_of(test, ROOT) for test in one.tests):
             tests = (ROOT / file).read_text(encoding="utf-8")
             assert not name or re.search(rf"^(def |class )?{name.partition('[')[0]}\b", tests, re.M), name
 

@@ -28,8 +28,8 @@ from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.families.catalogue import NOT_HERE, PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.pool.trial.tiny_samples import attention_mask
-from pipemesh.tests.bounds import assert_replayed, assert_same
 from pipemesh.tests.fixtures import running_clients
+from pipemesh.tests.kit.bounds import assert_replayed, assert_same
 
 HOST = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
 OTHER = next(one.name for one in SAMPLES.values() if not one.bf16 and not one.masks)

@@ -9,7 +9,7 @@ from pipemesh.lab.dry_run.decoding import Decoding, counted, decoding_s
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.choice import plan
 from pipemesh.parallel_runtime.planner.job import Job
-from pipemesh.tests.planned import counts, saved
+from pipemesh.tests.kit.planned import counts, saved
 
 FLUX = counts("flux 1024")
 MODEL = saved()["flux 1024"]["model"]

@@ -13,7 +13,7 @@ from pipemesh.parallel_runtime.planner.choice import plan
 from pipemesh.parallel_runtime.planner.cost import NOWHERE, Costs, launches_of
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.prediction import predict
-from pipemesh.tests.planned import attention_alone, counts
+from pipemesh.tests.kit.planned import attention_alone, counts
 
 near = partial(pytest.approx, rel=0.15)
 SEQUENCES = Layout(ulysses=8), Layout(ulysses=4, ring=2), Layout(ulysses=2, ring=4), Layout(ring=8)

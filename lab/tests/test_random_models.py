@@ -8,7 +8,7 @@ from pipemesh.lab import random_files
 from pipemesh.parallel_runtime.families.catalogue import SAMPLES
 from pipemesh.parallel_runtime.families.flux import guided_config
 from pipemesh.parallel_runtime.families.sample import Form, Size
-from pipemesh.tests.models import FORM, write_lora, write_model
+from pipemesh.tests.kit.models import FORM, write_lora, write_model
 from safetensors.torch import load_file
 
 SEED = 5

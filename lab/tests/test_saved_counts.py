@@ -13,7 +13,7 @@ import pytest
 from pipemesh.lab.dry_run.released_model import DryModel
 from pipemesh.parallel_runtime.families.catalogue import RELEASED
 from pipemesh.tests.fixtures import ALL
-from pipemesh.tests.planned import LISTS, saved
+from pipemesh.tests.kit.planned import LISTS, saved
 
 
 def runs(values):

@@ -10,7 +10,7 @@ import pytest
 from pipemesh.lab.commands import vaes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.tests.fixtures import COMFYUI
-from pipemesh.tests.test_bands import BOUND, CASES
+from pipemesh.tests.vae.test_bands import BOUND, CASES
 
 RECORD = json.loads(vaes.RECORD.read_text(encoding="utf-8"))
 

@@ -39,11 +39,11 @@ from pipemesh.parallel_runtime.wire.messages import Memory
 from pipemesh.parallel_runtime.wire.segment import mib
 from pipemesh.pool.trial.rounding import bound
 
-from ..fake_pools import DEADLINE_S
-from ..models import load, run, with_lora, write_model
-from ..patched import execute
-from ..pipelines import ALL_WARM, HEADS, with_callback
-from ..test_pool_faults import Once, in_forward, kill
+from ..kit.fake_pools import DEADLINE_S
+from ..kit.models import load, run, with_lora, write_model
+from ..kit.patched import execute
+from ..kit.pipelines import ALL_WARM, HEADS, with_callback
+from ..pool.test_pool_faults import Once, in_forward, kill
 
 CASE = Case(PLAIN, "ulysses1", "odd", HEADS, 4.0, False, "euler")
 TWO, FOUR = (
