@@ -23,10 +23,10 @@ AT_HAND = "pipemesh.lab.bench.comfyui_at_hand"
 
 
 @contextmanager
-def comfyui_at_hand(host: ComfyInstall) -> Iterator[ServerProcess]:
-    """Yield a process that has imported ComfyUI and forks others on demand."""
+def imported_at_hand(host: ComfyInstall, module: str = AT_HAND) -> Iterator[ServerProcess]:
+    """Yield a process that has imported ComfyUI, by the module, and forks others on demand."""
     env = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "PIPEMESH_HOST": host.to_json()}
-    server = launch(Command((sys.executable,), env, -1), (AT_HAND,))
+    server = launch(Command((sys.executable,), env, -1), (module,))
     try:
         yield server
     finally:

@@ -23,7 +23,7 @@ def command(host):
     """(a command of ``python3 -m lab``, its options; variables) -> its process, which is forked
     from one that has imported ComfyUI.
     """
-    from pipemesh.lab.bench.forked import comfyui_at_hand
+    from pipemesh.lab.bench.forked import imported_at_hand
     from pipemesh.pool.supervisor import Command
 
     script = str(ROOT / "lab" / "forked_command.py")
@@ -32,5 +32,5 @@ def command(host):
         argv = (sys.executable, script, "{parent}", "{fd}", *words)
         return server.fork(Command(argv, {**os.environ, **variables}, server.control.fileno()))
 
-    with comfyui_at_hand(host) as server:
+    with imported_at_hand(host) as server:
         yield started
