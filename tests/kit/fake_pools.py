@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,13 +15,19 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.wire.messages import EndRun, Forward, Load, Release, SetWeightPatches
 from pipemesh.parallel_runtime.wire.segment import TensorRef
+from pipemesh.parallel_runtime.wire.tcp import Hello
 from pipemesh.pool.devices import Placement, place
+from pipemesh.pool.listener import accept
+from pipemesh.pool.package import VERSION
 from pipemesh.pool.pool import WorkerPool
 from pipemesh.pool.rank_setup import RankSetup
+from pipemesh.pool.rendezvous import store_key
 from pipemesh.pool.supervisor import process_of_its_own
 
+from .at_once import DEADLINE_S
+
 FAKE = str(Path(__file__).with_name("fake_worker.py"))
-DEADLINE_S = 60.0  # only ever reached by a test that fails
+SECRET = "correct horse battery staple"
 OUT = TensorRef(4096, (64,), "uint8")
 TOO_LONG = 1 << 65  # of bits: no message takes such an integer
 MAKE = {
@@ -63,23 +72,76 @@ def stages(ranks: int) -> Placement:
     return place(Layout(pipefusion=ranks), "cpu", "gloo", ())
 
 
+def spread(devices: str) -> Placement:
+    """One sequence over the devices listed."""
+    return place(Layout(ulysses=devices.count(",") + 1), devices, "gloo", ())
+
+
+near_and_far = pytest.mark.parametrize("devices", ["cpu,cpu,cpu", "cpu,far/cpu,far/cpu"], ids=["near", "far"])
+
+
+class FakeLeader:
+    """A leader named ``far`` in this process, with fake ranks that keep these rules. ``setup``: of
+    pools over it and this machine.
+    """
+
+    def __init__(self, *rules: str, secret: str = SECRET, version: str = VERSION):
+        import torch.distributed as dist
+
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
+        rendezvous = f"127.0.0.1:{self.store.port}"
+        self.setup = replace(fake_setup(*rules), rendezvous=rendezvous, secret=SECRET, lost_s=2.0)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.store.set(store_key("far"), "{}:{}".format(*self._listener.getsockname()))
+        hello, own = Hello(version=version, machine="far"), replace(self.setup, secret=secret)
+        threading.Thread(target=accept, args=(self._listener, hello, own), daemon=True).start()
+
+    def close(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+
+
 class Pools:
-    """``pools(ranks, rule, ...)`` is a pool of fake ranks that is ready, so many or placed so; all
-    are closed in the end.
+    """``pools(ranks, rule, ...)`` is a pool of fake ranks that is ready: so many, on the devices
+    listed, or placed so; all are closed in the end. ``made`` has not started.
     """
 
     def __init__(self):
-        self._made: list[WorkerPool] = []
+        self._made: list[WorkerPool | FakeLeader] = []
 
-    def __call__(self, ranks: int | Placement, *rules: str, **setup) -> WorkerPool:
-        pool = WorkerPool(cpus(ranks) if isinstance(ranks, int) else ranks, fake_setup(*rules, **setup))
-        self._made.append(pool)
+    def leader(self, *rules: str, **options) -> FakeLeader:
+        self._made.append(made := FakeLeader(*rules, **options))
+        return made
+
+    def made(self, ranks: int | str | Placement, *rules: str, **setup) -> WorkerPool:
+        placement = (
+            spread(ranks) if isinstance(ranks, str) else cpus(ranks) if isinstance(ranks, int) else ranks
+        )
+        is_far = bool(placement.other_machines)
+        own = replace(self.leader(*rules).setup, **setup) if is_far else fake_setup(*rules, **setup)
+        self._made.append(pool := WorkerPool(placement, own))
+        return pool
+
+    def __call__(self, ranks: int | str | Placement, *rules: str, **setup) -> WorkerPool:
+        pool = self.made(ranks, *rules, **setup)
         pool.start()
         return pool
 
     def close(self) -> None:
-        for pool in self._made:
-            pool.close()
+        for one in reversed(self._made):
+            one.close()
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    monotonic = __call__
 
 
 def call(pool: WorkerPool, kind: str, interrupted=lambda: False) -> list:

@@ -185,8 +185,8 @@ class Rank:
         self.fail(message, "memory", "")
 
     def slow(self, message: dict) -> None:
-        """Ticks for about a second, then answers."""
-        for _ in range(100):
+        """Ticks for a while, then answers."""
+        for _ in range(40):
             self.pause()
         self.answer(message)
 
@@ -226,11 +226,6 @@ class Rank:
 
     def uneven_memory(self, message: dict) -> None:
         self.fail(message, "memory", "can't allocate memory", at=None, complete=False)
-
-    def gated_uneven_error(self, message: dict) -> None:
-        while not self.board.word(GATE):
-            self.pause()
-        self.uneven_error(message)
 
     def cancellable(self, message: dict) -> None:
         """Ticks until the cancel word names this request or a later one, then says that it left."""

@@ -58,7 +58,7 @@ def run(
 def load(path):
     import comfy.sd
 
-    return comfy.sd.load_diffusion_model(path)
+    return comfy.sd.load_diffusion_model(str(path))
 
 
 def with_lora(model, files, strength):

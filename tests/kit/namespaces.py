@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from pipemesh.pool.fork_server import ServerProcess
 from pipemesh.pool.supervisor import Command
 
@@ -29,6 +30,21 @@ def ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoNamespaces(f"`ip {' '.join(words)}`: {done.stderr.strip()}")
+
+
+@contextmanager
+def machines_here(*names: str) -> Iterator[Machines]:
+    """Yields the machines of these names; skips a test if this computer does not let us make
+    them.
+    """
+    try:
+        made = Machines(*names)
+    except NoNamespaces as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 class Machines:

@@ -17,22 +17,16 @@ from pipemesh.parallel_runtime.errors import (
 from pipemesh.parallel_runtime.wire.messages import Done, Failed
 from pipemesh.pool import conversation, verdict
 from pipemesh.pool.conversation import Conversation
+from pipemesh.pool.pool import never
 from pipemesh.pool.ranks import Lost
 from pipemesh.pool.verdict import Facts
 
-from ..kit.fake_pools import MAKE
+from ..kit.fake_pools import MAKE, Clock
 from .test_verdict import MEMORY
 
 LONG_S, NEVER_S = 100.0, 1e9
 DONE, ERROR, FULL = "done", "error", "memory"  # behind the last message
 UNEVEN, UNEVEN_FULL, UNTOUCHED, DIES = "inside a message", "memory, inside", "before the first", "dies"
-
-
-class Clock:
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Ranks:
@@ -50,7 +44,7 @@ class Ranks:
         self._clock.now = max(self._clock.now, second)
         if deed == DIES:
             raise Lost(f"Rank {rank} on cpu ended", rank)
-        return [(rank, answer(number, deed))]
+        return [(rank, answer_to(number, deed))]
 
     def send(self, *sent):
         pass
@@ -62,7 +56,7 @@ class Ranks:
         pass
 
 
-def answer(number, deed):
+def answer_to(number, deed):
     if deed == DONE:
         return Done(request=number, memory=MEMORY)
     where = {"request": number, "phase": "computing", "memory": MEMORY, "text": "that", "trace": ""}
@@ -93,10 +87,6 @@ def talking(monkeypatch):
 def submitted(talk, *groups, kind="Forward"):
     for number, group in enumerate(groups, 1):
         talk.submit(MAKE[kind](number), group, (), never)
-
-
-def never():
-    return False
 
 
 def outcome(talk):

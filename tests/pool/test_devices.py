@@ -22,45 +22,41 @@ from pipemesh.pool.devices import (
 
 from ..kit.fake_pools import fake_setup
 
-CPU = Device("cpu")
 GPUS = tuple(Device(f"cuda:{index}", f"GPU-{index}") for index in range(3))
 
 
-def placed(
-    layout: int | Layout, wanted: str = "auto", backend: str = "auto", gpus: int = 3
-) -> tuple[list[str], str]:
-    """``layout``: or only its ulysses degree."""
-    layout = Layout(ulysses=layout) if isinstance(layout, int) else layout
-    placement = place(layout, wanted, backend, GPUS[:gpus])
-    return [device.name for device in placement.devices], placement.backend
+PLACED = """
+1 | auto                      | 3 | cuda:0               | nccl
+2 | auto                      | 3 | cuda:0 cuda:1        | nccl
+2 |                           | 3 | cuda:0 cuda:1        | nccl
+3 | auto                      | 0 | cpu cpu cpu          | gloo
+2 | cpu                       | 3 | cpu cpu              | gloo
+2 | cpu, cpu                  | 3 | cpu cpu              | gloo
+2 | cuda:2,cuda:0             | 3 | cuda:2 cuda:0        | nccl
+2 | cuda:2 , cuda:0,          | 3 | cuda:2 cuda:0        | nccl
+2 | cuda:1,cuda:1             | 3 | cuda:1 cuda:1        | gloo
+3 | cuda:0,cuda:0,cuda:1      | 3 | cuda:0 cuda:0 cuda:1 | gloo
+"""  # nccl takes one rank per GPU
 
 
-@pytest.mark.parametrize(
-    ("degree", "wanted", "gpus", "names", "backend"),
-    [
-        (1, "auto", 3, ["cuda:0"], "nccl"),
-        (2, "auto", 3, ["cuda:0", "cuda:1"], "nccl"),
-        (2, "", 3, ["cuda:0", "cuda:1"], "nccl"),
-        (3, "auto", 0, ["cpu", "cpu", "cpu"], "gloo"),
-        (2, "cpu", 3, ["cpu", "cpu"], "gloo"),
-        (2, "cpu, cpu", 3, ["cpu", "cpu"], "gloo"),
-        (2, "cuda:2,cuda:0", 3, ["cuda:2", "cuda:0"], "nccl"),
-        (2, " cuda:2 , cuda:0, ", 3, ["cuda:2", "cuda:0"], "nccl"),
-        (2, "cuda:1,cuda:1", 3, ["cuda:1", "cuda:1"], "gloo"),  # nccl takes one rank per GPU
-        (3, "cuda:0,cuda:0,cuda:1", 3, ["cuda:0", "cuda:0", "cuda:1"], "gloo"),
-    ],
-)
+def rows(table: str) -> list[list[str]]:
+    """The cells of each line of a table."""
+    return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("degree", "wanted", "gpus", "names", "backend"), rows(PLACED))
 def test_ranks_get_the_devices_asked_for_and_the_backend_that_works_there(
     degree, wanted, gpus, names, backend
 ):
-    assert placed(degree, wanted, gpus=gpus) == (names, backend)
+    placement = place(Layout(ulysses=int(degree)), f" {wanted} ", "auto", GPUS[: int(gpus)])
+    assert [device.name for device in placement.devices] == names.split()
+    assert placement.backend == backend
 
 
 def test_ranks_on_other_machines_are_placed_by_name_alone():
     placement = place(Layout(ulysses=4), "cuda:1,node1/cuda:0,node1/cuda:1,node-2.lan/cuda:0", "auto", GPUS)
     assert placement.backend == "nccl"
-    assert placement.other_machines == ("node1", "node-2.lan")
-    assert placement.machines == (0, 1, 1, 2)
+    assert (placement.other_machines, placement.machines) == (("node1", "node-2.lan"), (0, 1, 1, 2))
     assert [placement.ranks_on(machine) for machine in ("", "node1", "node-2.lan")] == [(0,), (1, 2), (3,)]
     assert [(device.machine, device.local_name, device.is_gpu) for device in placement.devices[:2]] == [
         ("", "cuda:1", True),
@@ -76,150 +72,61 @@ def test_a_pool_may_have_all_its_ranks_elsewhere():
     assert not place(Layout(), "node1/cuda:0", "auto", ()).is_one_gpu, "ComfyUI cannot compute there"
 
 
-@pytest.mark.parametrize(
-    ("layout", "devices", "cost"),
-    [
-        (Layout(ulysses=2, cfg=2), "cpu,cpu,a/cpu,a/cpu", None),
-        (Layout(ulysses=2, cfg=2), "cpu,a/cpu,cpu,a/cpu", ("2 groups of ulysses", "cpu,cpu,a/cpu,a/cpu", 0)),
-        (
-            Layout(ring=2, data=2),
-            "a/cpu,b/cpu,b/cpu,a/cpu",
-            ("2 groups of ring", "a/cpu,a/cpu,b/cpu,b/cpu", 0),
-        ),
-        (
-            Layout(ulysses=2, cfg=2),
-            "a/cpu,b/cpu,b/cpu,cpu",
-            ("2 groups of ulysses", "b/cpu,b/cpu,a/cpu,cpu", 1),
-        ),
-        (Layout(ulysses=2, cfg=2), "cpu,a/cpu,a/cpu,a/cpu", None),
-        (Layout(ulysses=2, ring=2), "cpu,cpu,a/cpu,a/cpu", None),
-        (
-            Layout(pipefusion=2, cfg=2),
-            "cpu,a/cpu,cpu,a/cpu",
-            ("2 groups of pipefusion", "cpu,cpu,a/cpu,a/cpu", 0),
-        ),
-        (Layout(ulysses=2, pipefusion=2), "cpu,cpu,a/cpu,a/cpu", None),
-        (Layout(cfg=2, data=2), "cpu,a/cpu,cpu,a/cpu", None),
-        (Layout(ulysses=4), "cpu,a/cpu,cpu,a/cpu", None),
-        (Layout(ulysses=2, cfg=3), "a/cpu,a/cpu,b/cpu,b/cpu,a/cpu,cpu", None),
-        (Layout(ulysses=2, cfg=2), "cpu", None),
-    ],
-    ids=str,
-)
+COSTS = """
+ulysses 2 cfg 2        | cpu,cpu,a/cpu,a/cpu           |
+ulysses 2 cfg 2        | cpu,a/cpu,cpu,a/cpu           | 2 groups of ulysses; cpu,cpu,a/cpu,a/cpu; 0
+ring 2 data 2          | a/cpu,b/cpu,b/cpu,a/cpu       | 2 groups of ring; a/cpu,a/cpu,b/cpu,b/cpu; 0
+ulysses 2 cfg 2        | a/cpu,b/cpu,b/cpu,cpu         | 2 groups of ulysses; b/cpu,b/cpu,a/cpu,cpu; 1
+ulysses 2 cfg 2        | cpu,a/cpu,a/cpu,a/cpu         |
+ulysses 2 ring 2       | cpu,cpu,a/cpu,a/cpu           |
+pipefusion 2 cfg 2     | cpu,a/cpu,cpu,a/cpu           | 2 groups of pipefusion; cpu,cpu,a/cpu,a/cpu; 0
+ulysses 2 pipefusion 2 | cpu,cpu,a/cpu,a/cpu           |
+cfg 2 data 2           | cpu,a/cpu,cpu,a/cpu           |
+ulysses 4              | cpu,a/cpu,cpu,a/cpu           |
+ulysses 2 cfg 3        | a/cpu,a/cpu,b/cpu,b/cpu,a/cpu,cpu |
+ulysses 2 cfg 2        | cpu                           |
+"""
+# Layout | devices asked for | backend asked for | GPUs here | sentence
+REFUSED = """
+ulysses 4 | auto | auto | 3 | ulysses 4 = 4 ranks, 3 GPUs: choose ulysses 3 or ring 3, or list devices to share (backend gloo).
+ulysses 2 | auto | auto | 1 | ulysses 2 = 2 ranks, 1 GPU: choose ulysses 1, or list devices to share (backend gloo).
+ulysses 2 pipefusion 2 | auto | auto | 2 | ulysses 2 x pipefusion 2 = 4 ranks, 2 GPUs: choose ulysses 2 or pipefusion 2, or list devices to share (backend gloo).
+pipefusion 3 | auto | auto | 2 | pipefusion 3 = 3 ranks, 2 GPUs: choose pipefusion 2 or ulysses 2, or list devices to share (backend gloo).
+ulysses 3 | cuda:0,cuda:1 | auto | 3 | ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank, or choose ulysses 2 or ring 2.
+ulysses 1 | cpu,cpu | auto | 0 | ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses 2 or ring 2.
+ulysses 2 | cuda:0 | auto | 3 | ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank, or choose ulysses 1.
+ulysses 2 | cuda:0,cuda:7 | auto | 2 | Device cuda:7 is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine node1.
+ulysses 1 | CPU0 | auto | 0 | Device CPU0 is not here: choose from cpu, or node1/cuda:0 of machine node1.
+ulysses 2 | cpu,cuda:0 | auto | 2 | CPU and GPU ranks cannot be mixed (cpu, cuda:0): list one kind.
+ulysses 2 | cpu,node1/gpu | auto | 2 | Device node1/gpu is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine node1.
+ulysses 2 | cpu,node1/cuda:0 | auto | 0 | CPU and GPU ranks cannot be mixed (cpu, node1/cuda:0): list one kind.
+ulysses 64 | cpu | gloo | 0 | ulysses 64 = 64 ranks, at most 63 in one pool: lower the degrees.
+ulysses 2 | cpu | nccl | 2 | Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo.
+ulysses 2 | cuda:0,cuda:0 | nccl | 2 | Backend nccl needs 2 GPUs for ulysses 2 = 2 ranks, 1 listed: choose gloo to share one.
+"""
+
+
+def layout_of(text: str) -> Layout:
+    words = text.split()
+    return Layout(**{axis: int(degree) for axis, degree in zip(words[::2], words[1::2], strict=True)})
+
+
+@pytest.mark.parametrize(("layout", "devices", "cost"), rows(COSTS))
 def test_an_order_of_devices_that_sends_more_between_machines_is_told_a_better_one(layout, devices, cost):
-    said = cost_of_order(place(layout, devices, "auto", ()))
-    if cost is None:
-        assert said == ""
-        return
-    now, better, then = cost
-    assert said == (
-        f"As devices are listed, {now} send over the network between machines, which is slow: list {better},"
-        f" and {then} do."
+    now, better, then = cost.split("; ") if cost else ("", "", "")
+    assert cost_of_order(place(layout_of(layout), devices, "auto", ())) == (
+        cost
+        and (
+            f"As devices are listed, {now} send over the network between machines, which is slow: list {better},"
+            f" and {then} do."
+        )
     )
 
 
-def test_a_pipeline_over_more_gpus_than_there_are_says_what_to_set():
-    with pytest.raises(
-        LayoutError,
-        match=(
-            r"^ulysses 2 x pipefusion 2 = 4 ranks, 2 GPUs: choose ulysses 2 or pipefusion 2, or list devices"
-            r" to share"
-        ),
-    ):
-        place(Layout(ulysses=2, pipefusion=2), "auto", "auto", GPUS[:2])
-    with pytest.raises(
-        LayoutError, match=r"^pipefusion 3 = 3 ranks, 2 GPUs: choose pipefusion 2 or ulysses 2, or"
-    ):
-        place(Layout(pipefusion=3), "auto", "auto", GPUS[:2])
-
-
-@pytest.mark.parametrize(
-    ("degree", "wanted", "backend", "gpus", "sentence"),
-    [
-        (
-            4,
-            "auto",
-            "auto",
-            3,
-            (
-                "ulysses 4 = 4 ranks, 3 GPUs: choose ulysses 3 or ring 3, or list devices to share (backend"
-                " gloo)."
-            ),
-        ),
-        (
-            2,
-            "auto",
-            "auto",
-            1,
-            "ulysses 2 = 2 ranks, 1 GPU: choose ulysses 1, or list devices to share (backend gloo).",
-        ),
-        (
-            3,
-            "cuda:0,cuda:1",
-            "auto",
-            3,
-            (
-                "ulysses 3 = 3 ranks, 2 devices listed (cuda:0, cuda:1): list one device per rank, or choose"
-                " ulysses 2 or ring 2."
-            ),
-        ),
-        (
-            1,
-            "cpu,cpu",
-            "auto",
-            0,
-            (
-                "ulysses 1 = 1 rank, 2 devices listed (cpu, cpu): list one device per rank, or choose ulysses"
-                " 2 or ring 2."
-            ),
-        ),
-        (
-            2,
-            "cuda:0",
-            "auto",
-            3,
-            "ulysses 2 = 2 ranks, 1 device listed (cuda:0): list one device per rank, or choose ulysses 1.",
-        ),
-        (
-            2,
-            "cuda:0,cuda:7",
-            "auto",
-            2,
-            "Device cuda:7 is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine node1.",
-        ),
-        (1, "CPU0", "auto", 0, "Device CPU0 is not here: choose from cpu, or node1/cuda:0 of machine node1."),
-        (2, "cpu,cuda:0", "auto", 2, "CPU and GPU ranks cannot be mixed (cpu, cuda:0): list one kind."),
-        (
-            2,
-            "cpu,node1/gpu",
-            "auto",
-            2,
-            (
-                "Device node1/gpu is not here: choose from cpu, cuda:0, cuda:1, or node1/cuda:0 of machine"
-                " node1."
-            ),
-        ),
-        (
-            2,
-            "cpu,node1/cuda:0",
-            "auto",
-            0,
-            "CPU and GPU ranks cannot be mixed (cpu, node1/cuda:0): list one kind.",
-        ),
-        (64, "cpu", "gloo", 0, "ulysses 64 = 64 ranks, at most 63 in one pool: lower the degrees."),
-        (2, "cpu", "nccl", 2, "Backend nccl needs GPUs and the ranks are on the CPU: choose auto or gloo."),
-        (
-            2,
-            "cuda:0,cuda:0",
-            "nccl",
-            2,
-            "Backend nccl needs 2 GPUs for ulysses 2 = 2 ranks, 1 listed: choose gloo to share one.",
-        ),
-    ],
-)
-def test_an_impossible_placement_is_refused_in_one_sentence(degree, wanted, backend, gpus, sentence):
+@pytest.mark.parametrize(("layout", "wanted", "backend", "gpus", "sentence"), rows(REFUSED))
+def test_an_impossible_placement_is_refused_in_one_sentence(layout, wanted, backend, gpus, sentence):
     with pytest.raises(LayoutError, match=f"^{re.escape(sentence)}$") as caught:
-        placed(degree, wanted, backend, gpus)
+        place(layout_of(layout), wanted, backend, GPUS[: int(gpus)])
     assert isinstance(caught.value, ValueError)
 
 

@@ -27,7 +27,8 @@ from pipemesh.parallel_runtime.errors import PoolFailed, Refused, RunCancelled
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.parallel_runtime.wire.messages import TrialStep
 from pipemesh.pool.devices import Device
-from pipemesh.pool.rank_setup import RankSetup, rank_setup_from
+from pipemesh.pool.pool import never
+from pipemesh.pool.rank_setup import RankSetup
 from pipemesh.pool.trial import comparisons, host_trials
 from pipemesh.pool.trial.comparisons import request, samples_of, tried
 from pipemesh.pool.trial.host_trials import FOLDER, HostTrials, TrialLost, Verdicts
@@ -80,10 +81,6 @@ def trials(trial, tmp_path):
     return make
 
 
-def never():
-    return False
-
-
 @pytest.mark.host
 def test_a_class_of_a_tested_comfyui_is_computed_at_once_and_no_trial_begins(trial, trials, monkeypatch):
     monkeypatch.setattr("pipemesh.lab.commands.fingerprints.classes", lambda: [FLUX])
@@ -117,8 +114,8 @@ def test_auto_mode_has_one_gpu_until_the_verdict_and_a_pool_by_hand_waits_for_it
 
 
 def test_the_status_names_what_was_tested_verified_here_refused_and_is_being_compared(trial, trials):
-    made = trials()
-    assert host_status(made) == HostStatus("9.9", tuple(known_hosts().versions))
+    made, tested = trials(), tuple(known_hosts().versions)
+    assert host_status(made) == HostStatus("9.9", tested)
     for transformer, is_same in ((Flux, True), (WanModel, False)):
         trial.answer = is_same, "compared"
         trial.ends.clear()
@@ -126,8 +123,7 @@ def test_the_status_names_what_was_tested_verified_here_refused_and_is_being_com
         assert host_status(made).pending == (transformer.__name__,)
         trial.ends.set()
         future.result(60)
-    told = host_status(made)
-    assert (told.verified, told.refused, told.pending) == (("Flux",), ("WanModel",), ())
+    assert host_status(made) == HostStatus("9.9", tested, verified=("Flux",), refused=("WanModel",))
 
 
 def test_a_class_that_ranks_compute_otherwise_is_refused_with_the_figure_after_a_restart_too(trial, trials):
@@ -181,17 +177,14 @@ def test_a_trial_that_is_lost_is_told_and_tried_again(trial, trials):
 def test_where_it_is_turned_off_every_class_is_computed(trial, trials):
     trials(is_on=False).admit(Flux, never)
     assert trial.begun == 0
-    for value, is_on in {"0": False, "1": True}.items():
-        assert rank_setup_from({"PIPEMESH_TRIAL": value}, COMFYUI).tries_hosts == is_on
 
 
 def test_comfyui_files_that_cannot_be_read_are_told_and_no_class_of_them_is_computed(tmp_path, trials):
     file = tmp_path / FLUX_FILES[1]
     file.parent.mkdir(parents=True)
     file.write_text("class Flux:\n  def")
-    with pytest.raises(
-        Refused, match=r"flux/model.py cannot be read .*: repair the file, and restart ComfyUI"
-    ):
+    cannot = r"flux/model.py cannot be read .*: repair the file, and restart ComfyUI"
+    with pytest.raises(Refused, match=cannot):
         trials(comfyui=tmp_path).require(Flux)
 
 
@@ -209,15 +202,15 @@ def test_what_the_machine_is_to_blame_for_is_no_verdict_on_a_class(error):
         tried(FLUX, SimpleNamespace(handle=fails))
 
 
-def test_a_process_that_dies_or_takes_too_long_is_a_lost_trial(setup, tmp_path):
+@pytest.mark.parametrize(
+    ("body", "limit_s", "says"),
+    [("raise SystemExit(3)", 60, "status 3"), ("import time; time.sleep(60)", 0.2, "longer")],
+)
+def test_a_process_that_dies_or_takes_too_long_is_a_lost_trial(setup, tmp_path, body, limit_s, says):
     script = tmp_path / "script.py"
-    for body, limit_s, says in (
-        ("raise SystemExit(3)", 60, "status 3"),
-        ("import time; time.sleep(60)", 0.2, "longer"),
-    ):
-        script.write_text(body)
-        with pytest.raises(TrialLost, match=says):
-            try_in_process(setup, lambda: Device("cpu"), FLUX, print, (str(script),), limit_s)
+    script.write_text(body)
+    with pytest.raises(TrialLost, match=says):
+        try_in_process(setup, lambda: Device("cpu"), FLUX, print, (str(script),), limit_s)
 
 
 # -- trees of ComfyUI with one file changed
@@ -410,33 +403,30 @@ def test_a_new_form_of_a_class_is_refused_though_its_old_forms_are_computed_as_b
     """The comparison has the forms of the samples alone. A pack's type is no form."""
     monkeypatch.setattr("pipemesh.lab.commands.fingerprints.classes", lambda: [FLUX])
     trial.ends.set()
-    stock, made = stock_model(5).model, trials(replace(NOTHING, types=known_hosts().types))
-    sample = model_of("comfy.model_base", "comfy.supported_models", "Flux2")
-    for old in (stock, model_of("a_pack", "a_pack"), sample):
+    made = trials(replace(NOTHING, types=known_hosts().types))
+    sample, of_pack = model_of("comfy.model_base", "comfy.supported_models", "Flux2"), model_of("a", "a")
+    for old in (stock_model(5).model, of_pack, sample):
         made.admit(Flux, never, model=old)
         made.require(Flux, old)
-    for new in (model_of("comfy.model_base", "a_pack"), model_of("a_pack", "comfy.supported_models")):
+    new_base, new_config = model_of("comfy.model_base", "a"), model_of("a", "comfy.supported_models")
+    for new in (new_base, new_config):
         for asked in (partial(made.require, Flux, new), partial(made.admit, Flux, never, model=new)):
             with pytest.raises(Refused, match=r"^NewForm of this ComfyUI \(9.9\) is a new form of Flux, and"):
                 asked()
-    tested = trials(with_host(NOTHING, "9.9", Path(COMFYUI)))
-    tested.admit(Flux, never, model=model_of("comfy.model_base", "a_pack"))
+    trials(with_host(NOTHING, "9.9", Path(COMFYUI))).admit(Flux, never, model=new_base)
 
 
-def test_a_pool_by_hand_is_asked_before_ranks_load_a_model(clients, files, trial, trials):
-    model = load(files["model"])
-    truth = run(model)
-    client, trial.answer = clients(2), (False, "off by 0.9")
+def test_a_pool_by_hand_is_asked_before_ranks_load_a_model(clients, files, trial, trials, monkeypatch):
+    model, client = load(files["model"]), clients(2)
+    truth, made = run(model), trials(replace(NOTHING, types=known_hosts().types))
+    trial.answer = False, "off by 0.9"
     trial.ends.set()
-    made = trials(replace(NOTHING, types=known_hosts().types))
-    loads = client.sessions.live.loads if client.sessions.live else 0
+    loads = client.sessions.open(never).loads
     ours = parallelize(model, client, 0.0)
-    pool, before = ours.remote.pool, ours.remote.pool.admission
-    pool.admission = Admission(lambda one: made.admit(type(one.diffusion_model), never, model=one))
-    try:
+    with monkeypatch.context() as patch:
+        asks = Admission(lambda one: made.admit(type(one.diffusion_model), never, model=one))
+        patch.setattr(ours.remote.pool, "admission", asks)
         with pytest.raises(Refused, match=r"off by 0\.9"):
             run(ours)
-        assert (client.sessions.live.loads if client.sessions.live else 0) == loads
-    finally:
-        pool.admission = before
+        assert client.sessions.live.loads == loads
     assert relative_error(run(ours), truth) <= BOUND

@@ -30,10 +30,9 @@ from pipemesh.pool.listener import SeldomLog, Unproved, accept
 from pipemesh.pool.package import VERSION
 from pipemesh.pool.rendezvous import store_key
 
-from ..kit.fake_pools import DEADLINE_S, fake_setup
+from ..kit.fake_pools import DEADLINE_S, SECRET, fake_setup
 
 ROOT = Path(__file__).resolve().parents[2]
-SECRET = "correct horse battery staple"
 SETUP = replace(fake_setup(), secret=SECRET, lost_s=DEADLINE_S)
 NEAR, FAR = Hello(version=VERSION, machine="near"), Hello(version=VERSION, machine="far")
 
@@ -56,40 +55,45 @@ def leader(setup=SETUP, unproved=None):
 # -- secrets and versions
 
 
-def shake(secret_here: str, secret_there: str, there: Hello = FAR) -> list[str | Hello]:
-    """How the exchange ends on ComfyUI's side and on the leader's."""
+@contextmanager
+def meeting(there):
+    """ComfyUI's end of a connection, at whose other end this is called."""
     one, other = socket.socketpair()
-    ended = {}
-
-    def side(sock, secret, role, own):
-        try:
-            ended[role] = shake_hands(sock, secret, role, own, DEADLINE_S)
-        except SecretRefused as error:
-            ended[role] = str(error)
-            sock.close()
-
-    theirs = threading.Thread(target=side, args=(other, secret_there, LEADER, there))
+    theirs = threading.Thread(target=there, args=(other,))
     theirs.start()
-    side(one, secret_here, COMFYUI, NEAR)
-    theirs.join()
-    return [ended[COMFYUI], ended[LEADER]]
+    with one, other:
+        yield one
+        theirs.join()
 
 
-def test_both_sides_trust_the_same_secret_only_and_then_know_each_others_version():
-    assert shake(SECRET, SECRET) == [FAR, NEAR]
-    assert shake(SECRET, SECRET + "?") == [
-        "the other side closed the connection",
-        "the other side holds another secret",
-    ]
+def shaken(sock, secret, role, own):
+    """What one side knows of the other then, and how long it waits for it; or why it does not."""
+    try:
+        return shake_hands(sock, secret, role, own, DEADLINE_S), sock.gettimeout()
+    except SecretRefused as error:
+        sock.close()
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("secret", "ended"),
+    [
+        (SECRET, [(FAR, None), (NEAR, None)]),  # for ever: the kernel notices an end between runs
+        (SECRET + "?", ["the other side closed the connection", "the other side holds another secret"]),
+    ],
+    ids=["the same", "another"],
+)
+def test_both_sides_trust_the_same_secret_only_and_then_know_each_others_version(secret, ended):
+    said = []
+    with meeting(lambda other: said.append(shaken(other, secret, LEADER, FAR))) as sock:
+        ours = shaken(sock, SECRET, COMFYUI, NEAR)
+    assert [ours, *said] == ended
 
 
 def test_a_proof_sent_back_to_its_sender_is_refused():
-    one, other = socket.socketpair()
-    echo = threading.Thread(target=lambda: [other.sendall(other.recv(32)) for _ in range(2)])
-    echo.start()
-    with pytest.raises(SecretRefused, match=r"^the other side holds another secret$"):
-        prove(one, SECRET, COMFYUI, soon())
-    echo.join()
+    another = pytest.raises(SecretRefused, match=r"^the other side holds another secret$")
+    with meeting(lambda other: [other.sendall(other.recv(32)) for _ in range(2)]) as sock, another:
+        prove(sock, SECRET, COMFYUI, soon())
 
 
 @pytest.mark.parametrize(
@@ -97,27 +101,14 @@ def test_a_proof_sent_back_to_its_sender_is_refused():
 )
 def test_a_first_message_that_is_no_hello_ends_the_handshake_and_is_not_waited_for(header):
     """Whatever length it announces."""
-    one, other = socket.socketpair()
 
-    def speak():
+    def speak(other):
         prove(other, SECRET, LEADER, soon())
         other.sendall(header)
 
-    theirs = threading.Thread(target=speak)
-    theirs.start()
-    with pytest.raises(ConnectionError, match=r"^the other side does not say its version$"):
-        shake_hands(one, SECRET, COMFYUI, NEAR, DEADLINE_S)
-    theirs.join()
-
-
-def test_the_connection_waits_for_ever_once_hands_are_shaken():
-    """Between runs a pool says nothing; that it is gone is noticed by the kernel."""
-    one, other = socket.socketpair()
-    theirs = threading.Thread(target=shake_hands, args=(other, SECRET, LEADER, FAR, DEADLINE_S))
-    theirs.start()
-    shake_hands(one, SECRET, COMFYUI, NEAR, DEADLINE_S)
-    theirs.join()
-    assert (one.gettimeout(), other.gettimeout()) == (None, None)
+    no_hello = pytest.raises(ConnectionError, match=r"^the other side does not say its version$")
+    with meeting(speak) as sock, no_hello:
+        shake_hands(sock, SECRET, COMFYUI, NEAR, DEADLINE_S)
 
 
 def test_what_versions_meet_by_never_changes():

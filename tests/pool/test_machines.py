@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import comfy.model_management
 import comfy.utils
 import pytest
+from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 from pipemesh.lab.commands.every_layout import (
     ALL_WARM,
     BLOCKS,
@@ -38,31 +38,27 @@ from pipemesh.parallel_runtime.wire.messages import Forward, SetWeightPatches
 from pipemesh.pool.devices import place
 from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.pool import WorkerPool
+from pipemesh.pool.rank_setup import start_as
 from pipemesh.pool.remote_machine import RemoteMachine
-from pipemesh.pool.rendezvous import NODE_COMMAND, open_store, store_key
+from pipemesh.pool.rendezvous import NODE_COMMAND, find, open_store, store_key
 
 from ..fixtures import ALL
+from ..kit.at_once import Once, in_forward
+from ..kit.fake_pools import DEADLINE_S, SECRET
 from ..kit.models import load, run, with_lora, write_lora, write_model
-from ..kit.namespaces import Machines, NoNamespaces
+from ..kit.namespaces import Machines, ip, machines_here
 from ..kit.served import AT_HAND
-from .test_pool_faults import Once
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400  # of the rendezvous
-SECRET = "correct horse battery staple"
-LOST_S = 6.0  # a machine that starts ranks beside other tests says nothing for 4 s
-DEADLINE_S = 60.0
+LOST_S = 3.0  # and three beats: a machine that starts ranks beside other tests says nothing for 4 s
 SENT = Case(PLAIN, "ulysses2", "odd", 5, 1.0, False, "euler")  # a MODEL without a file: its weights are sent
 
 
 @pytest.fixture(scope="module")
 def machines():
-    try:
-        made = Machines("near", "far", "third")
-    except NoNamespaces as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
-    yield made
-    made.close()
+    with machines_here("near", "far", "third") as made:
+        yield made
 
 
 def rendezvous(machines: Machines) -> str:
@@ -73,47 +69,34 @@ def torchrun(machines: Machines, name: str, log: Path) -> subprocess.Popen:
     """The command that errors name and docs/MULTI_NODE.md explains, on one of the machines. This
     computer's name means no address, so the one that has the rendezvous is told that it is.
     """
-    command = NODE_COMMAND.format(nodes=len(machines.names), rendezvous=rendezvous(machines)).replace(
-        "read_timeout=600", f"read_timeout=600,is_host={int(name == machines.near)}"
-    )
-    variable, _torchrun, *options = command.split()
-    env = {
-        **os.environ,
-        **dict([variable.split("=")]),
-        "PIPEMESH_RDZV": rendezvous(machines),
-        "PIPEMESH_SECRET": SECRET,
-        "PIPEMESH_LOST_S": str(LOST_S),
-        "PYTHONPATH": AT_HAND,
-    }
-    launch = [
-        "ip",
-        "netns",
-        "exec",
-        machines.of(name),
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        "--name",
-        name,
-    ]
+    command = NODE_COMMAND.format(nodes=len(machines.names), rendezvous=rendezvous(machines))
+    is_host = f"read_timeout=600,is_host={int(name == machines.near)}"
+    variable, _torchrun, *options = command.replace("read_timeout=600", is_host).split()
+    own = {"PIPEMESH_RDZV": rendezvous(machines), "PIPEMESH_SECRET": SECRET, "PIPEMESH_LOST_S": str(LOST_S)}
+    env = {**os.environ, **dict([variable.split("=")]), **own, "PYTHONPATH": AT_HAND}
+    there = ["ip", "netns", "exec", machines.of(name), sys.executable, "-m", "torch.distributed.run"]
     with log.open("w") as output:
-        return subprocess.Popen(launch, cwd=ROOT, env=env, stdout=output, stderr=output)
+        return subprocess.Popen(
+            [*there, *options, "--name", name], cwd=ROOT, env=env, stdout=output, stderr=output
+        )
 
 
-@pytest.fixture(scope="module")
-def leaders(machines, tmp_path_factory):
-    """torchrun on all machines."""
-    folder = tmp_path_factory.mktemp("leaders")
-    logs = {name: folder / name for name in machines.names}
-    started = [torchrun(machines, name, log) for name, log in logs.items()]
-    yield started
-    machines.cable("far", "up")  # torchrun tells its rendezvous that it leaves
+@contextmanager
+def torchrun_on_all(machines: Machines, folder: Path):
+    started = [torchrun(machines, name, folder / name) for name in machines.names]
+    yield
     for process in started:
         process.send_signal(signal.SIGTERM)
     for process in started:
         process.wait(DEADLINE_S)
-    print(*(log.read_text() for log in logs.values()), sep="\n")
+    print(*((folder / name).read_text() for name in machines.names), sep="\n")
+
+
+@pytest.fixture(scope="module")
+def leaders(machines, tmp_path_factory):
+    with torchrun_on_all(machines, tmp_path_factory.mktemp("leaders")):
+        yield
+        machines.cable("far", "up")  # torchrun tells its rendezvous that it leaves
 
 
 @pytest.fixture(scope="module")
@@ -131,35 +114,46 @@ def near_setup(setup, machines, leaders):
 
 
 @pytest.fixture
-def handle(near_setup, machines):
+def near_handle(near_setup, machines):
     """Layout, devices -> ComfyUI's end of a pool, on the near machine: what is called here runs in
     its namespace.
     """
-    made = []
+    with ExitStack() as made, machines.inside(machines.near):
 
-    def of(layout: Layout, devices: str) -> PoolHandle:
-        made.append(PoolHandle(place(layout, devices, "gloo", ()), near_setup))
-        return made[-1]
+        def of(layout: Layout, devices: str) -> PoolHandle:
+            handle = PoolHandle(place(layout, devices, "gloo", ()), near_setup)
+            made.callback(handle.close)
+            return handle
 
-    with machines.inside(machines.near):
         yield of
-        for one in made:
-            one.close()
+        made.close()
 
 
-def started(handle: PoolHandle, machines: Machines) -> WorkerPool:
-    """Its pool, once the leaders have joined."""
-    store = open_store(machines.addresses[machines.near], PORT, DEADLINE_S)
+def joined(machines: Machines):
+    """The rendezvous, once the leaders have joined."""
+    store = open_store(machines.addresses[machines.near].strip("[]"), PORT, DEADLINE_S)
     store.wait([store_key(name) for name in machines.names], timedelta(seconds=DEADLINE_S))
+    return store
+
+
+def pool_of(handle: PoolHandle, machines: Machines) -> WorkerPool:
+    joined(machines)
     return handle.ensure()
 
 
+def cancelled(model, happens, **how) -> None:
+    cancelling = Once(happens, interrupt_current_processing)
+    with pytest.raises(InterruptProcessingException):
+        run(model, size=(128, 128), steps=20, **how)
+    cancelling.join()
+
+
 def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_next_run_is_right(
-    machines, files, truths, handle
+    machines, files, truths, near_handle
 ):
     plain, patched = truths
-    handle = handle(Layout(ulysses=2), "cpu,far/cpu")
-    first = started(handle, machines)
+    handle = near_handle(Layout(ulysses=2), "cpu,far/cpu")
+    first = pool_of(handle, machines)
     client = RemotePool(handle)
     model = parallelize(load(files["model"]), client, holds_ui_device=False)
     assert relative_error(run(model, cfg=2.0), plain) <= BOUND
@@ -167,32 +161,22 @@ def test_two_machines_sample_as_one_and_when_one_is_cut_off_it_is_named_and_the_
     assert Bench(lambda *layout: client).error(SENT) <= BOUND
 
     said = listened_to(first.ranks._machines[0])
-    cancelling = Once(lambda: in_forward(first), comfy.model_management.interrupt_current_processing)
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        run(model, size=(128, 128), steps=20)
-    cancelling.join()
-    assert handle.live() is first
-    assert first.idle
+    cancelled(model, lambda: in_forward(first))
+    assert handle.live() is first and first.idle
     # Of the evaluation, and of the run's end
     assert [(rank, answer.cancelled) for rank, answer in said[-2:]] == [(1, True), (1, False)]
 
     far_ranks = [os.pidfd_open(pid) for pid in machines.ranks("far")]
     assert len(far_ranks) == 1
     cutting = Once(lambda: in_forward(first), lambda: machines.cable("far", "down"))
-    with pytest.raises(
-        PoolFailed,
-        match=(
-            r"^Machine far was lost while computing \(rank 1 on far/cpu; (Connection timed out|No route to"
-            r" host)\): check that it is up"
-        ),
-    ):
+    why = "Connection timed out|No route to host"
+    lost = rf"^Machine far was lost while computing \(rank 1 on far/cpu; ({why})\): check that it is up"
+    with pytest.raises(PoolFailed, match=lost):
         run(model, size=(128, 128), steps=20)
     cutting.join()
-    since_cut_s = time.monotonic() - cutting.acted_at
-    assert since_cut_s < 3 * LOST_S
-    with pytest.raises(
-        PoolFailed, match=rf"^Machine far does not answer at {re.escape(machines.addresses['far'])}:\d+ "
-    ):
+    assert time.monotonic() - cutting.acted_at < 6 * LOST_S
+    address = re.escape(machines.addresses["far"])
+    with pytest.raises(PoolFailed, match=rf"^Machine far does not answer at {address}:\d+ "):
         run(model)
     for rank in far_ranks:  # on a machine that nobody can tell
         assert select.select([rank], [], [], DEADLINE_S)[0]
@@ -213,11 +197,6 @@ def listened_to(machine: RemoteMachine) -> list:
 
     machine.pump = heard
     return said
-
-
-def in_forward(pool: WorkerPool) -> bool:
-    """Rank 0 is some blocks deep."""
-    return pool.arena.board.phase(0) == "computing" and pool.arena.board.progress(0) % (1 << 32) >= 6
 
 
 # -- every axis between machines
@@ -249,10 +228,10 @@ def stock():
 
 @pytest.mark.parametrize(("devices", "layout"), CASES if ALL else FEW, ids=str)
 def test_every_layout_over_machines_samples_as_stock_does_and_leaves_early(
-    machines, handle, stock, devices, layout
+    machines, near_handle, stock, devices, layout
 ):
-    handle = handle(layout, devices)
-    pool = started(handle, machines)
+    handle = near_handle(layout, devices)
+    pool = pool_of(handle, machines)
     client, stages = RemotePool(handle), layout.stages > 1
     for one in asked() if ALL else [UNEQUAL]:
         model = parallelize(
@@ -267,13 +246,8 @@ def test_every_layout_over_machines_samples_as_stock_does_and_leaves_early(
 
     far = pool.ranks._machines
     said = [listened_to(machine) for machine in far]
-    cancelling = Once(
-        lambda: any(pool.arena.board.phase(rank) == "computing" for one in far for rank in one.ranks),
-        comfy.model_management.interrupt_current_processing,
-    )
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        run(model, size=(128, 128), steps=20, cfg=2.0)
-    cancelling.join()
+    ranks = [rank for one in far for rank in one.ranks]
+    cancelled(model, lambda: any(pool.arena.board.phase(rank) == "computing" for rank in ranks), cfg=2.0)
     assert handle.live() is pool
     pool.settle()
     assert any(getattr(answer, "cancelled", False) for one in said for _rank, answer in one)
@@ -298,11 +272,11 @@ TURNS = (0.7, None, -0.4, 0.0, None, 0.7)  # strengths of the LoRA; None: the ot
     ("devices", "layout"), CASES if ALL else [("far/cpu,far/cpu", Layout(cfg=2))], ids=str
 )
 def test_models_and_loras_take_turns_in_sight_and_each_lora_goes_once_to_a_machine(
-    machines, handle, two_models, devices, layout
+    machines, near_handle, two_models, devices, layout
 ):
     """Both prompts, and several images for groups of them; previews are of every step."""
-    handle = handle(layout, devices)
-    far = started(handle, machines).ranks._machines
+    handle = near_handle(layout, devices)
+    far = pool_of(handle, machines).ranks._machines
     client, patching = RemotePool(handle), Patching(PATCHES, ALL_WARM)
     names = "model", "other"
     stock = [load(two_models[name]) for name in names]
@@ -311,12 +285,9 @@ def test_models_and_loras_take_turns_in_sight_and_each_lora_goes_once_to_a_machi
         for one in (load(two_models[name]) for name in names)
     ]
     if "far" in devices:
-        with (
-            has_instead(machines, "far", *(two_models[name] for name in names)),
-            pytest.raises(
-                Refused, match=r"^The checkpoint (\S+) on machine \S+ differs from \1 of ComfyUI's"
-            ),
-        ):
+        differs = r"^The checkpoint (\S+) on machine \S+ differs from \1 of ComfyUI's"
+        other = has_instead(machines, "far", *(two_models[name] for name in names))
+        with other, pytest.raises(Refused, match=differs):
             run(ours[0])
         assert client.sessions.live.loads == 0
     sent = [bytes_sent(machine, SetWeightPatches) for machine in far]
@@ -375,9 +346,11 @@ def bytes_sent(machine: RemoteMachine, kind: type) -> list[int]:
     return sent
 
 
-def test_a_group_on_another_machine_is_sent_its_prompt_once_and_its_latent_each_time(machines, handle, stock):
-    handle = handle(Layout(cfg=2), "cpu,far/cpu")
-    (far,) = started(handle, machines).ranks._machines
+def test_a_group_on_another_machine_is_sent_its_prompt_once_and_its_latent_each_time(
+    machines, near_handle, stock
+):
+    handle = near_handle(Layout(cfg=2), "cpu,far/cpu")
+    (far,) = pool_of(handle, machines).ranks._machines
     sent = bytes_sent(far, Forward)
     texts = {"positive": conditioning(1, 512), "negative": conditioning(2, 512)}
     of = partial(run, steps=3, size=(32, 32), cfg=4.0, **texts)
@@ -385,3 +358,21 @@ def test_a_group_on_another_machine_is_sent_its_prompt_once_and_its_latent_each_
     ((text, extras),) = texts["negative"]
     due = 3 * 4 * 16 * 32 * 32 + text.nbytes + extras["pooled_output"].nbytes
     assert due <= sum(sent) <= 1.02 * due
+
+
+# -- over IPv6
+
+
+@pytest.mark.skipif(not ALL, reason="starts torchrun twice; what is of IPv6 alone is in test_rendezvous.py")
+def test_two_machines_with_ipv6_addresses_alone_between_them_sample_as_one(files, setup, tmp_path):
+    with machines_here("near", "far") as pair:
+        for number, name in enumerate(pair.names, 1):
+            ip("-4", "-n", pair.of(name), "addr", "flush", "dev", "net0")
+            ip("-n", pair.of(name), "addr", "add", f"fd00::{number}/64", "dev", "net0", "nodad")
+            pair.addresses[name] = f"[fd00::{number}]"
+        there = {"rendezvous": rendezvous(pair), "secret": SECRET, "lost_s": LOST_S, "start": start_as({})}
+        handle = PoolHandle(place(Layout(ulysses=2), "cpu,far/cpu", "gloo", ()), replace(setup, **there))
+        with torchrun_on_all(pair, tmp_path), closing(handle), pair.inside("near"):
+            assert find(joined(pair), "far").startswith("[fd00::2]:")
+            model = parallelize(load(files["model"]), RemotePool(handle), holds_ui_device=False)
+            assert relative_error(run(model), run(load(files["model"]))) <= BOUND

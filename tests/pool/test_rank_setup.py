@@ -5,34 +5,27 @@ from pipemesh.parallel_runtime.errors import LayoutError
 from pipemesh.pool.rank_setup import rank_setup_from
 from pipemesh.pool.supervisor import process_of_its_own
 
+DEFAULTS = {"stall_s": 300.0, "rendezvous": "", "secret": "", "lost_s": 5.0, "tries_hosts": True}
 
-def test_every_variable_has_its_place():
-    environ = {
-        "PIPEMESH_STALL_S": "7",
-        "PIPEMESH_RDZV": "10.0.0.1:29400",
-        "PIPEMESH_SECRET": "correct horse",
-        "PIPEMESH_LOST_S": "2.5",
-        "PIPEMESH_FORK": "0",
-    }
+
+@pytest.mark.parametrize(
+    ("environ", "fields"),
+    [
+        ({}, DEFAULTS),
+        ({"PIPEMESH_STALL_S": "", "PIPEMESH_LOST_S": ""}, DEFAULTS),
+        ({"PIPEMESH_STALL_S": "7", "PIPEMESH_LOST_S": "2.5"}, {"stall_s": 7.0, "lost_s": 2.5}),
+        ({"PIPEMESH_RDZV": "10.0.0.1:29400"}, {"rendezvous": "10.0.0.1:29400"}),
+        ({"PIPEMESH_SECRET": "correct horse"}, {"secret": "correct horse"}),
+        ({"PIPEMESH_FORK": "0"}, {"start": process_of_its_own}),
+        ({"PIPEMESH_TRIAL": "0"}, {"tries_hosts": False}),
+        ({"PIPEMESH_TRIAL": "1"}, {"tries_hosts": True}),
+    ],
+)
+def test_every_variable_has_its_place_and_its_default(environ, fields):
     setup = rank_setup_from(environ, "/opt/ComfyUI", {"cpu": True})
-    assert (setup.comfyui, setup.comfy_args, setup.stall_s, setup.lost_s) == (
-        "/opt/ComfyUI",
-        {"cpu": True},
-        7.0,
-        2.5,
-    )
-    assert (setup.rendezvous, setup.secret, setup.start) == (
-        "10.0.0.1:29400",
-        "correct horse",
-        process_of_its_own,
-    )
+    assert (setup.comfyui, setup.comfy_args) == ("/opt/ComfyUI", {"cpu": True})
+    assert {name: getattr(setup, name) for name in fields} == fields
     assert "correct horse" not in repr(setup)
-
-
-@pytest.mark.parametrize("environ", [{}, {"PIPEMESH_STALL_S": "", "PIPEMESH_LOST_S": ""}])
-def test_without_them_there_are_defaults(environ):
-    setup = rank_setup_from(environ, "")
-    assert (setup.stall_s, setup.rendezvous, setup.secret, setup.lost_s) == (300.0, "", "", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +36,6 @@ def test_without_them_there_are_defaults(environ):
     ],
 )
 def test_a_number_of_seconds_that_cannot_be_kept_is_refused(variable, value, allowed):
-    with pytest.raises(
-        LayoutError, match=rf"^{variable} is {value}: set it to a number of seconds from {allowed}\.$"
-    ):
+    sentence = rf"^{variable} is {value}: set it to a number of seconds from {allowed}\.$"
+    with pytest.raises(LayoutError, match=sentence):
         rank_setup_from({variable: value}, "")

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.pool.rendezvous import open_store, store_key
 
 from ..fixtures import ALL
-from ..kit.namespaces import Machines, NoNamespaces
+from ..kit.namespaces import Machines, machines_here
 from ..kit.served import graph
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,17 +121,13 @@ def slurm(tmp_path):
     lacking = [name for name in NEEDED if shutil.which(name) is None]
     if lacking:
         pytest.skip(f"no {', '.join(lacking)} here: apt-get install slurm-wlm")
-    try:
-        machines = Machines(*NAMES)
-    except NoNamespaces as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
-    made = Slurm(machines, tmp_path)
-    try:
-        made.start()
-        yield made
-    finally:
-        made.close()
-        machines.close()
+    with machines_here(*NAMES) as machines:
+        made = Slurm(machines, tmp_path)
+        try:
+            made.start()
+            yield made
+        finally:
+            made.close()
 
 
 def home_with_comfyui(home: Path, host: ComfyInstall, model: Path) -> None:
@@ -149,10 +146,16 @@ def home_with_comfyui(home: Path, host: ComfyInstall, model: Path) -> None:
 
 
 def answers(api: ComfyApi) -> bool:
-    try:
+    with suppress(OSError):
         return bool(api.get("/system_stats"))
-    except OSError:
-        return False
+    return False
+
+
+def wait_until(happens) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not happens():
+        assert time.monotonic() < until
+        time.sleep(0.5)
 
 
 @pytest.mark.skipif(not ALL, reason="starts Slurm, torchrun on two machines and ComfyUI")
@@ -163,10 +166,7 @@ def test_the_manuals_script_samples_on_both_nodes_of_a_slurm(slurm, tmp_path, fi
     (script,) = re.findall(r"```\n(#!/bin/bash\n.*?)```", manual, re.DOTALL)
     cpu = "main.py --listen --cpu --disable-api-nodes --database-url sqlite:///:memory:"
     (tmp_path / "job").write_text(script.replace("main.py --listen", cpu))
-    until = time.monotonic() + DEADLINE_S
-    while slurm.ask("sinfo", "-h", "-o", "%D %t").split() != ["2", "idle"]:
-        assert time.monotonic() < until
-        time.sleep(0.5)
+    wait_until(lambda: slurm.ask("sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"])
     output = tmp_path / "job.out"
     home = {"HOME": str(tmp_path / "home"), "PIPEMESH_TRIAL": "0", "OMP_NUM_THREADS": "1"}
     job = slurm.ask("sbatch", "--parsable", f"--output={output}", str(tmp_path / "job"), **home).strip()
@@ -176,15 +176,11 @@ def test_the_manuals_script_samples_on_both_nodes_of_a_slurm(slurm, tmp_path, fi
         store.wait([store_key(name) for name in NAMES], timedelta(seconds=DEADLINE_S))
         api = ComfyApi()
         api.address = f"{address}:8188"
-        while not answers(api):
-            assert time.monotonic() < until
-            time.sleep(0.5)
+        wait_until(lambda: answers(api))
         nodes = graph("slurm")
         nodes["pool"]["inputs"] |= {"devices": "cpu,node2/cpu", "ulysses": 1, "cfg": 2}
         assert api.run(nodes).error is None
         (pool,) = api.get("/pipemesh/status")["pools"]
         assert len(pool["ranks"]) == 2
     slurm.ask("scancel", job)
-    while slurm.ask("squeue", "-h"):
-        assert time.monotonic() < until
-        time.sleep(0.5)
+    wait_until(lambda: not slurm.ask("squeue", "-h"))

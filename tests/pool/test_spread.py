@@ -2,15 +2,13 @@
 both arenas; and the model file each machine has.
 """
 
-import contextlib
 import fcntl
 import select
 import socket
 import termios
 import threading
 import time
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
 
 import msgspec
@@ -49,22 +47,26 @@ LOST_S = 3.0
 LARGE = 24 << 20  # bytes: more than sockets take that nobody reads
 
 
+def connection() -> tuple[socket.socket, socket.socket]:
+    """Both ends of one over the network."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return socket.create_connection(server.getsockname()), server.accept()[0]
+
+
 class TwoArenas:
     """ComfyUI's end of a machine that has rank 1, and what its leader does there with its own
     arena.
     """
 
     def __init__(self, stack):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            near = socket.create_connection(server.getsockname())
-            far, _ = server.accept()
+        near, far = connection()
         for sock in (near, far):
             notice_loss(sock, LOST_S)
         self.here, self.there = Arena(), Arena()
         self.machine = RemoteMachine("far", (1,), near, self.here)
         self.link = Link(far, ToMachine)
         self.lent = LentRanks(self.link, "127.0.0.1", fake_setup())
-        self.crew = Crewless()
+        self.crew = SimpleNamespace(ranks=(1,), channels={})  # they hear nothing
         self.numbers = 0
         for end in (self.machine.link, self.link, self.here, self.there):
             stack.callback(end.close)
@@ -93,17 +95,19 @@ class TwoArenas:
 
     def heard(self):
         """The next answer; the leader beats when a second has passed."""
-        while True:
+        heard = []
+        while not heard:
             select.select([self.machine.link], [], [], DEADLINE_S)
-            for rank, heard in self.machine.pump():
-                assert rank == 1
-                return heard
+            heard = self.machine.pump()
+        ((rank, answer),) = heard
+        assert rank == 1
+        return answer
 
 
-class Crewless:
-    """Ranks that hear nothing."""
-
-    ranks, channels = (1,), {}
+def assert_full(failure, phase):
+    """It says so of request 1."""
+    assert (failure.request, failure.kind, failure.phase) == (1, "error", phase)
+    assert failure.text.startswith("Shared memory is full: ")
 
 
 @pytest.fixture
@@ -144,32 +148,27 @@ def test_a_machine_without_room_for_inputs_says_that_its_ranks_have_begun_nothin
     arguments = arenas.tree(x=arenas.here.put(torch.ones(1 << 19)))
     with largest_file(1 << 20):
         assert arenas.send(arguments) == [1 << 21]
-    failure = arenas.heard()
-    assert (failure.kind, failure.at, failure.complete) == ("error", (0, 0), False)
-    assert failure.text.startswith("Shared memory is full: ")
+    assert_full(failure := arenas.heard(), "receiving")
+    assert (failure.at, failure.complete) == ((0, 0), False)
 
 
 def test_what_had_no_room_is_told_of_its_own_message_also_where_another_came_with_it(arenas):
-    segment = Segment.create("model", 1 << 11)
-    with largest_file(1 << 10):
-        arenas.machine.send(Load(request=1, model="m", source=b""), (1,), [segment.fd], lambda: None)
-        arenas.machine.send(Release(request=2, model="m"), (1,), (), lambda: None)
+    load, release = Load(request=1, model="m", source=b""), Release(request=2, model="m")
+    with closing(Segment.create("model", 1 << 11)) as segment, largest_file(1 << 10):
+        arenas.machine.send(load, (1,), [segment.fd], lambda: None)
+        arenas.machine.send(release, (1,), (), lambda: None)
         arenas.lent._pass_on(arenas.crew, arenas.there.segment, None)
-    segment.close()
-    failure = arenas.heard()
-    assert (failure.request, failure.text[:22]) == (1, "Shared memory is full:")
+    assert_full(arenas.heard(), "receiving")
 
 
 def test_an_output_comes_back_into_the_same_place(arenas):
     ref = arenas.there.put(torch.arange(600.0))
     wrote = (ref.offset, ref.nbytes)
-    done = Done(request=1, memory=MEMORY, wrote=wrote)
-    assert arenas.answer(done, [(arenas.there.segment.fd, *wrote)]) == done
+    done, output = Done(request=1, memory=MEMORY, wrote=wrote), [(arenas.there.segment.fd, *wrote)]
+    assert arenas.answer(done, output) == done
     assert torch.equal(arenas.here.segment.tensor(ref), torch.arange(600.0))
     with largest_file(1 << 10):
-        failure = arenas.answer(done, [(arenas.there.segment.fd, *wrote)])
-    assert (failure.request, failure.phase) == (1, "sending")
-    assert failure.text.startswith("Shared memory is full: ")
+        assert_full(arenas.answer(done, output), "sending")
 
 
 def test_an_output_apart_comes_as_memory_of_its_own_or_as_a_failure_where_there_is_no_room(arenas):
@@ -181,9 +180,7 @@ def test_an_output_apart_comes_as_memory_of_its_own_or_as_a_failure_where_there_
     done = arenas.answer(answers.pop())
     assert torch.equal(*decode_tree(done.output, segment_over(done.apart.fd).tensor), output)
     with largest_file(1 << 10):
-        failure = arenas.answer(answers.pop())
-    assert (failure.request, failure.phase) == (1, "sending")
-    assert failure.text.startswith("Shared memory is full: ")
+        assert_full(arenas.answer(answers.pop()), "sending")
 
 
 def test_a_large_output_and_large_inputs_pass_each_other(arenas):
@@ -192,9 +189,8 @@ def test_a_large_output_and_large_inputs_pass_each_other(arenas):
     came = []
 
     def lead():
-        arenas.lent._say(
-            Said(1, Done(request=1, memory=MEMORY)), [(arenas.there.segment.fd, ref.offset, LARGE)]
-        )
+        output = [(arenas.there.segment.fd, ref.offset, LARGE)]
+        arenas.lent._say(Said(1, Done(request=1, memory=MEMORY)), output)
         came.append(arenas.link.receive())
 
     leader = threading.Thread(target=lead, daemon=True)
@@ -229,53 +225,42 @@ def test_a_file_is_found_at_the_same_path_or_in_this_comfyuis_models(tmp_path, m
 def test_on_another_machine_size_and_ends_decide(tmp_path):
     file, copy, content = tmp_path / "flux.safetensors", tmp_path / "copy", bytearray(3 * END_BYTES)
     file.write_bytes(content)
-    checks = partial(check_copy, str(copy), stat_file(str(file)), ends_of(str(file)))
-    copy.write_bytes(content)
-    checks()
-    fewer, others = rf"{len(content) - 1} bytes, not {len(content)}", "as many bytes, but different ones"
-    for changed, how in (
-        (content[1:], fewer),
-        (b"1" + content[1:], others),
-        (content[1:] + b"1", others),
+
+    def checks():
+        check_copy(str(copy), stat_file(str(file)), ends_of(str(file)))
+
+    differs = rf"^The checkpoint {copy} on machine .* differs from {file} of ComfyUI's machine "
+    other = r"\(as many bytes, but different ones\): copy the same file to every machine\.$"
+    missing = (
+        rf"^The checkpoint {file} of ComfyUI's machine is missing as {copy} on machine .*: copy it there, or"
+    )
+    for there, sentence in (
+        (content, ""),
+        (content[1:], rf"{differs}\({len(content) - 1} bytes, not {len(content)}\): copy the same file"),
+        (b"1" + content[1:], differs + other),
+        (content[1:] + b"1", differs + other),
+        (None, missing + r" choose another in the loader node\.$"),
     ):
-        copy.write_bytes(changed)
-        with pytest.raises(
-            Refused,
-            match=(
-                rf"^The checkpoint {copy} on machine .* differs from {file} of ComfyUI's machine \({how}\):"
-                r" copy the same file to every machine\.$"
-            ),
-        ):
+        copy.write_bytes(there) if there is not None else copy.unlink()
+        with pytest.raises(Refused, match=sentence) if sentence else nullcontext():
             checks()
-    copy.unlink()
-    with pytest.raises(
-        Refused,
-        match=(
-            rf"^The checkpoint {file} of ComfyUI's machine is missing as {copy} on machine .*: copy it there, or"
-            r" choose another in the loader node\.$"
-        ),
-    ):
-        checks()
-    file.write_bytes(b"12345")
-    copy.write_bytes(b"12345")
-    check_copy(str(copy), stat_file(str(file)), ends_of(str(file)))
+    for one in (file, copy):
+        one.write_bytes(b"12345")
+    checks()
 
 
 def test_a_rank_calls_comfyuis_own_loaders_only():
-    with pytest.raises(
-        Refused, match=r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"
-    ):
+    sentence = r"^The model's loader os:system is not ComfyUI's own: use a stock loader\.$"
+    with pytest.raises(Refused, match=sentence):
         call_factory("os:system", ("true",), None)
 
 
 def test_a_machine_that_stops_in_the_middle_of_a_message_is_lost():
     """Its kernel still answers for it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far, _ = server.accept()
+    near, far = connection()
     notice_loss(near, 0.2)
     body = msgspec.msgpack.encode(Said(1, Done(request=1, memory=MEMORY)))
-    with far, contextlib.closing(Link(near, FromMachine)) as link:
+    with far, closing(Link(near, FromMachine)) as link:
         far.sendall(HEADER.pack(len(body), 1) + body + PARCEL.pack(1 << 20) + b"a part of it")
         with pytest.raises(ChannelClosed, match="in the middle of a message"):
             link.receive()
@@ -332,6 +317,5 @@ def test_a_leader_that_can_say_no_more_closes_the_connection(arenas):
 def test_a_file_that_is_shorter_than_was_said_ends_the_connection(arenas):
     nbytes = arenas.there.nbytes
     with pytest.raises(ChannelClosed, match="shorter than announced"):
-        arenas.link.send(
-            Said(1, Done(request=1, memory=MEMORY)), ranges=[(arenas.there.segment.fd, nbytes, 8)]
-        )
+        behind = [(arenas.there.segment.fd, nbytes, 8)]
+        arenas.link.send(Said(1, Done(request=1, memory=MEMORY)), ranges=behind)
