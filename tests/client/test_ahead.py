@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import inspect
 
 import comfy.controlnet
@@ -15,11 +14,9 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
 from pipemesh.parallel_runtime.client import queue_lookahead, sampler_arguments, separability
-from pipemesh.parallel_runtime.client.alike_prompts import Moment, Pending
 from pipemesh.parallel_runtime.client.queue_lookahead import QueueLookahead
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.client.sampler_arguments import takes_seed
-from pipemesh.parallel_runtime.client.seeds import Seed
 from pipemesh.parallel_runtime.errors import ModelError, OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
 
@@ -36,14 +33,14 @@ from ..kit.queues import (
     Workflow,
     at_each_step,
     in_line,
-    node,
     seeds_of,
     stock_model,
+    suspended,
     tensors_of,
 )
 
 TWO = Layout(data=2)
-SEEDS = (11, 12, 13, 14, 15)
+SEEDS = (11, 12, 13, 14)
 WORKFLOWS = {
     "KSampler": Workflow(),
     "a batch of two": Workflow(batch=2),
@@ -104,19 +101,6 @@ def at_once(ours):
     return ours.model.remote.pool.runs.last.queued.at_once
 
 
-def assert_one_by_one(workflow, change=lambda model: model):
-    """Two prompts are stock's own, and neither was sampled ahead."""
-    ours, prompts = Ahead(), seeds_of(workflow, 11, 12)
-    assert_alike(
-        in_line(change(ours.model), ours.line, *prompts), in_line(change(stock_model(5)), Line(), *prompts)
-    )
-    assert ours.images == (0, 0) and at_once(ours) == 1
-
-
-def suspended():
-    return [thing for thing in gc.get_objects() if isinstance(thing, Seed) and thing]
-
-
 @pytest.mark.cover(3)
 @pytest.mark.parametrize("name", WORKFLOWS)
 @pytest.mark.parametrize("groups", [2, 3])
@@ -131,7 +115,7 @@ def test_every_prompts_image_and_what_is_drawn_after_it_are_stocks_own(name, gro
 
 
 def test_nothing_is_evaluated_twice_and_the_first_prompt_waits_for_as_many_steps_as_it_has():
-    prompts = seeds_of(Workflow(), *SEEDS[:4])
+    prompts = seeds_of(Workflow(), *SEEDS)
     ours, counted = Ahead(), []
     ours.line.put(*prompts)
     for _ in prompts:
@@ -141,23 +125,14 @@ def test_nothing_is_evaluated_twice_and_the_first_prompt_waits_for_as_many_steps
     assert sum(counted) == alone(*prompts) * 1
 
 
-def test_each_image_is_computed_by_one_group_and_all_groups_compute():
-    ours = Ahead()
-    in_line(ours.model, ours.line, *seeds_of(Workflow(cfg=1.0), 11, 12))
-    assert [group for group, *_ in ours.pool.asked] == [(0,), (1,)] * 3
-
-
-def test_prompts_and_images_share_out_all_groups_where_there_are_both():
-    ours = Ahead(Layout(cfg=2, data=2))
+@pytest.mark.parametrize(
+    ("groups", "used"), [({"data": 2}, 1), ({"cfg": 2, "data": 2}, 1), ({"cfg": 2}, 0)], ids=str
+)
+def test_prompts_and_images_share_out_all_groups_and_those_for_prompts_alone_look_not_ahead(groups, used):
+    ours, layout = Ahead(Layout(**groups)), Layout(**groups)
     in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
-    assert {group for group, *_ in ours.pool.asked} == {(0,), (1,), (2,), (3,)}
-    assert ours.images == (1, 0)
-
-
-def test_groups_for_prompts_alone_look_not_ahead():
-    ours = Ahead(Layout(cfg=2))
-    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
-    assert ours.images == (0, 0) and at_once(ours) == 1
+    assert {group for group, *_ in ours.pool.asked} == {(rank,) for rank in range(layout.world_size)}
+    assert ours.images == (used, 0) and at_once(ours) == 1 - used
 
 
 def test_every_prompt_is_told_each_of_its_own_steps():
@@ -201,54 +176,39 @@ def test_a_model_that_is_parallelized_anew_for_each_sampling_is_the_same_one():
 class Otherwise(Workflow):
     """Alike in its graph; ``change`` makes something of it another in the second prompt."""
 
-    def __init__(self, change, **options):
-        super().__init__(**options)
+    def __init__(self, change):
+        super().__init__(steps=2)
         self.change, self.ran = change, 0
 
     def run(self, model, seed, at):
         self.ran += 1
-        return self.change(self, model, seed, at) if self.ran > 1 else super().run(model, seed, at)
-
-    def sampled(self, model, seed, at, **changed):
-        given = {
-            "model": model, "seed": seed, "steps": self.steps, "cfg": self.cfg, "sampler_name": self.sampler,
-            "scheduler": "simple", "positive": conditioning(1, 13), "negative": conditioning(2, 7),
-            "latent_image": self.latent,
-        }  # fmt: skip
-        with at("1"):
-            return nodes.KSampler().sample(**given | changed)
+        return super().run(model, seed, at, **(self.change(model) if self.ran > 1 else {}))
 
 
 def changing(**changed):
-    return lambda workflow, model, seed, at: workflow.sampled(model, seed, at, **changed)
+    return lambda model: changed
 
 
-def with_lora(workflow, model, seed, at):
+def empty(height=8, width=10, **more):
+    return changing(latent_image={"samples": torch.zeros(1, 16, height, width), **more})
+
+
+def with_lora(model):
     key = next(key for key in model.model.state_dict() if key.endswith("img_in.weight"))
     patches = {key: (torch.full_like(model.model.state_dict()[key], 0.01),)}
-    return workflow.sampled(cloned(model, "add_patches", patches, 1.0, 1.0), seed, at)
+    return {"model": cloned(model, "add_patches", patches, 1.0, 1.0)}
 
 
-def with_other_sampling(workflow, model, seed, at):
-    return workflow.sampled(
-        execute("nodes_model_advanced", "ModelSamplingFlux", model, 1.0, 0.2, 512, 512), seed, at
-    )
-
-
-def with_sampling_of_the_same_sigmas(workflow, model, seed, at):
+def with_sampling_of_the_same_sigmas(model):
     sampling = copy.copy(model.get_model_object("model_sampling"))
     sampling.calculate_denoised = lambda sigma, output, x: x - 0.9 * sigma.reshape(-1, 1, 1, 1) * output
-    return workflow.sampled(cloned(model, "add_object_patch", "model_sampling", sampling), seed, at)
+    return {"model": cloned(model, "add_object_patch", "model_sampling", sampling)}
 
 
-def after_random_numbers(workflow, model, seed, at):
-    """A node that draws random numbers between the noise and the sampler, as a callback may."""
-
-    def drawing(executor, *args, **kwargs):
-        torch.randn(5)
-        return executor(*args, **kwargs)
-
-    return workflow.sampled(cloned(model, "add_wrapper", WrappersMP.OUTER_SAMPLE, drawing), seed, at)
+def drawing(executor, *args, **kwargs):
+    """Draws random numbers between the noise and the sampler, as a node's callback may."""
+    torch.randn(5)
+    return executor(*args, **kwargs)
 
 
 CHANGES = {
@@ -259,19 +219,17 @@ CHANGES = {
     "steps": changing(steps=4),
     "scheduler": changing(scheduler="karras"),
     "sampler": changing(sampler_name="heun"),
-    "strength": changing(denoise=0.7),
+    "strength": changing(denoise=0.5),
     "latent": changing(latent_image={"samples": torch.full((1, 16, 8, 10), 0.3)}),
-    "size": changing(latent_image={"samples": torch.zeros(1, 16, 10, 8)}),
-    "mask": changing(
-        latent_image={"samples": torch.zeros(1, 16, 8, 10), "noise_mask": torch.ones(1, 1, 64, 80) / 2}
-    ),
-    "noise of other images of a batch": changing(
-        latent_image={"samples": torch.zeros(1, 16, 8, 10), "batch_index": [3]}
-    ),
+    "size": empty(10, 8),
+    "mask": empty(noise_mask=torch.ones(1, 1, 64, 80) / 2),
+    "noise of other images of a batch": empty(batch_index=[3]),
     "LoRA": with_lora,
-    "model sampling": with_other_sampling,
+    "model sampling": lambda model: {
+        "model": execute("nodes_model_advanced", "ModelSamplingFlux", model, 1.0, 0.2, 512, 512)
+    },
     "model sampling of the same sigmas": with_sampling_of_the_same_sigmas,
-    "random numbers": after_random_numbers,
+    "random numbers": lambda model: {"model": cloned(model, "add_wrapper", WrappersMP.OUTER_SAMPLE, drawing)},
 }
 
 
@@ -279,22 +237,19 @@ class Written(Otherwise):
     """Its text is the same object in every prompt, and another from the second on."""
 
     def __init__(self):
-        super().__init__(lambda *_: None)
+        super().__init__(None)
         self.text = conditioning(1, 13)
 
     def run(self, model, seed, at):
+        self.text[0][0].add_(0.1 * self.ran)
         self.ran += 1
-        if self.ran > 1:
-            self.text[0][0].add_(0.1)
-        return self.sampled(model, seed, at, positive=self.text)
+        return Workflow.run(self, model, seed, at, positive=self.text)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, "text that was written into"])
 def test_what_is_no_more_as_it_was_sampled_ahead_is_thrown_away_and_sampled_as_ever(name):
-    ours, (first, second) = (
-        Ahead(),
-        (Otherwise(CHANGES[name]) if name in CHANGES else Written() for _ in "12"),
-    )
+    first, second = (Otherwise(CHANGES[name]) if name in CHANGES else Written() for _ in "12")
+    ours = Ahead()
     sampled = in_line(ours.model, ours.line, *seeds_of(first, 11, 12))
     assert_alike(sampled, stocks(*seeds_of(second, 11, 12)))
     assert ours.images == (0, 1) and ours.ahead._kept == {}
@@ -309,65 +264,8 @@ def test_after_a_result_of_no_use_the_queue_is_sampled_one_after_the_other():
     assert ours.images == (1, 1), "another queue"
 
 
-def with_cfg_function(model):
-    return cloned(model, "set_model_sampler_post_cfg_function", lambda args: args["denoised"] * 0.9)
-
-
 class TwoModels(Advanced):
     guider = staticmethod(lambda model: custom("DualModelGuider", model, PROMPTS[0], 2.0, model, PROMPTS[1]))
-
-
-REFUSED = {
-    "a foreign wrapper": (together, Workflow()),
-    "a function after cfg": (with_cfg_function, Workflow()),
-    "context windows": (lambda model: in_windows(model, context_length=6, context_overlap=2), Workflow()),
-    "EasyCache": (
-        lambda model: execute("nodes_easycache", "EasyCache", model, 0.2, 0.1, 0.9, False),
-        Workflow(),
-    ),
-    "APG": (lambda model: execute("nodes_apg", "APG", model, 0.0, 15.0, 0.5), Workflow()),
-    "two models in one guider": (lambda model: model, TwoModels()),
-    "uni_pc": (lambda model: model, Workflow("uni_pc")),
-    "dpm_adaptive": (lambda model: model, Workflow("dpm_adaptive", steps=2, cfg=1.0)),  # it takes many steps
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_may_keep_a_state_is_sampled_one_after_the_other(name):
-    change, workflow = REFUSED[name]
-    assert_one_by_one(workflow, change)
-
-
-def around(function):
-    """As a pack wraps what it finds: what it keeps is not to be seen."""
-    return functools.wraps(function)(lambda *args, **options: function(*args, **options))
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (comfy.samplers, "cfg_function"),
-        (comfy.samplers.CFGGuider, "predict_noise"),
-        (comfy.samplers.k_diffusion_sampling, "sample_euler"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_code_that_a_pack_has_put_into_a_step_is_run_for_one_prompt_after_the_other(owner, name, monkeypatch):
-    monkeypatch.setattr(owner, name, around(getattr(owner, name)))
-    assert_one_by_one(Workflow())
-
-
-def test_one_seed_that_waits_twice_is_sampled_ahead_once():
-    ours = Ahead(Layout(data=3))
-    ours.line.put(*seeds_of(Workflow(), 11, 12, 12))
-    ours.line.run(ours.model)
-    assert at_once(ours) == 2 and len(ours.ahead._kept) == 1
-
-
-def test_noise_that_stock_makes_otherwise_is_left_and_so_are_the_random_numbers_after_it():
-    workflow = Workflow()
-    workflow.latent["batch_index"] = [3]
-    assert_one_by_one(workflow)
 
 
 class Control(comfy.controlnet.ControlBase):
@@ -395,18 +293,56 @@ class WithText(Workflow):
             )
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: {"control": Control(), "control_apply_to_uncond": False},
-        lambda: {"area": (4, 4, 2, 2)},
-        lambda: {"mask": torch.ones(1, 64, 80) / 2},
-        lambda: {"hooks": comfy.hooks.create_hook_model_as_lora({}, {}, 1.0, 1.0)},
-    ],
-    ids=["a ControlNet", "an area", "a mask of the text", "hooks of weights"],
-)
-def test_text_with_more_than_its_tokens_is_sampled_one_after_the_other(make):
-    assert_one_by_one(WithText(make))
+def of_image(number):
+    workflow = Workflow()
+    workflow.latent["batch_index"] = [number]
+    return workflow
+
+
+REFUSED = {  # a workflow, or what is done to its MODEL
+    "a foreign wrapper": together,
+    "a function after cfg": lambda model: cloned(
+        model, "set_model_sampler_post_cfg_function", lambda args: args["denoised"] * 0.9
+    ),
+    "context windows": lambda model: in_windows(model, context_length=6, context_overlap=2),
+    "EasyCache": lambda model: execute("nodes_easycache", "EasyCache", model, 0.2, 0.1, 0.9, False),
+    "APG": lambda model: execute("nodes_apg", "APG", model, 0.0, 15.0, 0.5),
+    "two models in one guider": TwoModels(),
+    "uni_pc": Workflow("uni_pc"),
+    "dpm_adaptive": Workflow("dpm_adaptive", steps=2, cfg=1.0),  # it takes many steps
+    "noise that stock makes otherwise": of_image(3),
+    "a ControlNet": WithText(lambda: {"control": Control(), "control_apply_to_uncond": False}),
+    "an area": WithText(lambda: {"area": (4, 4, 2, 2)}),
+    "a mask of the text": WithText(lambda: {"mask": torch.ones(1, 64, 80) / 2}),
+    "hooks of weights": WithText(lambda: {"hooks": comfy.hooks.create_hook_model_as_lora({}, {}, 1.0, 1.0)}),
+}
+OF_A_STEP = {  # code that a pack may wrap: what it keeps is not to be seen
+    "cfg_function": comfy.samplers,
+    "predict_noise": comfy.samplers.CFGGuider,
+    "sample_euler": comfy.samplers.k_diffusion_sampling,
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *OF_A_STEP])
+def test_what_may_keep_a_state_or_is_no_plain_text_is_sampled_one_after_the_other(name, monkeypatch):
+    what = REFUSED.get(name, Workflow(steps=2))
+    workflow, change = (
+        (what, lambda model: model) if isinstance(what, Workflow) else (Workflow(steps=2), what)
+    )
+    if owner := OF_A_STEP.get(name):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, functools.wraps(own)(lambda *args, **more: own(*args, **more)))
+    ours, prompts = Ahead(), seeds_of(workflow, 11, 12)
+    truth = in_line(change(stock_model(5)), Line(), *prompts)
+    assert_alike(in_line(change(ours.model), ours.line, *prompts), truth)
+    assert ours.images == (0, 0) and at_once(ours) == 1
+
+
+def test_one_seed_that_waits_twice_is_sampled_ahead_once():
+    ours = Ahead(Layout(data=3))
+    ours.line.put(*seeds_of(Workflow(), 11, 12, 12))
+    ours.line.run(ours.model)
+    assert at_once(ours) == 2 and len(ours.ahead._kept) == 1
 
 
 def test_models_that_make_conditioning_of_the_seed_are_known():
@@ -424,45 +360,25 @@ def test_models_that_make_conditioning_of_the_seed_are_known():
     assert not takes_seed(comfy.model_base.Flux) and not takes_seed(comfy.model_base.BaseModel)
 
 
-def test_of_a_queue_that_shares_nothing_as_many_graphs_are_looked_at_as_there_are_groups_and_nothing_is_copied(
+def test_of_a_queue_that_shares_nothing_as_many_graphs_as_groups_are_compared_once_and_nothing_is_copied(
     monkeypatch,
 ):
-    compared, copied = [], []
-    own = queue_lookahead.differences
-
-    def counted(mine, other, node):
-        compared.append(node)
-        return own(mine, other, node)
-
-    monkeypatch.setattr(queue_lookahead, "differences", counted)
+    own, compared, copied = queue_lookahead.differences, [], []
+    monkeypatch.setattr(queue_lookahead, "differences", lambda *given: compared.append(1) or own(*given))
     monkeypatch.setattr(queue_lookahead, "cpu_copy", copied.append)
     ours = Ahead(Layout(data=3))
-    for number in range(6):
-        workflow = Workflow()
-        workflow.steps = 2 + number
-        ours.line.put((str(number), 11 + number, workflow))
-    for number in range(6):
+    ours.line.put(*((str(number), 11 + number, Workflow(steps=2 + number)) for number in range(6)))
+    while ours.line.waiting:
         compared.clear()
-        ours.line.run(ours.model)
-        assert len(compared) == min(2, 5 - number)
-    assert not copied and ours.images == (0, 0)
-
-
-def test_a_prompts_graph_is_compared_with_anothers_once_however_often_its_sampler_is_asked_for(monkeypatch):
-    own, compared = queue_lookahead.differences, []
-    monkeypatch.setattr(queue_lookahead, "differences", lambda *given: compared.append(1) or own(*given))
-    line = [
-        Pending(str(number), {"1": node("KSampler", seed=number, steps=number)}, ("1",))
-        for number in range(6)
-    ]
-    ahead = QueueLookahead(lambda: Moment(line[0][0], "1", None, line[0][1], tuple(line[1:])))
-    while len(line) > 1:
-        compared.clear()
+        prompt, seed, workflow = ours.line.waiting.pop(0)
         for _ in range(2):  # as the plan asks, and the sampler after it
-            ahead.forget()
-            assert ahead.at_once(3, NotImplemented) == (1, 1)
-        assert len(compared) == min(2, len(line) - 1)
-        line.pop(0)
+            with ours.line._at(prompt, ours.line.graph(prompt, seed, workflow), "1"):
+                ours.ahead.forget()
+                assert ours.ahead.at_once(3, NotImplemented) == (1, 1)
+        ours.line.waiting.insert(0, (prompt, seed, workflow))
+        ours.line.run(ours.model)
+        assert len(compared) == min(2, len(ours.line.waiting))
+    assert not copied and ours.images == (0, 0)
 
 
 def writing(model, x, sigmas, extra_args=None, callback=None, disable=None):
@@ -542,16 +458,6 @@ def test_no_other_model_makes_room_for_what_can_wait(monkeypatch):
     assert not asked_for
 
 
-def test_a_rank_that_dies_ends_the_prompt_that_runs_and_the_next_one_is_stocks_own():
-    prompts, ours = seeds_of(Workflow(), 11, 12), Ahead(made=Failing)
-    ours.pool.error, ours.pool.at = PoolFailed("A worker died."), 5
-    ours.line.put(*prompts)
-    with pytest.raises(PoolFailed, match="A worker died"):
-        ours.line.run(ours.model)
-    assert not suspended() and not ours.ahead._kept
-    assert_alike(ours.line.run(ours.model), stocks(prompts[1]))
-
-
 def stopping(steps, error):
     """As ``QueuedSampler.told``, which raises this at the step with that number."""
 
@@ -563,18 +469,16 @@ def stopping(steps, error):
     return told
 
 
-def test_an_error_of_what_is_sampled_ahead_is_raised_nowhere(monkeypatch):
+def test_an_error_of_what_is_sampled_ahead_is_raised_nowhere_and_a_cancel_there_ends_the_prompt_that_runs(
+    monkeypatch,
+):
     monkeypatch.setattr(queue_lookahead.QueuedSampler, "told", stopping(1, ZeroDivisionError()))
     prompts, ours = seeds_of(Workflow(), 11, 12), Ahead()
     assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
     assert ours.images == (0, 0) and not suspended()
-
-
-def test_a_cancel_that_meets_what_is_sampled_ahead_ends_the_prompt_that_runs(monkeypatch):
     interrupt = comfy.model_management.InterruptProcessingException()
     monkeypatch.setattr(queue_lookahead.QueuedSampler, "told", stopping(1, interrupt))
-    ours = Ahead()
-    ours.line.put(*seeds_of(Workflow(), 11, 12))
+    ours.line.put(*seeds_of(Workflow(), 13, 14))
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         ours.line.run(ours.model)
     assert not suspended() and not ours.ahead._kept
@@ -591,11 +495,17 @@ def cancelled(line, model, step):
         line.run(model)
 
 
-def test_a_cancelled_prompt_takes_what_was_sampled_beside_it_along_and_the_next_is_stocks_own():
-    prompts, ours = seeds_of(Workflow(), 11, 12, 13), Ahead()
+@pytest.mark.parametrize("end", ["a cancel", "a rank dies"])
+def test_a_prompt_that_ends_takes_what_was_sampled_beside_it_along_and_the_next_is_stocks_own(end):
+    prompts, ours = seeds_of(Workflow(), 11, 12, 13), Ahead(made=Failing)
     ours.line.put(*prompts)
-    cancelled(ours.line, ours.model, 2)
+    if end == "a cancel":
+        cancelled(ours.line, ours.model, 2)
+        assert ours.evaluations() == 8
+    else:
+        ours.pool.error, ours.pool.at = PoolFailed("A worker died."), 5
+        with pytest.raises(PoolFailed, match="A worker died"):
+            ours.line.run(ours.model)
     assert not suspended() and not ours.ahead._kept
-    assert ours.evaluations() == 8
     assert_alike([ours.line.run(ours.model), ours.line.run(ours.model)], stocks(*prompts[1:]))
     assert ours.images == (1, 0)

@@ -16,7 +16,7 @@ from ..planner.test_planning import OPEN
 from .test_ahead import Ahead, assert_alike, stocks
 
 
-def refused():
+def no_count():
     raise NotCounted("not counted")
 
 
@@ -26,36 +26,34 @@ def test_no_more_is_sampled_ahead_than_has_room():
     ample.line.put(*prompts)
     ample.line.run(ample.model)
     shared = sum(one.nbytes for one in tensors_in(next(iter(ample.ahead._kept.values())).asked))
-    for results, used in (
-        (0.9, 0),
-        (1.9, 1),
-        (2, 2),
-    ):  # each: two of every sigma, of which there are four, and four
-        ours = Ahead(three, most_bytes=int(shared + results * 12 * latent))
+    each = 12 * latent  # two of every sigma, of which there are four, and four
+    for results, used in ((0.9, 0), (1.9, 1), (2, 2)):
+        ours = Ahead(three, most_bytes=int(shared + results * each))
         in_line(ours.model, ours.line, *prompts)
         assert ours.images == (used, 0), results
 
 
-def test_what_waits_is_freed_where_comfyui_frees_the_model_between_prompts_and_not_within_one():
-    ours = Ahead()
+def with_one_that_waits(ours):
     ours.line.put(*seeds_of(Workflow(), 11, 12))
     ours.line.run(ours.model)
+    assert len(ours.ahead._kept) == 1
+    return ours
+
+
+def test_what_waits_is_freed_where_comfyui_frees_the_model_between_prompts_and_not_within_one():
+    ours = with_one_that_waits(Ahead())
     with ours.line._at("prompt 1", {}, "decode"):
         unload_all_models()
     assert len(ours.ahead._kept) == 1
     assert_alike(ours.line.run(ours.model), stocks(*seeds_of(Workflow(), 12)))
     assert ours.images == (1, 0)
-    ours.line.put(*seeds_of(Workflow(), 11, 12))
-    ours.line.run(ours.model)
+    with_one_that_waits(ours)
     unload_all_models()
     assert not ours.ahead._kept and not ours.ahead._done
 
 
 def test_what_waits_keeps_no_model_in_memory_and_goes_with_it():
-    ours = Ahead()
-    ours.line.put(*seeds_of(Workflow(), 11, 12))
-    ours.line.run(ours.model)
-    assert len(ours.ahead._kept) == 1
+    ours = with_one_that_waits(Ahead())
     with ours.line._at("prompt 1", {}, "decode"):  # what frees memory for itself within a prompt
         unload_all_models()
     model = weakref.ref(ours.stock.model)
@@ -65,24 +63,17 @@ def test_what_waits_keeps_no_model_in_memory_and_goes_with_it():
 
 
 def test_what_waits_is_forgotten_when_a_run_of_another_layout_is_planned_behind_its_queue():
-    ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
-    ours.line.put(*prompts)
-    ours.line.run(ours.model)
-    assert ours.ahead._kept
+    ours = with_one_that_waits(Ahead())
     with ours.line._at("another", Workflow().graph(13), "1"):
         ours.line.now = replace(ours.line.now, others=())
         made = Planning(StepTimes(), Counts(count_nothing), ahead=ours.ahead)
-        assert made.choose(ours.stock.model, OPEN, refused, ()).why == "not counted"
+        assert made.choose(ours.stock.model, OPEN, no_count, ()).why == "not counted"
     assert not ours.ahead._kept and ours.images == (0, 1)
 
 
 @pytest.mark.parametrize(("alike", "expected"), [(3, (4, 3)), (1, (2, 1))])
 def test_a_queue_counts_as_far_as_its_prompts_are_alike(alike, expected):
-    other = Workflow()
-    other.steps = 2
-    ours = Ahead()
-    ours.line.put(
-        *seeds_of(Workflow(), *range(12, 12 + alike)), *seeds_of(other, *range(20, 20 + 11 - alike))
-    )
+    ours, other = Ahead(), Workflow(steps=2)
+    ours.line.put(*seeds_of(Workflow(), *range(12, 12 + alike)), *seeds_of(other, *range(20, 31 - alike)))
     with ours.line._at("0", Workflow().graph(11), "1"):
         assert ours.ahead.at_once(4, to_come(11)) == expected

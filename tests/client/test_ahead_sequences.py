@@ -9,16 +9,14 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import conditioning
 from pipemesh.parallel_runtime.errors import OutOfMemory, PoolFailed
 from pipemesh.parallel_runtime.layout import Layout
-
-import nodes
 
 from ..fixtures import ALL
 from ..kit.in_groups import in_groups
 from ..kit.queues import Line, Workflow, node, stock_model, tensors_of, unload_all_models
-from .test_ahead import Ahead, Failing, cancelled, suspended
+from .test_ahead import Ahead, Failing, assert_alike, cancelled, suspended, with_lora
 
 SIZES = (6, 8)
 ERRORS = {"out of memory": OutOfMemory("No room."), "a rank dies": PoolFailed("A worker died.")}
@@ -30,39 +28,33 @@ class Varied(Workflow):
     def __init__(self, text, size, lora):
         super().__init__("euler_ancestral", steps=2, cfg=1.0)
         self.text, self.size, self.lora = text, size, lora
+        self.latent = {"samples": torch.zeros(1, 16, size, 6)}
 
     def graph(self, seed):
         changed = {"text": node("Text", number=self.text), "latent": node("Empty", size=self.size)}
         return super().graph(seed) | changed | {"model": node("Lora", strength=self.lora)}
 
     def run(self, models, seed, at):
-        model = models[self.lora]
-        latent = {"samples": torch.zeros(1, 16, self.size, 6)}
-        given = conditioning(self.text, 13), conditioning(2, 7), latent
-        with at("1"):
-            return nodes.KSampler().sample(model, seed, 2, 1.0, self.sampler, "simple", *given)
+        return super().run(models[self.lora], seed, at, positive=conditioning(self.text, 13))
 
 
-def with_lora(model):
-    """By the strength: what a graph's cache keeps of the MODEL."""
-    patched, weights = model.clone(), model.model.state_dict()
-    key = next(key for key in weights if key.endswith("img_in.weight"))
-    patched.add_patches({key: (torch.full_like(weights[key], 0.01),)}, 1.0, 1.0)
-    return [model, patched]
+def plain_and_patched(model):
+    """By the strength of a LoRA: what a graph's cache keeps of the MODEL."""
+    return [model, with_lora(model)["model"]]
 
 
 @cache
 def stocks_own(seed, *varied):
     line = Line()
     line.put(("", seed, Varied(*varied)))
-    return tensors_of(line.run(with_lora(stock_model(5))))
+    return tensors_of(line.run(plain_and_patched(stock_model(5))))
 
 
 class Queue(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.ours = Ahead(Layout(data=3), made=Failing)
-        self.models = with_lora(self.ours.model)
+        self.models = plain_and_patched(self.ours.model)
         self.count = 0
 
     @property
@@ -112,10 +104,8 @@ class Queue(RuleBasedStateMachine):
     @rule()
     def run(self):
         _, seed, workflow = self.waiting[0]
-        got = tensors_of(self.ours.line.run(self.models))
         expected = stocks_own(seed, workflow.text, workflow.size, workflow.lora)
-        for one, other in zip(got, expected, strict=True):
-            assert relative_error(one, other) <= BOUND
+        assert_alike(self.ours.line.run(self.models), expected)
 
     @precondition(lambda self: self.waiting)
     @rule(step=st.integers(1, 2))
@@ -148,14 +138,13 @@ class Queue(RuleBasedStateMachine):
         self.ours.model, self.ours.pool = in_groups(
             Layout(data=3), self.ours.stock, made=Failing, ahead=self.ours.ahead
         )
-        self.models = with_lora(self.ours.model)
+        self.models = plain_and_patched(self.ours.model)
 
     @invariant()
-    def no_more_is_kept_than_there_are_other_groups(self):
-        assert len(self.ours.ahead._kept) <= 2
+    def no_more_is_kept_than_there_are_other_groups_and_none_is_suspended(self):
+        assert len(self.ours.ahead._kept) <= 2 and not suspended()
 
     def teardown(self):
-        assert not suspended()
         while self.waiting:
             self.run()
         self.queue([1], 1, SIZES[0], 0, False)

@@ -57,8 +57,7 @@ def test_one_element_ends_the_run_with_a_sentence_and_is_the_ranks_own_in_the_ne
     half, client, loader, write, weights
 ):
     stock, model = loader(half), loader(half)
-    parallel = parallelize(model, client, True, weights=weights)
-    before = run(stock)
+    parallel, before = parallelize(model, client, True, weights=weights), run(stock)
     for _ in range(2):  # what is sent is known with the second
         assert relative_error(run(parallel), before) <= BOUND
     for one in (stock, model):
@@ -71,16 +70,6 @@ def test_one_element_ends_the_run_with_a_sentence_and_is_the_ranks_own_in_the_ne
         run(parallel)
     for _ in range(2):
         assert relative_error(run(parallel), truth) <= BOUND
-    assert not is_checking()
-
-
-def test_it_is_found_in_a_model_that_a_guider_evaluates_beside_the_sampled_one(files, half, client):
-    ours = [parallelize(load(path), client, True) for path in (files["model"], half)]
-    guided(*ours)
-    parameter(ours[1]).data[PLACE] += 50
-    with pytest.raises(Refused, match=SENTENCE):
-        guided(*ours)
-    guided(*ours)
     assert not is_checking()
 
 
@@ -100,13 +89,14 @@ def test_what_was_written_is_the_ranks_own_though_the_file_is_gone(tmp_path, hal
     assert BackgroundCheck(weights, "half").require_unchanged(60.0)
 
 
-@pytest.mark.parametrize("pools", [1, 2], ids=["a stock model samples", "another pool samples"])
-def test_it_is_found_in_a_model_beside_one_of_no_or_another_pool(
-    files, half, client, clients, monkeypatch, pools
+@pytest.mark.parametrize("beside", ["one of its pool", "a stock model", "one of another pool"])
+def test_it_is_found_in_a_model_that_a_guider_evaluates_beside_the_sampled_one(
+    files, half, client, clients, monkeypatch, beside
 ):
     main = load(files["model"])
-    if pools == 2:
-        main = parallelize(main, clients(ulysses=1, cfg=2), True)
+    if beside != "a stock model":
+        pool = client if beside == "one of its pool" else clients(ulysses=1, cfg=2)
+        main = parallelize(main, pool, True)
     ours = main, parallelize(load(half), client, True)
     guided(*ours)
     parameter(ours[1]).data[PLACE] += 50
@@ -197,47 +187,36 @@ def test_a_run_that_loads_the_model_compares_it_meanwhile_and_once(half, client,
     assert not is_checking()
 
 
-def test_it_ends_with_a_load_that_fails(served, monkeypatch):
-    parallel, _ = served
-    parallel.remote.release()
+ENDS = {
+    "a load that fails": (Refused, "^no$"),
+    "stop amid the steps": (mm.InterruptProcessingException, ""),
+    "stop while the run waits for it": (mm.InterruptProcessingException, ""),
+    "its own error": (OSError, "no such memory"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_whatever_ends_the_run_ends_it_too_and_the_next_run_is_right(served, monkeypatch, end):
+    (parallel, before), (error, says) = served, ENDS[end]
     blocked(monkeypatch)
 
-    def fails(_patcher):
+    def fails(*_args, **_kwargs):
         assert is_checking()
-        raise Refused("no")
-
-    monkeypatch.setattr(remote_patcher, "bring_up", fails)
-    with pytest.raises(Refused, match=r"^no$"):
-        run(parallel)
-    assert not is_checking()
-
-
-@pytest.mark.parametrize("last", [False, True], ids=["amid the steps", "while the run waits for it"])
-def test_stop_ends_it_with_the_run(served, monkeypatch, last):
-    parallel, before = served
-    blocked(monkeypatch)
+        raise error(says.strip("^$"))
 
     def callback(step, _denoised, _x, total):
-        if step == (total - 1 if last else 0):
+        if "stop" in end and step == (0 if "amid" in end else total - 1):
             assert is_checking()
             mm.interrupt_current_processing()
 
-    with pytest.raises(mm.InterruptProcessingException):
+    if end == "a load that fails":
+        parallel.remote.release()
+        monkeypatch.setattr(remote_patcher, "bring_up", fails)
+    if end == "its own error":
+        monkeypatch.setattr(comparison, "checksum", fails)
+    with pytest.raises(error, match=says):
         run(parallel, callback=callback)
     assert not is_checking()
-    monkeypatch.undo()
-    assert torch.equal(run(parallel), before)
-
-
-def test_its_own_error_ends_the_run(served, monkeypatch):
-    parallel, before = served
-
-    def fails(tensor, is_ended):
-        raise OSError("no such memory")
-
-    monkeypatch.setattr(comparison, "checksum", fails)
-    with pytest.raises(OSError, match="no such memory"):
-        run(parallel)
     monkeypatch.undo()
     assert torch.equal(run(parallel), before)
 
@@ -246,12 +225,10 @@ def test_what_is_in_no_file_is_compared_with_what_it_was(files):
     model = load(files["model"])
     model.model.diffusion_model.register_buffer("table", torch.zeros(8, 8), persistent=False)
     weights = compared(model)
-    model.model.diffusion_model.table[3, 5] = 1
-    weights.compare(model.model)
-    assert weights.changed == {"table"}
-    model.model.diffusion_model.table[3, 5] = 0
-    weights.compare(model.model)
-    assert not weights.changed
+    for value, changed in ((1, {"table"}), (0, set())):
+        model.model.diffusion_model.table[3, 5] = value
+        weights.compare(model.model)
+        assert weights.changed == changed
 
 
 def test_a_weight_is_read_in_pieces_of_bounded_size(monkeypatch):
@@ -270,8 +247,6 @@ def test_weights_that_are_gone_are_let_be(half):
     model = load(half)
     weights = compared(model)
     parameter(model).data = parameter(model).data + 1
-    check = BackgroundCheck(weights, "half")
-    assert check.require_unchanged(60.0)
+    assert BackgroundCheck(weights, "half").require_unchanged(60.0)
     del model
-    check = BackgroundCheck(weights, "half")
-    assert check.require_unchanged(60.0)
+    assert BackgroundCheck(weights, "half").require_unchanged(60.0)

@@ -14,7 +14,7 @@ from pipemesh.parallel_runtime.client.tiles import no_progress_shown
 from pipemesh.parallel_runtime.weights.casts import casts_in_turn
 
 
-def at_once(manager, look):
+def seen_inside(manager, look):
     """What one thread sees inside, when another that came before it has left."""
     first_in, second_in, seen = threading.Event(), threading.Event(), []
 
@@ -53,10 +53,10 @@ def test_no_thread_puts_back_what_another_needs_or_has_changed(compiler, monkeyp
         other.start()
         other.join()
 
-    at_once(no_progress_shown, show)
+    seen_inside(no_progress_shown, show)
     assert shown == [2], "a bar of another thread goes on"
-    assert at_once(uncompiled, lambda: bool(getattr(comfy.cli_args.args, NO_COMPILER)))
+    assert seen_inside(uncompiled, lambda: bool(getattr(comfy.cli_args.args, NO_COMPILER)))
     layer = SimpleNamespace(pipemesh_turn=lambda cast: "in turn")
-    assert at_once(casts_in_turn, lambda: comfy.ops.cast_bias_weight(layer)) == "in turn"
+    assert seen_inside(casts_in_turn, lambda: comfy.ops.cast_bias_weight(layer)) == "in turn"
     assert (comfy.utils.PROGRESS_BAR_HOOK, comfy.ops.cast_bias_weight) == own
     assert getattr(comfy.cli_args.args, NO_COMPILER) is False

@@ -63,41 +63,43 @@ def closure(value, default=1):
     return function
 
 
-def test_a_function_is_the_same_by_its_code_and_what_it_holds():
-    assert is_same(described(closure(2)), described(closure(2)))
-    assert not is_same(described(closure(2)), described(closure(3)))
-    assert not is_same(described(closure(2)), described(closure(2, default=3)))
-    assert not is_same(described(closure(2)), described(alike))
+def conds_of(kind, value, uuid=1):
+    return [{"model_conds": {"c": kind(value)}, "uuid": uuid}]
+
+
+TEXT, THING = CONDRegular({}), object()
+SAME = [
+    (closure(2), closure(2)),
+    (functools.partial(alike, 1), functools.partial(alike, 1)),
+    (st.integers, st.integers),
+    (TEXT.concat, TEXT.concat),
+    (conds_of(CONDRegular, torch.ones(2)), conds_of(CONDRegular, torch.ones(2), uuid=2)),
+    ({"a": THING}, {"a": THING}),
+]
+OTHERS = [
+    (closure(2), closure(3)),
+    (closure(2), closure(2, default=3)),
+    (closure(2), alike),
+    (functools.partial(alike, 1), functools.partial(alike, 2)),
+    (TEXT.concat, CONDRegular({}).concat),
+    (conds_of(CONDRegular, torch.ones(2)), conds_of(CONDRegular, torch.zeros(2))),
+    (conds_of(CONDRegular, torch.ones(2)), conds_of(CONDConstant, torch.ones(2))),
+    ({"a": THING}, {"a": object()}),
+]
+
+
+@pytest.mark.parametrize("pair", SAME + OTHERS, ids=lambda pair: type(pair[0]).__name__)
+def test_code_conds_and_objects_are_the_same_by_their_kind_and_what_they_hold(pair):
+    one, other = map(described, pair)
+    assert is_same(one, other) == any(pair is same for same in SAME)
+
+
+def test_a_function_is_kept_with_what_it_holds_as_it_was():
     held = torch.ones(1)
     kept = described(closure(held), cpu_copy)
+    assert is_same(kept, described(closure(held)))
     held.zero_()
     assert not is_same(kept, described(closure(held)))
-
-
-def test_a_partial_and_a_method_are_the_same_by_what_they_call():
-    assert is_same(described(functools.partial(alike, 1)), described(functools.partial(alike, 1)))
-    assert not is_same(described(functools.partial(alike, 1)), described(functools.partial(alike, 2)))
-    one, other = {}, {}
-    assert is_same(described(st.integers), described(st.integers))
-    text, another = CONDRegular(one), CONDRegular(other)
-    assert is_same(described(text.concat), described(text.concat))
-    assert not is_same(described(text.concat), described(another.concat))
-
-
-def test_conds_are_the_same_by_their_class_and_what_they_hold_under_another_id():
-    def cond(kind, value, uuid):
-        return [{"model_conds": {"c": kind(value)}, "uuid": uuid}]
-
-    one = described(cond(CONDRegular, torch.ones(2), 1), cpu_copy)
-    assert is_same(one, described(cond(CONDRegular, torch.ones(2), 2)))
-    assert not is_same(one, described(cond(CONDRegular, torch.zeros(2), 1)))
-    assert not is_same(one, described(cond(CONDConstant, torch.ones(2), 1)))
-
-
-def test_an_object_of_unknown_kind_is_itself_alone():
-    one, other = object(), object()
-    assert is_same(described({"a": one}), described({"a": one}))
-    assert not is_same(described({"a": one}), described({"a": other}))
 
 
 def test_a_description_keeps_nothing_in_memory_but_tensors():

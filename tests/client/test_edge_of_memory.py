@@ -3,9 +3,9 @@ fails that need not fail. Counts are those of a video at its true size; ranks ke
 GPU.
 """
 
+import re
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import suppress
 from copy import copy
 from types import SimpleNamespace
 
@@ -43,7 +43,8 @@ METHODS = {
     "data groups": Layout(data=2),
 }
 STEPS, BRANCHES = 3, 2
-COUNTED = done(VIDEO)
+PAIR, COUNTED, NOT_COUNTED = Layout(ulysses=2), done(VIDEO), Future()
+NOT_COUNTED.set_exception(NotCounted("its meta model cannot be made"))
 
 
 class OnGPUs(GroupsHere):
@@ -89,10 +90,13 @@ class OnGPUs(GroupsHere):
     def submit(self, request, group):
         self.gpus.sent[Forward] += 1
         if self.gpus.takes > min(map(self.free, group)):
-            self.gpus.held.clear()
-            self.gpus.pool = None
-            raise PoolSpent(f"Rank {group[0]} on cuda:{group[0]} ran out of memory.")
+            self.run_out(group[0])
         super().submit(request, group)
+
+    def run_out(self, rank):
+        self.gpus.held.clear()
+        self.gpus.pool = None
+        raise PoolSpent(f"Rank {rank} on cuda:{rank} ran out of memory.")
 
 
 def needed(layout):
@@ -127,6 +131,15 @@ class Prompts:
         assert relative_error(image, self.truth) <= BOUND
         return self.gpus.sent
 
+    def with_room(self):
+        self.gpus.takes = 0
+        self()
+        return self
+
+    def grow(self, *_):
+        """As a callback: from now on an evaluation takes more than is free."""
+        self.gpus.takes = self.ranks.free(0) + 1
+
 
 @pytest.fixture
 def unloads(monkeypatch):
@@ -146,9 +159,12 @@ def unloads(monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_other_models_make_room_before_an_evaluation_is_sent_and_no_pool_starts_anew(method):
-    """A model too many, and one that the run may keep."""
+def test_other_models_and_comfyuis_make_room_before_an_evaluation_is_sent_and_no_pool_starts_anew(
+    method, unloads
+):
+    """A model too many, and one that the run may keep; then one that ComfyUI has loaded since."""
     prompts = Prompts(METHODS[method], spare=GIB)
+    asked = unloads(prompts.gpus)
     prompts()
     prompts.hold("old", 0.5 * prompts.need)
     prompts.hold("new", 0.5 * GIB)
@@ -157,23 +173,14 @@ def test_other_models_make_room_before_an_evaluation_is_sent_and_no_pool_starts_
     computed = sent[Forward]
     sent = prompts()
     assert (sent[Release], sent[Load], sent[Forward], prompts.gpus.starts) == (0, 0, computed, 0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_comfyui_has_loaded_since_ranks_answered_last_leaves_its_gpu_before_an_evaluation(
-    method, unloads
-):
-    prompts = Prompts(METHODS[method])
-    asked = unloads(prompts.gpus)
-    prompts()
     assert not asked
-    prompts.gpus.of_ui = int(0.5 * prompts.need)  # a text encoder: no rank has been asked since
+    prompts.gpus.of_ui = int(prompts.need)  # a text encoder: no rank has been asked since
     prompts()
     assert (asked, prompts.gpus.starts) == (["CFGGuider"], 0)
 
 
 def test_comfyuis_models_stay_where_a_rank_on_another_gpu_is_short(unloads):
-    prompts = Prompts(Layout(ulysses=2), takes=0.4)
+    prompts = Prompts(PAIR, takes=0.4)
     prompts.remote.runs.beside_ui = (0,)
     asked = unloads(prompts.gpus)
     prompts.ranks.free = lambda rank: int((1 if rank == 0 else 0.5) * prompts.need)
@@ -183,7 +190,7 @@ def test_comfyuis_models_stay_where_a_rank_on_another_gpu_is_short(unloads):
 
 def test_weights_that_leave_too_little_by_now_are_loaded_anew_once_and_no_pool_starts_anew():
     """Another program has taken 2 GiB since they were loaded."""
-    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded")
+    prompts = Prompts(PAIR, spare=4 * GIB, weights="offloaded")
     assert prompts()[Load] == 1
     prompts.gpus.of_ui = 2 * GIB
     sent = prompts()
@@ -196,14 +203,14 @@ def test_weights_that_leave_too_little_by_now_are_loaded_anew_once_and_no_pool_s
 
 
 def test_what_is_counted_too_high_is_sent_when_nothing_is_left_to_free_and_asked_for_no_more():
-    prompts = Prompts(Layout(ulysses=2), spare=-0.4 * needed(Layout(ulysses=2)), takes=0.5)
+    prompts = Prompts(PAIR, spare=-0.4 * needed(PAIR), takes=0.5)
     prompts()
     prompts.hold("other", 1 << 20)
     assert prompts()[Release] == 0 and prompts.gpus.starts == 0
 
 
 def test_what_is_counted_too_low_costs_one_start_and_the_next_prompts_ask_for_more(unloads):
-    prompts = Prompts(Layout(ulysses=2), spare=0.1 * needed(Layout(ulysses=2)), takes=1.05)
+    prompts = Prompts(PAIR, spare=0.1 * needed(PAIR), takes=1.05)
     unloads(prompts.gpus)
     for _prompt in range(4):
         prompts.gpus.of_ui = int(0.1 * prompts.need)
@@ -211,28 +218,26 @@ def test_what_is_counted_too_low_costs_one_start_and_the_next_prompts_ask_for_mo
     assert prompts.gpus.starts == 1
 
 
-def uncounted():
-    pending = Future()
-    pending.set_exception(NotCounted("its meta model cannot be made"))
-    return pending
+def uncounted(layout=PAIR, **options):
+    """Their weights leave what is spare, as without a count."""
+    return Prompts(layout, **{"spare": 4 * GIB, "weights": "offloaded", "count": NOT_COUNTED} | options)
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "pipeline"])
 def test_ranks_that_run_out_of_memory_cost_one_pool_and_the_image_is_stocks(method):
     """In the first evaluation, in the third, and with other models in the pool that ended."""
-    prompts = Prompts(METHODS[method], spare=4 * GIB, weights="offloaded", count=uncounted())
+    prompts = uncounted(METHODS[method])
     prompts.gpus.takes = 2 * GIB + (1 << 29)  # what is left free without a count is less
-    prompts()
-    assert prompts.gpus.starts == 1
-    prompts()
-    assert prompts.gpus.starts == 1, "the weights leave more by now"
+    for _ in range(2):
+        prompts()
+        assert prompts.gpus.starts == 1, "the weights leave more in the second prompt"
 
     def grows(step, *_):
         prompts.gpus.takes += (step == 1) * (GIB + (1 << 29))
 
     prompts(callback=grows)
     assert prompts.gpus.starts == 2
-    whole = Prompts(METHODS[method], count=uncounted())
+    whole = Prompts(METHODS[method], count=NOT_COUNTED)
     whole()
     whole.hold("other", 0.5 * whole.need)
     whole()
@@ -240,110 +245,88 @@ def test_ranks_that_run_out_of_memory_cost_one_pool_and_the_image_is_stocks(meth
 
 
 def test_what_has_no_room_in_a_fresh_pool_either_is_told_and_repeated_no_more():
-    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded", count=uncounted())
+    prompts, starts = uncounted(), []
     prompts.gpus.takes = 100 * GIB
-    starts = []
     for _prompt in range(3):
         with pytest.raises(PoolSpent, match="ran out of memory"):
             prompts()
         starts.append(prompts.gpus.starts)
     assert starts == [1, 2, 3], "one for the first prompt, and each of the others needs its own"
-    prompts.gpus.takes = 0
-    prompts()
-    prompts.gpus.takes = prompts.ranks.free(0) + 1
+    prompts.with_room().grow()
     prompts()
     assert prompts.gpus.starts == 5, "one for the prompt that had room, and one repeat again"
 
 
 def test_a_run_goes_on_in_a_fresh_pool_once():
     """It had room in that; in a later step it has none again."""
-    prompts = Prompts(Layout(ulysses=2), spare=6 * GIB, weights="offloaded", count=uncounted())
-    prompts.gpus.takes = 0
-    prompts()
-
-    def grows(step, *_):
-        prompts.gpus.takes = prompts.ranks.free(0) + 1
-
+    prompts = uncounted(spare=6 * GIB).with_room()
     with pytest.raises(PoolSpent):
-        prompts(callback=grows)
+        prompts(callback=prompts.grow)
     assert prompts.gpus.starts == 1
 
 
-@pytest.mark.parametrize("why", ["a node's code in the blocks", "the file was overwritten"])
+@pytest.mark.parametrize(
+    "why", ["run again, and they will leave more free", "The checkpoint changed on disk"]
+)
 def test_a_run_that_cannot_go_on_in_a_fresh_pool_says_so_and_starts_none(why, monkeypatch):
-    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded", count=uncounted())
-    prompts.gpus.takes = 0
-    prompts()
-    remote, changed = prompts.model.remote, []
-    sentence = "run again, and they will leave more free"
+    """As with a node's code in the blocks, or if its file was overwritten meanwhile."""
+    prompts = uncounted().with_room()
+    remote = prompts.model.remote
 
     def refuse():
-        if changed:
-            raise Refused("The checkpoint changed on disk.")
+        raise Refused("The checkpoint changed on disk.")
 
     def grows(step, *_):
-        prompts.gpus.takes = prompts.ranks.free(0) + 1
-        if why == "a node's code in the blocks":
-            remote.model.run.names.load = remote.model.loads
+        prompts.grow()
+        if "checkpoint" in why:
+            monkeypatch.setattr(remote, "require_same_file", refuse)
         else:
-            changed.append(True)
+            remote.model.run.names.load = remote.model.loads
 
-    if why != "a node's code in the blocks":
-        sentence = "The checkpoint changed on disk"
-        monkeypatch.setattr(remote, "require_same_file", refuse)
-    with pytest.raises((OutOfMemory, Refused), match=sentence):
+    with pytest.raises((OutOfMemory, Refused), match=why):
         prompts(callback=grows)
     assert prompts.gpus.starts == 0
 
 
 def test_one_sampler_of_all_patches_goes_on_with_a_whole_evaluation_in_a_fresh_pool():
     """Such ranks compute patches without the keys of others: only what is whole is stock's."""
-    prompts = Prompts(Layout(pipefusion=2), spare=4 * GIB, weights="offloaded", count=uncounted())
+    prompts = uncounted(Layout(pipefusion=2))
     prompts.model = together(prompts.model)
-    prompts.gpus.takes = 0
-    prompts()
+    prompts.with_room()
 
     def whole():
-        return [one.part.patch is None for one in prompts.remote.runs.last.evaluations]
+        return sum(one.part.patch is None for one in prompts.remote.runs.last.evaluations)
 
-    before = sum(whole())
-
-    def grows(step, *_):
-        if step == 1:
-            prompts.gpus.takes = prompts.ranks.free(0) + 1
-
-    assert bool(run(prompts.model, cfg=2.0, callback=grows).isfinite().all())
-    assert prompts.gpus.starts == 1 and sum(whole()) == 2 * before, "it is warm again"
+    before = whole()
+    image = run(prompts.model, cfg=2.0, callback=lambda step, *_: step == 1 and prompts.grow())
+    assert image.isfinite().all()
+    assert prompts.gpus.starts == 1 and whole() == 2 * before, "it is warm again"
 
 
 def test_patches_that_rely_on_those_before_them_are_not_repeated():
-    prompts = Prompts(Layout(pipefusion=2), spare=4 * GIB, count=uncounted())
+    prompts = uncounted(Layout(pipefusion=2), weights="whole")
     prompts.gpus.takes = prompts.gpus.nbytes + 1
     with pytest.raises(PoolSpent):
         prompts()
     assert prompts.gpus.starts == 0
-    prompts.gpus.takes = 0
-    prompts()
-    assert prompts.gpus.starts == 1
+    assert prompts.with_room().gpus.starts == 1
 
 
 @pytest.mark.parametrize("kind", ["not yet", "never", "on CPUs"])
 def test_nobody_waits_for_a_count_and_what_is_not_counted_is_sent_as_ever(kind):
-    pending = Future()
-    prompts = Prompts(Layout(ulysses=2), count=COUNTED if kind == "on CPUs" else pending, takes=0.0)
-    if kind == "never":
-        pending.set_exception(NotCounted("its meta model cannot be made"))
+    count = {"not yet": Future(), "never": NOT_COUNTED, "on CPUs": COUNTED}[kind]
+    prompts = Prompts(PAIR, count=count, takes=0.0)
     if kind == "on CPUs":
         prompts.ranks.facts = Facts(("cpu",) * 2, 1)
     prompts.hold("other", 0.5 * prompts.need)
     assert prompts()[Release] == 0
     if kind == "not yet":
-        pending.set_result(VIDEO)
+        count.set_result(VIDEO)
         assert prompts()[Release] == 1, "the next prompt is asked for"
 
 
 def test_room_is_asked_for_once_a_run_and_again_for_a_larger_latent():
-    prompts, asked = Prompts(Layout(ulysses=2)), []
+    prompts, asked = Prompts(PAIR), []
     beside = prompts.remote.memory_needs
     beside.short = lambda _, sampled, measures: asked.append((sampled.shape, measures)) or ()
     prompts()
@@ -358,31 +341,29 @@ def test_room_is_asked_for_once_a_run_and_again_for_a_larger_latent():
 @pytest.fixture
 def pictures(monkeypatch):
     """Two ranks with so much ``free`` that ``trying`` shares of a shape may run out of memory."""
-    told = SimpleNamespace(free=8 * GIB, measured=0)
-    session = SimpleNamespace()
+    told, session = SimpleNamespace(free=8 * GIB, measured=0), SimpleNamespace()
+    models = {name: PooledModel(name, name) for name in ("vae", "another")}
 
     def tell(*_):
         told.measured += 1
         session.room = [2 * told.free, told.free]
 
-    tell()
-    monkeypatch.setattr(large_pictures, "tell", tell)
-    models = {name: PooledModel(name, name) for name in ("vae", "another")}
-
-    def known(work="decode", shape=(), model="vae", ranks=2):
-        return large_pictures.trying(session, models[model], Picture(work, ranks, tuple(shape)))
-
     def trying(*shape, fails=False, work="decode", model="vae", ranks=2):
         """What became of it: it was not asked for, ran out of memory, or was made."""
-        what = "not asked"
-        with suppress(OutOfMemory), known(work, shape, model, ranks):
-            what = "failed"
-            if fails:
-                raise OutOfMemory("Rank 1 on cuda:1 ran out of memory.")
-            what = "made"
+        what, picture = "not asked", Picture(work, ranks, tuple(shape))
+        try:
+            with large_pictures.trying(session, models[model], picture):
+                what = "failed"
+                if fails:
+                    raise OutOfMemory("Rank 1 on cuda:1 ran out of memory.")
+                what = "made"
+        except OutOfMemory as error:
+            told.says = str(error)
         return what
 
-    told.trying, told.known = trying, known
+    tell()
+    monkeypatch.setattr(large_pictures, "tell", tell)
+    told.trying = trying
     return told
 
 
@@ -410,9 +391,9 @@ def test_it_costs_no_message_to_know_and_the_sentence_has_the_picture_and_what_i
     pictures.trying(1, 16, 160, 90)
     pictures.trying(1, 16, 160, 90, fails=True)
     assert pictures.measured == 1, "ranks are asked only where something is known"
+    assert pictures.trying(1, 16, 160, 90) == "not asked"
     says = r"not asked to decode 1 x 16 x 160 x 90 in one piece: .* no more free memory now \(8\.0 GiB\)\. Smaller"
-    with pytest.raises(OutOfMemory, match=says), pictures.known(shape=(1, 16, 160, 90)):
-        pass
+    assert re.search(says, pictures.says)
 
 
 def test_room_is_asked_for_before_several_prompts_are_sampled_at_once():

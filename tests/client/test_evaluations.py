@@ -4,6 +4,7 @@ was.
 
 import os
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,25 +23,36 @@ def never():
     return False
 
 
+def loaded_again(client, parallel):
+    """Whatever another test did to the weights."""
+    model, source = parallel.remote.model, parallel.remote.source
+    client.residency.load(model, source, lambda: state_source(parallel), never)
+    client.residency.set_weight_patches(model, "", {}, ("", {}), never)
+    return client.runs.of(model)
+
+
 @pytest.fixture
-def evaluated(pair, client):
+def asked(pair):
+    """A stock forward, the arguments of one evaluation, and the MODEL in a pool."""
+    stock, parallel = pair
+    forward, (arguments, *_) = asked_of(stock, Case(PLAIN, "ulysses2", "odd", 4, 1.0, False, "euler"))
+    arguments["transformer_options"] = {}
+    return forward, arguments, parallel
+
+
+@pytest.fixture
+def evaluated(asked, client):
     """One evaluation of a run, with its latent changed, in the first of two branches or in the
     other.
     """
-    stock, parallel = pair
-    source = parallel.remote.source
-    _, (arguments, *_) = asked_of(stock, Case(PLAIN, "ulysses2", "odd", 4, 1.0, False, "euler"))
-    arguments["transformer_options"] = {}
+    _, arguments, parallel = asked
     client.residency.release(parallel.remote.model)  # another test may have had its weights shared out
-    client.residency.load(parallel.remote.model, source, lambda: state_source(parallel), never)
-    client.residency.set_weight_patches(parallel.remote.model, "", {}, ("", {}), never)
-    latent, *others = arguments
+    loaded_again(client, parallel)
+    latent = next(iter(arguments))
 
     def evaluated(change, branch="first"):
-        changed = {latent: change(arguments[latent]), **{name: arguments[name] for name in others}}
-        (output,) = client.evaluations.dispatch(
-            client.runs.of(parallel.remote.model), [Work(changed, Branch((branch,)))], never
-        )
+        works = [Work({**arguments, latent: change(arguments[latent])}, Branch((branch,)))]
+        (output,) = client.evaluations.dispatch(client.runs.of(parallel.remote.model), works, never)
         return output
 
     yield evaluated
@@ -51,9 +63,8 @@ def evaluated(pair, client):
 def test_a_first_output_that_is_not_finite_is_an_error_that_names_the_layout(evaluated, before):
     for branch in before:
         evaluated(lambda x: x, branch)
-    with pytest.raises(
-        ModelError, match=r"from ulysses 2 with whole weights has \d+ of \d+ numbers that are NaN or infinite"
-    ):
+    says = r"from ulysses 2 with whole weights has \d+ of \d+ numbers that are NaN or infinite"
+    with pytest.raises(ModelError, match=says):
         evaluated(lambda x: x.sign() * 3e38)
     assert evaluated(lambda x: x).isfinite().all(), "the pool is usable"
 
@@ -64,14 +75,11 @@ def test_numbers_that_the_model_is_given_or_makes_later_are_the_samplers(evaluat
 
 
 @pytest.fixture
-def dispatched(pair):
+def dispatched(asked):
     """Has a pool compute the same evaluation in so many branches, together: no output fits, as the
     first argument counts as the latent, and is the time steps there. Checks each output.
     """
-    stock, parallel = pair
-    source, used = parallel.remote.source, []
-    forward, (arguments, *_) = asked_of(stock, Case(PLAIN, "ulysses2", "odd", 4, 1.0, False, "euler"))
-    arguments["transformer_options"] = {}
+    (forward, arguments, parallel), used = asked, []
     with torch.inference_mode():
         truth = forward(**arguments)
     x, timestep, *others = arguments
@@ -79,10 +87,8 @@ def dispatched(pair):
 
     def dispatched(client, branches):
         used.append(client)
-        client.residency.load(parallel.remote.model, source, lambda: state_source(parallel), never)
-        client.residency.set_weight_patches(parallel.remote.model, "", {}, ("", {}), never)
         works = [Work(swapped, Branch((str(branch),))) for branch in range(branches)]
-        outputs = client.evaluations.dispatch(client.runs.of(parallel.remote.model), works, never)
+        outputs = client.evaluations.dispatch(loaded_again(client, parallel), works, never)
         for output in outputs:
             assert relative_error(output, truth) <= BOUND
         return outputs
@@ -129,18 +135,15 @@ def test_a_rank_without_room_for_an_output_says_so_and_the_pool_goes_on(client, 
     assert client.sessions.live.pool is pool and outputs_held(client) == []
 
 
-def test_torch_computes_on_one_thread_inside_and_on_as_many_as_before_afterwards():
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
+def test_torch_computes_on_one_thread_inside_and_on_as_many_as_before_afterwards(request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    with one_thread():
+        assert torch.get_num_threads() == 1
         with one_thread():
-            assert torch.get_num_threads() == 1
-            with one_thread():
-                pass
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-        with pytest.raises(KeyError), one_thread():
-            raise KeyError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+            pass
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    with pytest.raises(KeyError), one_thread():
+        raise KeyError
+    assert torch.get_num_threads() == 2

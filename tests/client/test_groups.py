@@ -23,9 +23,9 @@ import nodes
 from ..fixtures import ALL
 from ..kit.bounds import assert_same
 from ..kit.foreign_pack import unet
-from ..kit.in_groups import in_groups
+from ..kit.in_groups import beside_stock, in_groups
 from ..kit.models import VIDEO, run
-from ..kit.patched import advanced, custom, execute, in_windows, pass_through
+from ..kit.patched import advanced, cloned, custom, execute, in_windows, pass_through
 
 
 @settings(deadline=None)
@@ -36,20 +36,15 @@ def test_as_many_equal_branches_as_groups_have_a_group_each_and_one_alone_has_al
     if groups > 1:
         alone = plan_branches([Batch(1, 1, 5.0)], groups, (1, groups))
         assert (alone.width, alone.shares) == (groups, ((0, 0, 1, 0),))
-
-
-def test_a_batch_of_one_branch_is_cut_for_the_groups():
-    plan = plan_branches([Batch(1, 4, 1.0)], 2, (1, 2))
-    assert (plan.width, plan.shares) == (1, ((0, 0, 2, 0), (0, 2, 4, 1)))
+    cut = plan_branches([Batch(1, 4, 1.0)], 2, (1, 2))
+    assert (cut.width, cut.shares) == (1, ((0, 0, 2, 0), (0, 2, 4, 1)))
 
 
 def test_a_pipelines_branch_stays_in_its_group_and_new_ones_go_where_least_is_to_do():
     runs = Runs(SimpleNamespace(live=None, at_close=[]))
     run = runs.begin(PooledModel("m", "m"))
-    assert [
-        run.names.group_of(branch, weight, 2)
-        for branch, weight in (("a", 3), ("b", 1), ("c", 1), ("d", 2), ("a", 3))
-    ] == [0, 1, 1, 1, 0]
+    asked = (("a", 3), ("b", 1), ("c", 1), ("d", 2), ("a", 3))
+    assert [run.names.group_of(*one, 2) for one in asked] == [0, 1, 1, 1, 0]
     run.names.part("a")
     runs.restart(run)
     assert run.names.group_of("b", 1, 2) == 0
@@ -81,39 +76,31 @@ def test_rows_are_taken_of_everything_along_the_batch_and_put_together_bit_for_b
     batch = batch_of(arguments, {"table"})
     assert batch[:2] == (2, 3)
     pieces = [take(arguments, start, end, batch, {"table"}) for start, end in batch.pieces(2)]
-    assert [list(piece) for piece in pieces] == [list(arguments)] * 4, (
-        "the first two change with every evaluation"
-    )
+    assert [list(piece) for piece in pieces] == [list(arguments)] * 4, "the first two always change"
     for name in ("x", "timestep", "context"):
         assert torch.equal(joined_outputs([piece[name] for piece in pieces]), arguments[name])
-    assert all(
-        map(torch.equal, joined_outputs([piece["ref_latents"] for piece in pieces]), arguments["ref_latents"])
-    )
-    both = joined_outputs([(piece["x"], piece["context"]) for piece in pieces])
-    assert all(map(torch.equal, both, (arguments["x"], arguments["context"]))), "video and sound in a tuple"
-    assert torch.equal(
-        torch.cat([piece["control"]["input"][0] for piece in pieces]), arguments["control"]["input"][0]
-    )
-    for piece in pieces:
-        assert (
-            piece["table"] is arguments["table"]
-            and piece["y"] is arguments["y"]
-            and piece["control"]["input"][1] is None
-        )
-        assert (
-            piece["transformer_options"]["sample_sigmas"] is arguments["transformer_options"]["sample_sigmas"]
-        )
-    assert [piece["transformer_options"]["cond_or_uncond"] for piece in pieces] == [[1], [1], [0], [0]]
-    assert [piece["transformer_options"]["sigmas"].tolist() for piece in pieces] == [[0, 1], [2], [0, 1], [2]]
+    for both, whole in (
+        ([piece["ref_latents"] for piece in pieces], arguments["ref_latents"]),
+        ([(piece["x"], piece["context"]) for piece in pieces], (arguments["x"], arguments["context"])),
+    ):  # video and sound in a tuple
+        assert all(map(torch.equal, joined_outputs(both), whole))
+    controls = torch.cat([piece["control"]["input"][0] for piece in pieces])
+    assert torch.equal(controls, arguments["control"]["input"][0])
+    options = [piece["transformer_options"] for piece in pieces]
+    for piece, own in zip(pieces, options, strict=True):
+        assert piece["table"] is arguments["table"] and piece["y"] is arguments["y"]
+        assert piece["control"]["input"][1] is None
+        assert own["sample_sigmas"] is arguments["transformer_options"]["sample_sigmas"]
+    assert [own["cond_or_uncond"] for own in options] == [[1], [1], [0], [0]]
+    assert [own["sigmas"].tolist() for own in options] == [[0, 1], [2], [0, 1], [2]]
 
 
-def test_an_evaluation_with_several_rows_of_a_tensor_for_each_image_stays_whole():
-    arguments = evaluation()
-    assert batch_of({**arguments, "frames": torch.zeros(12, 3)})[:2] == (1, 1)
-    assert batch_of({**arguments, "frames": torch.zeros(12, 3)}, {"frames"})[:2] == (2, 3), (
-        "ComfyUI does not batch it"
-    )
-    assert batch_of({**arguments, "frames": torch.zeros(7, 3)})[:2] == (2, 3), "no number for each image"
+@pytest.mark.parametrize(
+    ("rows", "unbatched", "found"), [(12, (), (1, 1)), (12, ("frames",), (2, 3)), (7, (), (2, 3))]
+)
+def test_an_evaluation_with_several_rows_of_a_tensor_for_each_image_stays_whole(rows, unbatched, found):
+    """But of one that ComfyUI does not batch, or with no number for each image."""
+    assert batch_of({**evaluation(), "frames": torch.zeros(rows, 3)}, {*unbatched})[:2] == found
 
 
 # -- guiders
@@ -126,25 +113,17 @@ def region(number, tokens, *area):
 
 
 def skipping(model):
-    return execute(
-        "nodes_slg",
-        "SkipLayerGuidanceDiT",
-        model,
-        2.0,
-        0.0,
-        0.9,
-        double_layers="1",
-        single_layers="0",
-        rescaling_scale=0.5,
-    )
+    options = {"double_layers": "1", "single_layers": "0", "rescaling_scale": 0.5}
+    return execute("nodes_slg", "SkipLayerGuidanceDiT", model, 2.0, 0.0, 0.9, **options)
 
 
-def guided(make, *args):
+def with_guider(make, *args):
     return lambda model: advanced(model, make(model, *args), steps=3)[0]["samples"]
 
 
 THREE = [conditioning(number, 13) for number in (1, 2, 3)]
 EQUAL = {"positive": conditioning(1, 16), "negative": conditioning(2, 16)}
+REGION = conditioning(1, 13) + region(3, 9, 6, 5, 2, 3)
 CASES = {  # sampling, and how often the groups compute how many rows of so many tokens in three evaluations
     "unequal prompts": (partial(run, cfg=4.0), {((0,), 1, 13): 3, ((1,), 1, 7): 3}),
     "equal prompts": (partial(run, cfg=4.0, **EQUAL), {((0,), 1, 16): 3, ((1,), 1, 16): 3}),
@@ -152,24 +131,17 @@ CASES = {  # sampling, and how often the groups compute how many rows of so many
     "batch of three": (partial(run, cfg=4.0, batch=3, **EQUAL), {((0,), 3, 16): 3, ((1,), 3, 16): 3}),
     "batch without cfg": (partial(run, batch=4), {((0,), 2, 13): 3, ((1,), 2, 13): 3}),
     "areas": (
-        partial(
-            run,
-            cfg=2.0,
-            positive=conditioning(1, 13) + region(3, 9, 6, 5, 2, 3),
-            negative=conditioning(2, 13),
-        ),
+        partial(run, cfg=2.0, positive=REGION, negative=conditioning(2, 13)),
         {((0,), 1, 13): 3, ((1,), 1, 13): 3, ((0, 1), 1, 9): 3},
     ),
     "DualCFG": (
-        guided(
-            lambda model: custom(
-                "DualCFGGuider", model, THREE[0], THREE[1], conditioning(4, 50), 3.0, 2.0, "regular"
-            )
+        with_guider(
+            lambda model: custom("DualCFGGuider", model, *THREE[:2], conditioning(4, 50), 3.0, 2.0, "regular")
         ),
         {((0,), 1, 50): 3, ((1,), 1, 13): 6},
     ),
     "PerpNeg": (
-        guided(lambda model: execute("nodes_perpneg", "PerpNegGuider", model, *THREE, 4.0, 1.0)),
+        with_guider(lambda model: execute("nodes_perpneg", "PerpNegGuider", model, *THREE, 4.0, 1.0)),
         {((0, 1), 1, 13): 9},
     ),
     "skipped layers": (
@@ -192,7 +164,7 @@ def test_images_stay_together_where_a_nodes_code_in_the_blocks_may_look_at_the_b
 @pytest.mark.parametrize("axis", ["cfg", "data"])
 def test_branches_and_images_go_to_groups_and_the_image_is_stocks_own(name, axis):
     sampled, due = CASES[name]
-    stock, (ours, pool) = stock_model(5), in_groups(Layout(**{axis: 2}), stock_model(5))
+    stock, ours, pool = beside_stock(partial(stock_model, 5), Layout(**{axis: 2}))
     assert_same(sampled, ours, stock)
     asked = {what: pool.asked.count(what) for what in dict.fromkeys(pool.asked)}
     assert due.items() <= asked.items()
@@ -200,13 +172,8 @@ def test_branches_and_images_go_to_groups_and_the_image_is_stocks_own(name, axis
 
 def from_latent(model, latent, family):
     """Sample as the KSampler node does."""
-    prompts = [
-        [
-            [text, extras | SAMPLES[family].extras(latent["samples"], side)]
-            for text, extras in conditioning(number, 13)
-        ]
-        for side, number in enumerate((1, 2))
-    ]
+    extras = [SAMPLES[family].extras(latent["samples"], side) for side in (0, 1)]
+    prompts = [[[text, more | extras[side]] for text, more in conditioning(side + 1, 13)] for side in (0, 1)]
     with torch.inference_mode():
         return nodes.common_ksampler(model, 7, 3, 4.0, "euler", "simple", *prompts, latent)[0]["samples"]
 
@@ -218,36 +185,32 @@ def test_every_image_of_a_batch_has_its_own_noise_and_mask_in_whatever_group_it_
     """As Latent From Batch makes them. Of LTX the mask reaches the transformer, as a timestep of
     each token.
     """
-    one = empty_latent(Case(family, "ulysses1", "even", SAMPLES[family].heads[-1], 4.0, False, "euler"))
+    heads, layout = SAMPLES[family].heads[-1], Layout(**degrees)
+    one = empty_latent(Case(family, "ulysses1", "even", heads, 4.0, False, "euler"))
     generator = torch.Generator().manual_seed(3)
-    samples, mask = (
-        torch.randn(4, *shape, generator=generator) for shape in (one.shape[1:], (1, *one.shape[2:]))
-    )
-    indices, mask = [5, 1, 1, 2], (mask > 0).float()
+    shapes = one.shape[1:], (1, *one.shape[2:])
+    samples, mask = (torch.randn(4, *shape, generator=generator) for shape in shapes)
+    mask = (mask > 0).float()
     samples[2], mask[2] = samples[1], mask[1]
-    latent = {"samples": samples, "noise_mask": mask, "batch_index": indices}
-    heads = SAMPLES[family].heads[-1]
-    stock, (ours, pool) = (
-        stock_model(heads, family=family),
-        in_groups(Layout(**degrees), stock_model(heads, family=family)),
-    )
+    latent = {"samples": samples, "noise_mask": mask, "batch_index": [5, 1, 1, 2]}
+    stock, ours, pool = beside_stock(partial(stock_model, heads, family=family), layout)
     assert_same(partial(from_latent, latent=latent, family=family), ours, stock)
-    assert len({ranks for ranks, _, _ in pool.asked}) == Layout(**degrees).groups, (
-        "some group had nothing to do"
-    )
+    assert len({ranks for ranks, _, _ in pool.asked}) == layout.groups, "some group had nothing to do"
     images = from_latent(ours, latent, family)
     assert torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
     kept = (mask == 0).expand_as(samples)
     assert torch.allclose(images[kept], samples[kept], atol=1e-5)
 
 
-def test_what_comfyui_batches_itself_is_split_and_put_together(monkeypatch):
+def test_what_comfyui_batches_itself_is_split_and_put_together():
     """A wrapper of another pack sees the evaluations one after the other, as ComfyUI made them."""
-    stock, (ours, pool) = stock_model(5), in_groups(Layout(cfg=2), stock_model(5))
-    ours = ours.clone()
-    ours.add_wrapper(WrappersMP.APPLY_MODEL, pass_through)
-    assert_same(partial(run, cfg=4.0, batch=2, **EQUAL), ours, stock)
+    stock, ours, pool = beside_stock(partial(stock_model, 5), Layout(cfg=2))
+    assert_same(partial(run, cfg=4.0, batch=2, **EQUAL), with_a_wrapper(ours), stock)
     assert pool.asked == [((rank,), 2, 16) for _ in range(3) for rank in (0, 1)]
+
+
+def with_a_wrapper(model):
+    return cloned(model, "add_wrapper", WrappersMP.APPLY_MODEL, pass_through)
 
 
 def images_at_once(stock, case):
@@ -269,18 +232,15 @@ FAMILIES = [  # the axes in turn; all families in both where the environment ask
 @pytest.mark.cover(3)
 @pytest.mark.parametrize(("family", "axis"), FAMILIES)
 def test_the_prompts_and_images_of_every_family_go_to_groups(family, axis):
-    """Two images, with all that its prompts carry; what ComfyUI batches is cut apart."""
+    """Two images, with all that its prompts carry; what ComfyUI batches is cut apart. Of one short
+    video both groups may share the sequence.
+    """
     facts = SAMPLES[family]
     case = Case(family, "ulysses1", "odd", facts.heads[-1], 4.0, mask_values(facts)[-1], "euler")
-    stock, (ours, pool) = (
-        stock_model(case.heads, family=family),
-        in_groups(Layout(**{axis: 2}), stock_model(case.heads, family=family)),
-    )
+    stock, ours, pool = beside_stock(partial(stock_model, case.heads, family=family), Layout(**{axis: 2}))
     batch = images_at_once(stock, case)
     assert_same(partial(sample, case=case, steps=2, batch=batch), ours, stock)
-    assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)} or batch == 1, (
-        "of one short video both groups may share the sequence"
-    )
+    assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)} or batch == 1
 
 
 # -- context windows
@@ -289,7 +249,6 @@ TWO = {"context_length": 2, "context_overlap": 1, "causal_window_fix": False}  #
 UNIFORM = {"context_schedule": "standard_uniform", "freenoise": True}
 SCHEDULES = [
     pytest.param(TWO, 1.0, {"cfg": 2}, id="static"),
-    pytest.param(TWO | {"fuse_method": "relative"}, 1.0, {"cfg": 2}, id="relative"),
     pytest.param(TWO | UNIFORM, 1.0, {"data": 2}, id="uniform"),
     pytest.param(TWO | {"causal_window_fix": True}, 4.0, {"cfg": 2}, id="of unlike lengths"),
 ]
@@ -298,10 +257,7 @@ SCHEDULES = [
 def windows_on(degrees, options, cfg, change=lambda model: model):
     """Says how many windows each group computed, of those that have one rank."""
     case = Case(VIDEO, "ulysses1", "odd", 5, cfg, False, "heun")
-    stock, (ours, pool) = (
-        stock_model(5, family=case.family),
-        in_groups(Layout(**degrees), stock_model(5, family=case.family)),
-    )
+    stock, ours, pool = beside_stock(partial(stock_model, 5, family=VIDEO), Layout(**degrees))
     assert_same(lambda model: sample(change(in_windows(model, **options)), case, steps=2), ours, stock)
     return Counter(ranks for ranks, _, _ in pool.asked if len(ranks) == 1)
 
@@ -313,12 +269,7 @@ def test_the_windows_of_one_evaluation_go_to_groups_together_and_the_video_is_st
 
 
 def test_windows_that_a_node_may_tell_apart_by_their_order_come_one_after_the_other():
-    def wrapped(model):
-        model = model.clone()
-        model.add_wrapper(WrappersMP.APPLY_MODEL, pass_through)
-        return model
-
-    assert windows_on({"cfg": 2}, TWO, 1.0, wrapped) == {}, "both groups share each"
+    assert windows_on({"cfg": 2}, TWO, 1.0, with_a_wrapper) == {}, "both groups share each"
 
 
 # -- a model that cannot be cut
@@ -327,7 +278,7 @@ def test_windows_that_a_node_may_tell_apart_by_their_order_come_one_after_the_ot
 @pytest.mark.cover(3)
 @pytest.mark.parametrize(("axis", "kind"), [("cfg", "SDXL"), ("data", "SD15")])
 def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axis, kind):
-    stock, (ours, pool) = unet(kind), in_groups(Layout(**{axis: 2}), unet(kind))
+    stock, ours, pool = beside_stock(partial(unet, kind), Layout(**{axis: 2}))
     assert_same(partial(run, cfg=4.0, latent=torch.zeros(2, 4, 8, 8)), ours, stock)
     assert {ranks for ranks, _, _ in pool.asked} == {(0,), (1,)}
     pool.asked.clear()
@@ -336,7 +287,6 @@ def test_a_unets_prompts_and_images_go_to_groups_and_the_image_is_stocks_own(axi
 
 
 def test_ranks_that_would_share_a_unets_forward_are_refused():
-    with pytest.raises(
-        Refused, match=r"^UNetModel has no token plan .*: set ulysses, ring and pipefusion to 1 and share"
-    ):
+    says = r"^UNetModel has no token plan .*: set ulysses, ring and pipefusion to 1 and share"
+    with pytest.raises(Refused, match=says):
         in_groups(Layout(ulysses=2, cfg=2), unet())

@@ -87,25 +87,22 @@ def test_a_node_that_keeps_its_settings_on_the_model_object_finds_them_there(aut
 
 def test_both_models_of_a_guider_have_what_was_set_on_them(auto):
     models, seen = [stock_model(5), stock_model(5)], []
-    runtime = PoolsHere(stock_model(5))
-    auto(runtime).switch.fixed = True
+    auto(PoolsHere(stock_model(5))).switch.fixed = True
     guider = Guider_DualModel(*models)
     guider.set_conds(conditioning(1, 13), conditioning(2, 7))
     for number, model in enumerate(models):
         model.theirs = number
 
     def sampler(denoise, x, *_args, **_kwargs):
-        sampled = [one for one in vars(denoise.inner_model).values() if isinstance(one, ModelPatcher)]
-        seen.extend((one.theirs, isinstance(one, RemotePatcher)) for one in sampled)
-        for one in sampled:
-            one.theirs += 10
+        for one in vars(denoise.inner_model).values():
+            if isinstance(one, ModelPatcher):
+                seen.append((one.theirs, isinstance(one, RemotePatcher)))
+                one.theirs += 10
         return x
 
-    noise = torch.zeros(1, 16, 8, 10)
+    noise, solver = torch.zeros(1, 16, 8, 10), comfy.samplers.KSAMPLER(sampler)
     with torch.inference_mode():
-        guider.sample(
-            noise, noise, comfy.samplers.KSAMPLER(sampler), torch.linspace(1, 0, 2), disable_pbar=True
-        )
+        guider.sample(noise, noise, solver, torch.linspace(1, 0, 2), disable_pbar=True)
     assert seen == [(0, True), (1, True)]
     assert [model.theirs for model in models] == [10, 11]
 
@@ -115,26 +112,19 @@ def instead():
     """A stock MODEL, and one in its place that has another in its own."""
     runtime, model = PoolsHere(stock_model(5)), stock_model(5)
     model.__class__ = type("Dynamic", (type(model),), {"get_non_dynamic_delegate": None})
-    first = runtime.parallelize(model, OPEN)
-    return model, runtime.parallelize(
-        first, replace(OPEN, placement=replace(OPEN.placement, layout=Layout(cfg=2)))
-    )
+    in_groups = replace(OPEN, placement=replace(OPEN.placement, layout=Layout(cfg=2)))
+    return model, runtime.parallelize(runtime.parallelize(model, OPEN), in_groups)
 
 
 def test_what_is_set_on_any_of_the_objects_is_on_all_and_not_on_their_clones(instead):
     model, ours = instead
     ours.theirs = {"steps": 3}
-    assert (
-        model.theirs is ours.theirs
-        and not hasattr(ours.clone(), "theirs")
-        and not hasattr(model.clone(), "theirs")
-    )
-    assert copy.copy(ours).theirs is model.theirs
+    assert model.theirs is ours.theirs is copy.copy(ours).theirs
+    assert not any(hasattr(one.clone(), "theirs") for one in instead)
     del model.theirs
-    with pytest.raises(AttributeError, match="theirs"):
-        ours.theirs  # noqa: B018
-    with pytest.raises(AttributeError, match="theirs"):
-        del ours.theirs
+    for use in (getattr, delattr):
+        with pytest.raises(AttributeError, match="theirs"):
+            use(ours, "theirs")
     model.theirs = 1
     del ours.theirs
     assert not hasattr(model, "theirs")

@@ -57,7 +57,7 @@ class Ends:
         for rank in self.group(group):
             rank.arena.follow()
             with suppress(Full):
-                read = rank.read(tree) if fails_at < 0 else failing(rank, fails_at, tree)
+                read = rank.read(tree) if fails_at < 0 else without_memory(rank, fails_at, tree)
                 assert not right or all(torch.equal(read[name], wanted[name]) for name in wanted)
             named = sum(tensor.nbytes for tensor in {number: content(number) for number in numbers}.values())
             assert rank.conditioning.nbytes <= LIMIT + (named if right else max(SIZES) * 4 * len(numbers))
@@ -71,7 +71,7 @@ class Ends:
             rank.conditioning.forget()
 
 
-def failing(rank, at, tree):
+def without_memory(rank, at, tree):
     """Reads, with no memory for the copy number ``at``."""
     real, left = rank._copied, iter(range(at))
 
@@ -88,22 +88,11 @@ def failing(rank, at, tree):
 
 
 EVALUATIONS = st.tuples(
-    st.just("evaluate"),
-    st.integers(0, 2),
-    st.sampled_from("ab"),
-    st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=4),
-    st.booleans(),
-    st.sampled_from([-1, -1, 0, 1]),
-)
-STEPS = st.lists(
-    st.one_of(
-        EVALUATIONS,
-        EVALUATIONS,
-        st.tuples(st.just("end_run"), st.integers(0, 2)),
-        st.tuples(st.just("begin_run")),
-    ),
-    max_size=30,
-)
+    st.just("evaluate"), st.integers(0, 2), st.sampled_from("ab"),
+    st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=4), st.booleans(), st.sampled_from([-1, -1, 0, 1]),
+)  # fmt: skip
+ENDS = st.tuples(st.just("end_run"), st.integers(0, 2))
+STEPS = st.lists(st.one_of(EVALUATIONS, EVALUATIONS, ENDS, st.tuples(st.just("begin_run"))), max_size=30)
 
 
 @settings(max_examples=60, deadline=None)

@@ -73,9 +73,7 @@ def test_the_ui_asks_nothing_of_a_gpu_that_a_rank_computes_on(files, clients, mo
     assert (asked, modes) == ([], ["free-running"])
 
 
-def test_a_callback_gets_its_latents_where_a_previews_decoder_is_and_so_does_the_rest_of_the_workflow(
-    files, clients, monkeypatch
-):
+def test_a_callback_gets_its_latents_where_a_previews_decoder_is(files, clients, monkeypatch):
     seen = []
     with asked_of_the_gpu(monkeypatch) as asked:
         sampled(files, clients, [], callback=lambda step, x0, x, total: seen.append((x0.device, x.device)))
@@ -84,25 +82,17 @@ def test_a_callback_gets_its_latents_where_a_previews_decoder_is_and_so_does_the
 
 
 @pytest.mark.parametrize(
-    ("holds", "options", "mode"),
-    [
-        (0.0, {}, "free-running"),
-        (
-            0.5,
-            {"sampler": "euler_ancestral"},
-            "free-running; on the GPU, where euler_ancestral draws its noise",
-        ),
-    ],
+    ("holds", "sampler", "mode"),
+    [(0.0, "euler", ""), (0.5, "euler_ancestral", "; on the GPU, where euler_ancestral draws its noise")],
     ids=["no rank on it", "its noise"],
 )
-def test_what_stays_on_the_gpu_is_named(files, clients, monkeypatch, holds, options, mode):
-    expected, modes = run(load(files["model"]), steps=STEPS, **options), []
-    generator = torch.Generator
+def test_what_stays_on_the_gpu_is_named(files, clients, monkeypatch, holds, sampler, mode):
+    generator, modes = torch.Generator, []
     monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
     with asked_of_the_gpu(monkeypatch) as asked:
-        ours = sampled(files, clients, modes, holds, **options)
-    assert len(asked) >= STEPS * PATCHES and modes == [mode]
-    assert "sampler" in options or relative_error(ours, expected) <= BOUND
+        ours = sampled(files, clients, modes, holds, sampler=sampler)
+    assert len(asked) >= STEPS * PATCHES and modes == [f"free-running{mode}"]
+    assert mode or relative_error(ours, run(load(files["model"]), steps=STEPS)) <= BOUND
 
 
 def test_samplers_that_are_taken_off_the_gpu_are_those_that_draw_nothing_there(files, monkeypatch):

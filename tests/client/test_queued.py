@@ -19,7 +19,10 @@ from pipemesh.parallel_runtime.client.alike_prompts import (
     seed_place,
 )
 
+from ..kit.queues import node
+
 LITERALS = st.one_of(st.integers(0, 3), st.booleans(), st.sampled_from(["a", "b", 1.0, None]))
+OURS = ("PipeMeshKSampler", "PipeMeshKSamplerAdvanced")
 
 
 @st.composite
@@ -36,20 +39,20 @@ def graphs(draw):
 
 @given(graphs(), st.data())
 def test_a_literal_counts_where_the_sampler_needs_it_and_nowhere_else(graph, data):
-    node = str(len(graph) - 1)
+    last = str(len(graph) - 1)
     places = [(at, name) for at, one in graph.items() for name in one["inputs"] if name in "abc"]
     changed = data.draw(st.sets(st.sampled_from(places))) if places else set()
     other = deepcopy(graph)
     for at, name in changed:
         other[at]["inputs"][name] = "another"
-    needed = {*before(graph, node)}
-    assert differences(graph, other, node) == {place for place in changed if place[0] in needed}
+    needed = {*before(graph, last)}
+    assert differences(graph, other, last) == {place for place in changed if place[0] in needed}
 
 
 @given(graphs(), st.data())
 def test_prompts_whose_nodes_or_links_differ_are_not_alike(graph, data):
-    node, other = str(len(graph) - 1), deepcopy(graph)
-    at = data.draw(st.sampled_from(sorted(before(graph, node))))
+    last, other = str(len(graph) - 1), deepcopy(graph)
+    at = data.draw(st.sampled_from(sorted(before(graph, last))))
     links = [name for name in graph[at]["inputs"] if name in "xyz"]
     how = data.draw(st.sampled_from(["class", "more", "gone", *(["link"] if links else [])]))
     if how == "class":
@@ -60,36 +63,23 @@ def test_prompts_whose_nodes_or_links_differ_are_not_alike(graph, data):
         del other[at]
     else:
         other[at]["inputs"][links[0]] = data.draw(st.sampled_from([3, ["0", 7]]))
-    assert differences(graph, other, node) is None
+    assert differences(graph, other, last) is None
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (1, True), ("1", 1), ([1, 2], [1, 2.0])])
-def test_numbers_of_other_kinds_are_other_literals(one, other):
-    graph, changed = ({"1": {"class_type": "A", "inputs": {"a": value}}} for value in (one, other))
+def test_numbers_of_other_kinds_are_other_literals_and_what_comfyui_notes_and_titles_are_none(one, other):
+    graph, changed = ({"1": node("A", a=value)} for value in (one, other))
     assert differences(graph, changed, "1") == {("1", "a")}
-
-
-def test_what_comfyui_notes_in_a_graph_and_titles_are_no_difference():
-    graph = {"1": {"class_type": "A", "inputs": {"a": 1}}}
-    noted = {"1": {"class_type": "A", "inputs": {"a": 1}, "is_changed": [3], "_meta": {"title": "a"}}}
+    noted = {"1": {**graph["1"], "is_changed": [3], "_meta": {"title": "a"}}}
     assert differences(graph, noted, "1") == frozenset()
 
 
-def sampler(kind, **inputs):
-    return {"class_type": kind, "inputs": inputs}
-
-
 def test_the_place_of_a_seed_is_known_of_stocks_samplers_and_ours():
-    for kind, name in (
-        ("KSampler", "seed"),
-        ("KSamplerAdvanced", "noise_seed"),
-        ("SamplerCustom", "noise_seed"),
-        ("PipeMeshKSampler", "seed"),
-        ("PipeMeshKSamplerAdvanced", "noise_seed"),
-    ):
-        graph = {"1": sampler(kind, **{name: 5})}
+    for kind in ("KSampler", "KSamplerAdvanced", "SamplerCustom", *OURS):
+        name = "seed" if kind.endswith("KSampler") else "noise_seed"
+        graph = {"1": node(kind, **{name: 5})}
         assert seed_place(graph, "1") == ("1", name) and seed_at(graph, ("1", name)) == 5
-    graph = {"1": sampler("RandomNoise", noise_seed=7), "2": sampler("SamplerCustomAdvanced", noise=["1", 0])}
+    graph = {"1": node("RandomNoise", noise_seed=7), "2": node("SamplerCustomAdvanced", noise=["1", 0])}
     assert seed_place(graph, "2") == ("1", "noise_seed")
 
 
@@ -97,13 +87,13 @@ def test_the_place_of_a_seed_is_known_of_stocks_samplers_and_ours():
     "graph",
     [
         {},
-        {"2": sampler("Another", seed=5)},
-        {"2": sampler("KSampler", seed=["1", 0]), "1": sampler("PrimitiveInt", value=5)},
-        {"2": sampler("KSampler", seed=True)},
-        {"2": sampler("KSampler", seed="5")},
-        {"2": sampler("KSampler")},
-        {"2": sampler("SamplerCustomAdvanced", noise=["1", 0]), "1": sampler("DisableNoise")},
-        {"2": sampler("SamplerCustomAdvanced", noise=["1", 0])},
+        {"2": node("Another", seed=5)},
+        {"2": node("KSampler", seed=["1", 0]), "1": node("PrimitiveInt", value=5)},
+        {"2": node("KSampler", seed=True)},
+        {"2": node("KSampler", seed="5")},
+        {"2": node("KSampler")},
+        {"2": node("SamplerCustomAdvanced", noise=["1", 0]), "1": node("DisableNoise")},
+        {"2": node("SamplerCustomAdvanced", noise=["1", 0])},
     ],
 )
 def test_a_seed_that_is_no_number_in_a_known_place_is_not_known(graph):
@@ -112,10 +102,10 @@ def test_a_seed_that_is_no_number_in_a_known_place_is_not_known(graph):
 
 def test_who_reads_a_noise_is_found_among_what_a_sampler_needs():
     graph = {
-        "noise": sampler("RandomNoise", noise_seed=7),
-        "first": sampler("SamplerCustomAdvanced", noise=["noise", 0]),
-        "second": sampler("SamplerCustomAdvanced", noise=["noise", 0], latent_image=["first", 0]),
-        "apart": sampler("Another", noise=["noise", 0]),
+        "noise": node("RandomNoise", noise_seed=7),
+        "first": node("SamplerCustomAdvanced", noise=["noise", 0]),
+        "second": node("SamplerCustomAdvanced", noise=["noise", 0], latent_image=["first", 0]),
+        "apart": node("Another", noise=["noise", 0]),
     }
     assert readers(graph, "second", "noise") == {"first", "second"}
     assert readers(graph, "first", "noise") == {"first"}
@@ -126,7 +116,7 @@ def test_what_waits_is_told_with_the_outputs_that_comfyui_will_execute_of_it(mon
     server = SimpleNamespace(queue_updated=lambda: None)
     queue = server.prompt_queue = execution.PromptQueue(server)
     monkeypatch.setattr(prompt_queue.PromptServer, "instance", server, raising=False)
-    graphs = [{"1": sampler("KSampler", seed=seed), "2": sampler("Save")} for seed in range(3)]
+    graphs = [{"1": node("KSampler", seed=seed), "2": node("Save")} for seed in range(3)]
     for number, outputs in ((0, ["2"]), (2, ["1", "2"]), (1, ["2"])):
         queue.put((number, f"prompt {number}", graphs[number], {}, outputs, {}))
     queue.get()

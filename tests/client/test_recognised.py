@@ -4,6 +4,7 @@ the transformer is ComfyUI's, and looked at everywhere else.
 
 import gc
 import weakref
+from functools import cache, partial
 
 import pytest
 import torch
@@ -20,8 +21,12 @@ from ..kit.models import load, run
 LAYOUTS = {"ulysses": (2,), "cfg": (1, 1, 1, 2), "pipefusion": (1, 1, 2)}
 
 
+def of_parts(**parts):
+    return {"uuid": "1", "model_conds": parts}
+
+
 def cond(text, **others):
-    return {"uuid": "1", "model_conds": {"c_crossattn": CONDCrossAttn(text)}, **others}
+    return {**of_parts(c_crossattn=CONDCrossAttn(text)), **others}
 
 
 def origins(*conds):
@@ -51,20 +56,19 @@ def test_what_is_made_where_a_freed_tensor_was_is_another_one():
     assert not are_same(before, origins(cond(torch.ones(1, 4, 8)))) and not are_same(before, before)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda text: cond(text, area=(4, 4, 0, 4)),
-        lambda text: {"uuid": "1", "model_conds": {**cond(text)["model_conds"], "fps": CONDRegular(25)}},
-        lambda text: {"uuid": "1", "model_conds": {"y": CONDCrossAttn(text)}},
-        lambda text: {"uuid": "1", "model_conds": {"c_crossattn": CONDRegular([text, text])}},
-        lambda text: {"uuid": "1", "model_conds": {"c_crossattn": CONDRegular({1: object()})}},
-    ],
-    ids=["area", "number", "name", "list", "what nobody can compare"],
-)
+OTHERS_PARTS = {
+    "area": lambda text: cond(text, area=(4, 4, 0, 4)),
+    "number": lambda text: of_parts(c_crossattn=CONDCrossAttn(text), fps=CONDRegular(25)),
+    "name": lambda text: of_parts(y=CONDCrossAttn(text)),
+    "list": lambda text: of_parts(c_crossattn=CONDRegular([text, text])),
+    "what nobody can compare": lambda text: of_parts(c_crossattn=CONDRegular({1: object()})),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS_PARTS)
 def test_a_cond_of_other_parts_is_another_one(other):
     text = torch.ones(1, 4, 8)
-    assert not are_same(origins(cond(text)), origins(other(text)))
+    assert not are_same(origins(cond(text)), origins(OTHERS_PARTS[other](text)))
 
 
 def test_of_two_conds_that_bear_one_name_nobody_knows_which_an_evaluation_is_of():
@@ -103,17 +107,13 @@ def looks(monkeypatch):
 @pytest.fixture(scope="module")
 def models(files, clients):
     """layout -> its parallel MODEL."""
-    made = {}
 
-    def model(name):
-        if name not in made:
-            client = clients(*LAYOUTS[name])
-            made[name] = parallelize(
-                load(files["model"]), client, 0.0, *([Patching(2, 1)] if name == "pipefusion" else [])
-            )
-        return made[name].clone()
+    @cache
+    def made(name):
+        patching = [Patching(2, 1)] if name == "pipefusion" else []
+        return parallelize(load(files["model"]), clients(*LAYOUTS[name]), 0.0, *patching)
 
-    return model
+    return lambda name: made(name).clone()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,7 +123,7 @@ def test_from_the_second_evaluation_on_no_conditioning_is_looked_at(models, look
         assert len(looks) == 0
 
 
-def region(text, *area):
+def in_area(text, *area):
     return [[tensor, {**extras, "area": area, "strength": 1.0}] for tensor, extras in text]
 
 
@@ -140,31 +140,20 @@ def by_function(model, at):
 
 
 def by_wrapper(kind):
-    def put(model, at):
-        def of_conds(executor, model, conds, *args):
-            one = next(at)
-            changed = [
-                side
-                and [
-                    {
-                        **own,
-                        "model_conds": {
-                            **own["model_conds"],
-                            "c_crossattn": CONDCrossAttn(scaled(own["model_conds"]["c_crossattn"].cond, one)),
-                        },
-                    }
-                    for own in side
-                ]
-                for side in conds
-            ]
-            return executor(model, changed, *args)
+    def changed(one, own):
+        text = own["model_conds"]["c_crossattn"].cond
+        parts = {**own["model_conds"], "c_crossattn": CONDCrossAttn(scaled(text, one))}
+        return {**own, "model_conds": parts}
 
-        def of_model(executor, x, t, c_concat, context, *args, **kwargs):
-            return executor(x, t, c_concat, scaled(context, next(at)), *args, **kwargs)
+    def of_conds(at, executor, model, conds, *args):
+        change = partial(changed, next(at))
+        return executor(model, [side and [*map(change, side)] for side in conds], *args)
 
-        model.add_wrapper(kind, of_conds if kind == WrappersMP.CALC_COND_BATCH else of_model)
+    def of_model(at, executor, x, t, c_concat, context, *args, **kwargs):
+        return executor(x, t, c_concat, scaled(context, next(at)), *args, **kwargs)
 
-    return put
+    wrapper = of_conds if kind == WrappersMP.CALC_COND_BATCH else of_model
+    return lambda model, at: model.add_wrapper(kind, partial(wrapper, at))
 
 
 def in_place(model, at):
@@ -176,6 +165,7 @@ def in_place(model, at):
     model.set_model_sampler_post_cfg_function(function)
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "change",
@@ -200,7 +190,7 @@ def test_conditioning_that_a_nodes_code_changes_from_step_to_step_is_what_stock_
 
 
 def test_conds_of_two_regions_are_told_apart(files, models, looks):
-    both = [*region(conditioning(1, 13), 4, 10, 0, 0), *region(conditioning(3, 13), 4, 10, 4, 0)]
+    both = [*in_area(conditioning(1, 13), 4, 10, 0, 0), *in_area(conditioning(3, 13), 4, 10, 4, 0)]
     truth = run(load(files["model"]), cfg=2.0, positive=both)
     assert relative_error(run(models("ulysses"), cfg=2.0, positive=both), truth) <= BOUND
     assert not looks

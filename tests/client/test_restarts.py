@@ -21,7 +21,6 @@ from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import PoolSpent
-from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.wire.messages import Load
 from pipemesh.pool.conversation import stop_if
 from pipemesh.pool.devices import place
@@ -35,7 +34,7 @@ from ..nodes.test_auto import notices, said
 from ..nodes.test_screen import server
 from ..pool.test_pool_leaks import KEY
 from .test_ahead import TWO, Ahead, assert_alike, stocks
-from .test_edge_of_memory import GIB, OnGPUs, Prompts, uncounted
+from .test_edge_of_memory import GIB, PAIR, OnGPUs, uncounted
 from .test_first_evaluation import tree, trial, trials, watched
 
 __all__ = ["notices", "server", "settings", "tree", "trial", "trials"]  # fixtures
@@ -46,17 +45,15 @@ class NoRoomInFp32(OnGPUs):
 
     def submit(self, request, group):
         if request.in_fp32 and len(group) > 1:
-            self.gpus.pool = None
-            raise PoolSpent("Rank 1 on cuda:1 ran out of memory.")
+            self.run_out(1)
         super().submit(request, group)
 
 
 def test_a_comparison_that_has_no_room_ends_one_pool_and_is_not_tried_again(trial, trials):
     trial.ends.set()
-    told, pair = [], Layout(ulysses=2)
-    model, ranks = in_groups(
-        pair, stock_model(5, torch.bfloat16), made=NoRoomInFp32, **watched(trials(notice=told.append))
-    )
+    told, numbers = [], torch.bfloat16
+    known = watched(trials(notice=told.append))
+    model, ranks = in_groups(PAIR, stock_model(5, numbers), made=NoRoomInFp32, **known)
     ranks.gpus.nbytes = 1 << 40
     ranks.tell()
     starts = []
@@ -65,9 +62,8 @@ def test_a_comparison_that_has_no_room_ends_one_pool_and_is_not_tried_again(tria
         starts.append(ranks.gpus.starts)
     assert starts == [1, 1, 1]
     (notice,) = [one for one in told if "could not be compared" in one]
-    assert (
-        "(Rank 1 on cuda:1 ran out of memory)" in notice and "PipeMesh does not try it again until" in notice
-    )
+    assert "(Rank 1 on cuda:1 ran out of memory)" in notice
+    assert "PipeMesh does not try it again until" in notice
 
 
 # -- Stop
@@ -92,9 +88,9 @@ class Stopped(OnGPUs):
 
     def submit(self, request, group):
         if self.gpus.takes:
-            self.gpus.takes, self.gpus.pool = 0, None
+            self.gpus.takes = 0
             self.at("failing", lambda: False)
-            raise PoolSpent("Rank 0 on cuda:0 ran out of memory.")
+            self.run_out(0)
         super().submit(request, group)
 
     def ask(self, request, fds=(), interrupted=lambda: False):
@@ -113,7 +109,7 @@ class Stopped(OnGPUs):
     ("moment", "starts"), [("failing", 0), ("starting", 0), ("Load", 1), ("SetWeightPatches", 1)]
 )
 def test_stop_in_a_restart_is_heard_and_the_next_prompt_needs_no_other(monkeypatch, moment, starts):
-    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded", count=uncounted(), made=Stopped)
+    prompts = uncounted(made=Stopped)
     remote, gpus = prompts.remote, prompts.gpus
     prompts.model.add_patches({KEY: ("diff", (torch.ones(1),))}, 0.0)
     monkeypatch.setattr(Stopped, "moment", moment)
@@ -131,10 +127,10 @@ def test_stop_in_a_restart_is_heard_and_the_next_prompt_needs_no_other(monkeypat
 
 @pytest.mark.parametrize(("flag", "frames"), [(SHOWS_TEXT, 2), ("said_nothing_of_it", 0)])
 def test_a_run_that_goes_on_in_fresh_workers_says_so_on_its_node_and_to_a_page_alone(server, flag, frames):
-    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, weights="offloaded", count=uncounted(), made=Stopped)
+    prompts = uncounted(made=Stopped)
     waiting = SimpleNamespace(end=lambda: pytest.fail("the run waits on"))
     told = Notices(partial(show_notice, waiting))
-    choice = Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
+    choice = Choice(place(PAIR, "cpu", "auto", ()))
     prompts.remote.admission = Runtime(fake_setup(), notices=told).pool_for(choice).admission
     sent_by = server("a client", **{flag: True})
     for number in ("1", "2"):
@@ -145,9 +141,8 @@ def test_a_run_that_goes_on_in_fresh_workers_says_so_on_its_node_and_to_a_page_a
     assert notice.text == (
         "Rank 0 on cuda:0 ran out of memory. This run goes on in fresh workers, which load its model again."
     )
-    assert (
-        sent_by.sent == [(f"PipeMesh: {notice.text}", "a client"), ("pipemesh.notice", "a client")][:frames]
-    )
+    sent = [(f"PipeMesh: {notice.text}", "a client"), ("pipemesh.notice", "a client")]
+    assert sent_by.sent == sent[:frames]
 
 
 # -- auto mode
@@ -159,7 +154,7 @@ class OfOneModel(SharedRuntime):
 
 
 def test_auto_mode_tries_a_kind_without_room_in_two_prompts_and_then_leaves_it_to_one_gpu(settings, notices):
-    prompts = Prompts(Layout(ulysses=2), spare=4 * GIB, count=uncounted())
+    prompts = uncounted(weights="whole")
     gpus, runtime = prompts.gpus, OfOneModel(prompts.remote)
     auto = Auto(lambda: runtime, Switch({}, lambda: settings.file), notices, StepTimes())
     settings(True)
@@ -198,8 +193,7 @@ class FullTogether(OnGPUs):
 
     def submit(self, request, group):
         if self.answers:
-            self.gpus.pool = None
-            raise PoolSpent("Rank 1 on cuda:1 ran out of memory.")
+            self.run_out(1)
         super().submit(request, group)
 
 

@@ -30,34 +30,21 @@ class Patcher:
     def clone(self):
         return Patcher(self.load_device, model=self.model)
 
-    def is_clone(self, other):
-        return self.model is other.model
-
-    def is_dynamic(self):
-        return False
-
-    def model_size(self):
-        return 1000
-
-    def loaded_size(self):
-        return 1000
-
-    def model_mmap_residency(self, *args, **kwargs):
-        return 0, 0
-
     def detach(self, unpatch_all=True):
         self.unloaded = True
 
-    def partially_unload(self, *args):
-        return 0
+    is_clone = lambda self, other: self.model is other.model  # noqa: E731
+    is_dynamic = lambda self: False  # noqa: E731
+    model_size = loaded_size = lambda self: 1000
+    model_mmap_residency = lambda self, *args, **kwargs: (0, 0)  # noqa: E731
+    partially_unload = lambda self, *args: 0  # noqa: E731
 
 
 @pytest.fixture
 def held(monkeypatch):
     """Makes the host hold these, and nothing else; each gives 1000 bytes back where it goes."""
-    monkeypatch.setattr(
-        mm, "get_free_memory", lambda *args, **kwargs: (0, 0) if kwargs.get("torch_free_too") else 0
-    )
+    free = lambda *args, **kwargs: (0, 0) if kwargs.get("torch_free_too") else 0  # noqa: E731
+    monkeypatch.setattr(mm, "get_free_memory", free)
     monkeypatch.setattr(mm, "soft_empty_cache", lambda *args: None)
 
     def hold(*patchers):
@@ -65,12 +52,9 @@ def held(monkeypatch):
         for one, patcher in zip(loaded, patchers, strict=True):
             one.real_model = lambda patcher=patcher: patcher.model
             one.model_finalizer = SimpleNamespace(detach=lambda: None)
+        given_back = lambda device: (1000 * sum(patcher.unloaded for patcher in patchers), 10000)  # noqa: E731
         monkeypatch.setattr(mm, "current_loaded_models", loaded)
-        monkeypatch.setattr(
-            torch.cuda,
-            "mem_get_info",
-            lambda device: (1000 * sum(patcher.unloaded for patcher in patchers), 10000),
-        )
+        monkeypatch.setattr(torch.cuda, "mem_get_info", given_back)
 
     return hold
 
@@ -90,13 +74,8 @@ def frees(guider):
 
 
 def test_the_host_unloads_what_the_run_does_not_use_and_nothing_else(held):
-    encoder, control, sampled, elsewhere, wrapped = (
-        Patcher(),
-        Patcher(),
-        sampled_on(),
-        Patcher(OTHER_GPU),
-        Patcher(),
-    )
+    encoder, control, wrapped = (Patcher() for _ in range(3))
+    sampled, elsewhere = sampled_on(), Patcher(OTHER_GPU)
     sampled.model_patches_models = lambda: [wrapped.clone()]
     held(encoder, control, sampled, elsewhere, wrapped)
     guider = guider_of(sampled, control.clone())
@@ -109,21 +88,20 @@ class ForeignGuider(comfy.samplers.CFGGuider):
     pass
 
 
-@pytest.mark.parametrize(
-    "guider",
-    [
-        guider_of(sampled_on(CPU)),
-        guider_of(sampled_on(part=0)),
-        guider_of(Patcher()),
-        guider_of(sampled_on(), kind=ForeignGuider),
-    ],
-    ids=["on a CPU", "no rank is there", "another model's run", "it is not known what is used"],
-)
-def test_nothing_is_unloaded_where_that_helps_nobody_or_may_break_the_run(held, guider):
+NOT_FREED = {
+    "on a CPU": guider_of(sampled_on(CPU)),
+    "no rank is there": guider_of(sampled_on(part=0)),
+    "another model's run": guider_of(Patcher()),
+    "it is not known what is used": guider_of(sampled_on(), kind=ForeignGuider),
+}
+
+
+@pytest.mark.parametrize("why", NOT_FREED)
+def test_nothing_is_unloaded_where_that_helps_nobody_or_may_break_the_run(held, why):
+    guider = NOT_FREED[why]
     encoder = Patcher(guider.model_patcher.load_device)
     held(encoder, guider.model_patcher)
-    assert not frees(guider)
-    assert not encoder.unloaded
+    assert not frees(guider) and not encoder.unloaded
 
 
 def test_the_hosts_guider_tells_inside_a_run_what_models_it_loaded_beside_the_sampled_one():
@@ -141,9 +119,8 @@ def test_the_hosts_guider_tells_inside_a_run_what_models_it_loaded_beside_the_sa
 
 @pytest.mark.parametrize("error", [NoRoom, OutOfMemory])
 def test_the_run_begins_again_from_the_same_random_numbers_and_the_host_is_asked_once(held, error):
-    encoder, sampled = Patcher(), sampled_on()
+    encoder, sampled, began, drawn = Patcher(), sampled_on(), [], []
     held(encoder, sampled)
-    began, drawn = [], []
     others = ["another model of the pool"]
     engine = SimpleNamespace(
         make_room=lambda: bool(others and others.pop()),

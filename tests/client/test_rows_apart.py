@@ -20,7 +20,7 @@ from torch.backends import cudnn
 
 from ..kit.bounds import assert_same
 from ..kit.foreign_pack import unet, video_unet
-from ..kit.in_groups import GroupsHere, in_groups
+from ..kit.in_groups import GroupsHere, beside_stock, in_groups
 from ..kit.models import conditioning, run
 
 FRAMES = 4
@@ -34,23 +34,21 @@ DATA = Layout(data=2)
 
 @pytest.mark.parametrize("layout", [Layout(cfg=2), DATA, Layout(cfg=2, data=2)], ids=str)
 def test_a_videos_frames_stay_together_and_its_two_prompts_go_to_two_groups(layout):
-    stock, (ours, pool) = video_unet(), in_groups(layout, video_unet())
+    stock, ours, pool = beside_stock(video_unet, layout)
     assert_same(partial(sampled, cfg=2.5), ours, stock)
     assert {rows for _, rows, _ in pool.asked} == {FRAMES}
     assert len({ranks for ranks, _, _ in pool.asked}) == 2
     assert len(pool.asked) == 4, "of which nothing is compared"
-
-
-@pytest.mark.parametrize("layout", [Layout(cfg=2), DATA], ids=str)
-def test_frames_alone_are_refused_before_anything_is_computed(layout):
-    ours, pool = in_groups(layout, video_unet())
+    if layout.cfg == layout.data:
+        return
+    pool.asked.clear()
     with pytest.raises(Refused, match=ALONE):
         sampled(ours, cfg=1.0)
-    assert not pool.asked
+    assert not pool.asked, "frames alone are refused before anything is computed"
 
 
 def test_two_prompts_that_are_computed_one_after_the_other_are_no_frames_alone():
-    stock, (ours, pool) = video_unet(), in_groups(DATA, video_unet())
+    stock, ours, pool = beside_stock(video_unet, DATA)
     for one in (stock, ours):
         one.set_model_unet_function_wrapper(
             lambda apply, args: apply(args["input"], args["timestep"], **args["c"])
@@ -61,7 +59,7 @@ def test_two_prompts_that_are_computed_one_after_the_other_are_no_frames_alone()
 
 def test_frames_of_one_group_or_a_single_one_are_nothing_to_refuse():
     for layout, frames in ((Layout(), FRAMES), (DATA, 1)):
-        stock, (ours, _) = video_unet(), in_groups(layout, video_unet())
+        stock, ours, _ = beside_stock(video_unet, layout)
         assert_same(partial(run, steps=2, latent=torch.zeros(frames, 4, 8, 8)), ours, stock)
 
 
@@ -77,6 +75,18 @@ class MotionModule(nn.Module):
             raise ModelError(f"Rank 1 failed while computing: shape {tuple(x.shape)} is invalid")
         rows = x.flatten(1)
         return x + (torch.softmax(rows @ rows.T / rows.shape[1], 0) @ rows).view_as(x)
+
+
+class FailingRows(GroupsHere):
+    """Raises ``error`` in what ``fails`` says, of a latent and the ranks that compute it."""
+
+    tried, error, fails = 0, None, staticmethod(lambda x, group: len(x) == FRAMES)
+
+    def _computed(self, arguments, part, group):
+        if self.fails(arguments["x"], group):
+            self.tried += 1
+            raise self.error
+        return super()._computed(arguments, part, group)
 
 
 class Normalised(MotionModule):
@@ -127,52 +137,35 @@ def test_such_layers_of_a_pack_are_refused_by_their_name():
 def test_layers_that_fail_at_some_of_the_rows_are_found_too(of_comfyui):
     says = MIXED + r" evaluation fails \(Rank 1 .* is invalid\), and on one GPU it does not\. Sample it on"
     known = Admission()
-    ours, _ = in_groups(DATA, of_comfyui(least=FRAMES), admission=known)
     with pytest.raises(Refused, match=says):
-        sampled(ours)
+        sampled(in_groups(DATA, of_comfyui(least=FRAMES), admission=known)[0])
     with pytest.raises(Refused, match=says):
         in_groups(DATA, of_comfyui(least=FRAMES), admission=known)
 
 
-def test_what_fails_on_one_gpu_too_or_loses_the_pool_keeps_its_error(of_comfyui):
-    class Lost(GroupsHere):
-        def _computed(self, arguments, part, group):
-            if len(self.asked) + len(group) and arguments["x"].shape[0] == FRAMES:
-                raise PoolFailed("rank 0 was killed")
-            return super()._computed(arguments, part, group)
-
-    for made, least in ((GroupsHere, 3), (Lost, FRAMES)):
-        known = Admission()
-        ours, _ = in_groups(DATA, of_comfyui(least=least), made=made, admission=known)
-        with pytest.raises(ModelError, match="is invalid"):
-            sampled(ours)
-        in_groups(DATA, of_comfyui(least=least), admission=known)
+@pytest.mark.parametrize(("error", "least"), [(None, 3), (PoolFailed("rank 0 was killed"), FRAMES)])
+def test_what_fails_on_one_gpu_too_or_loses_the_pool_keeps_its_error(of_comfyui, error, least):
+    known, made = Admission(), FailingRows if error else GroupsHere
+    ours, pool = in_groups(DATA, of_comfyui(least=least), made=made, admission=known)
+    pool.error = error
+    with pytest.raises(ModelError, match="is invalid"):
+        sampled(ours)
+    in_groups(DATA, of_comfyui(least=least), admission=known)
 
 
 def test_a_rank_without_memory_says_nothing_of_rows_and_the_weights_leave_more(monkeypatch):
-    class Full(GroupsHere):
-        lacks = True
-
-        def _computed(self, arguments, part, group):
-            if self.lacks and group == (1,):
-                raise OutOfMemory("Rank 1 ran out of memory.")
-            return super()._computed(arguments, part, group)
-
-    stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Full)
-    more = partial(setattr, pool, "lacks", False)
+    stock, ours, pool = beside_stock(unet, DATA, made=FailingRows)
+    pool.error, pool.fails = OutOfMemory("Rank 1 ran out of memory."), lambda x, group: group == (1,)
+    more = partial(setattr, pool, "fails", lambda *_: False)
     monkeypatch.setattr(ours.remote.pool.memory_needs, "leave_more", lambda _: more() is None)
     assert_same(sampled, ours, stock)
+    assert pool.tried
 
 
 @pytest.mark.parametrize("least", [1, FRAMES])
 def test_stop_while_rows_are_compared_is_no_error(of_comfyui, least):
-    class Stopped(GroupsHere):
-        def _computed(self, arguments, part, group):
-            if len(arguments["x"]) == FRAMES:
-                raise RunCancelled("The run was cancelled.")
-            return super()._computed(arguments, part, group)
-
-    ours, _ = in_groups(DATA, of_comfyui(least=least), made=Stopped)
+    ours, pool = in_groups(DATA, of_comfyui(least=least), made=FailingRows)
+    pool.error = RunCancelled("The run was cancelled.")
     with pytest.raises(InterruptProcessingException):
         sampled(ours)
 
@@ -192,12 +185,11 @@ def test_what_mixes_the_two_prompts_of_one_image_is_found_as_comfyui_batches_the
     with pytest.raises(Refused, match=rf"{MIXED} evaluation is [\d.]+% off"):
         one(ours)
     assert [rows for _, rows, _ in pool.asked] == [1, 1, 2] * 2, "once more in fp32"
-    stock, (ours, pool) = unet(), in_groups(Layout(cfg=2), unet())
+    stock, ours, pool = beside_stock(unet, Layout(cfg=2))
     assert_same(one, ours, stock)
     assert [rows for _, rows, _ in pool.asked][:5] == [1, 1, 2, 1, 1], "once"
-    unlike = {**alike, "negative": conditioning(2, 7)}
-    stock, (ours, pool) = unet(), in_groups(Layout(cfg=2), unet())
-    assert_same(partial(one, **unlike), ours, stock)
+    stock, ours, pool = beside_stock(unet, Layout(cfg=2))
+    assert_same(partial(one, negative=conditioning(2, 7)), ours, stock)
     assert {rows for _, rows, _ in pool.asked} == {1}, "which ComfyUI would repeat to the same length"
 
 
@@ -220,18 +212,10 @@ def test_two_prompts_that_comfyui_would_not_batch_are_not_compared_as_one_batch(
 
 @pytest.mark.parametrize("error", [OutOfMemory, ModelError])
 def test_where_one_rank_cannot_compute_all_rows_the_next_run_tries_and_a_notice_says_so(monkeypatch, error):
-    class Small(GroupsHere):
-        tried = 0
-
-        def _computed(self, arguments, part, group):
-            if len(arguments["x"]) == FRAMES:
-                self.tried += 1
-                raise error("Rank 0 ran out of memory.")
-            return super()._computed(arguments, part, group)
-
     told = []
     known = Admission(firsts=FirstResults(notice=told.append))
-    stock, (ours, pool) = unet(), in_groups(DATA, unet(), made=Small, admission=known)
+    stock, ours, pool = beside_stock(unet, DATA, made=FailingRows, admission=known)
+    pool.error = error("Rank 0 ran out of memory.")
     monkeypatch.setattr(ours.remote.pool.residency, "make_room", lambda *_, **__: pytest.fail("evicts"))
     for runs in (1, 2):
         assert_same(sampled, ours, stock)

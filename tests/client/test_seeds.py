@@ -2,8 +2,6 @@
 waits for no more than one evaluation of the others.
 """
 
-import gc
-
 import pytest
 import torch
 from greenlet import getcurrent
@@ -11,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.client.branch import Branch, SampleCall
 from pipemesh.parallel_runtime.client.coroutines import RandomState
-from pipemesh.parallel_runtime.client.seeds import Seed, SeedSampler, sample_together
+from pipemesh.parallel_runtime.client.seeds import SeedSampler, sample_together
 from pipemesh.parallel_runtime.errors import ModelError, PoolFailed
+
+from ..kit.queues import suspended
 
 CPU = torch.device("cpu")
 
@@ -42,10 +42,6 @@ def by_itself(*args, **kwargs):
     return one.samples
 
 
-def suspended():
-    return [thing for thing in gc.get_objects() if isinstance(thing, Seed) and thing]
-
-
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3))
 def test_each_gets_its_own_answers_and_random_numbers_and_the_first_ones_state_is_left(lengths, branches):
@@ -60,27 +56,30 @@ def test_each_gets_its_own_answers_and_random_numbers_and_the_first_ones_state_i
     assert torch.equal(left, done[0].random.tensors[0])
 
 
-def test_the_first_waits_for_one_evaluation_of_the_others_at_most_and_leaves_none_suspended():
+def asking(error=None, at=0):
+    """As ``doubled``, which raises this the time with that number, and the calls of each time."""
     asked = []
 
     def together(calls):
-        asked.append(len(calls))
+        asked.append([call.branch.call for call in calls])
+        if len(asked) == at:
+            raise error
         return doubled(calls)
 
+    return together, asked
+
+
+def test_the_first_waits_for_one_evaluation_of_the_others_at_most_and_leaves_none_suspended():
+    together, asked = asking()
     done = sample_together([start(1, 2), start(2, 5), start(3, 5)], together, doubled, CPU)
-    assert asked == [3, 3] and done[1:] == [None, None]
+    assert [*map(len, asked)] == [3, 3] and done[1:] == [None, None]
     assert not suspended()
 
 
 def test_evaluations_of_different_seeds_are_of_different_branches():
-    seen = []
-
-    def together(calls):
-        seen.append([call.branch.call for call in calls])
-        return doubled(calls)
-
+    together, asked = asking()
     sample_together([start(1, 1, 2), start(2, 1, 2), start(3, 1, 2)], together, doubled, CPU)
-    assert seen == [[0, 0, 1, 1, 2, 2]]
+    assert asked == [[0, 0, 1, 1, 2, 2]]
 
 
 def test_what_fails_ends_alone_unless_it_is_the_first():
@@ -92,29 +91,16 @@ def test_what_fails_ends_alone_unless_it_is_the_first():
     assert not suspended()
 
 
-def failing(error, at):
-    asked = []
-
-    def together(calls):
-        asked.append(len(calls))
-        if len(asked) == at:
-            raise error
-        return doubled(calls)
-
-    return together, asked
-
-
 def test_after_a_failure_of_all_at_once_the_first_goes_on_alone():
-    together, asked = failing(ModelError("No."), 2)
+    together, asked = asking(ModelError("No."), 2)
     first, other = sample_together([start(1, 4), start(2, 4)], together, doubled, CPU)
     assert torch.equal(first.samples, by_itself(1, 4)) and other is None
-    assert asked == [2, 2] and not suspended()
+    assert [*map(len, asked)] == [2, 2] and not suspended()
 
 
 def test_what_the_first_cannot_do_alone_and_a_lost_pool_are_raised():
     for error in (ModelError("No."), PoolFailed("A worker died.")):
-        together, _ = failing(error, 1)
-        alone, _ = failing(error, 1)
+        together, alone = (asking(error, 1)[0] for _ in "12")
         with pytest.raises(type(error)):
             sample_together([start(1, 4), start(2, 4)], together, alone, CPU)
         assert not suspended()

@@ -14,23 +14,24 @@ from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.forward import PREFIX
 
 from ..kit.models import load, run, with_lora
+from ..kit.patched import cloned
 
 STEPS = 1
 
 
+def put(model, name, value):
+    """A clone with an object patch in the transformer."""
+    return cloned(model, "add_object_patch", PREFIX + name, value)
+
+
 def swapped(model, files):
     """As a node does it that reorders blocks; other names then stand for other weights."""
-    clone = model.clone()
-    blocks = model.model.diffusion_model.single_blocks
-    clone.add_object_patch(f"{PREFIX}single_blocks", torch.nn.ModuleList(reversed(blocks)))
-    clone.add_object_patch(
-        f"{PREFIX}double_blocks.0",
-        torch.nn.Identity() if isinstance(model, RemotePatcher) else _Swapped(model),
-    )
-    return run(clone, steps=STEPS)
+    is_ours, blocks = isinstance(model, RemotePatcher), model.model.diffusion_model.single_blocks
+    clone = put(model, "single_blocks", torch.nn.ModuleList(reversed(blocks)))
+    return run(put(clone, "double_blocks.0", torch.nn.Identity() if is_ours else Swapped(model)), steps=STEPS)
 
 
-class _Swapped(torch.nn.Module):
+class Swapped(torch.nn.Module):
     """A block of another pack around the first one, so that all its weights have longer names."""
 
     def __init__(self, model):
@@ -43,11 +44,9 @@ class _Swapped(torch.nn.Module):
         return self.wrapped(*args, **kwargs)
 
 
-def scaled(model, files):
+def with_eps(model, files):
     """An object patch that crosses."""
-    clone = model.clone()
-    clone.add_object_patch(f"{PREFIX}double_blocks.0.img_norm1.eps", 1.0)
-    return run(clone, steps=STEPS)
+    return run(put(model, "double_blocks.0.img_norm1.eps", 1.0), steps=STEPS)
 
 
 def with_weight_patches(model, files):
@@ -61,15 +60,11 @@ def with_hooks(model, files):
 
 
 def refused(parallel, monkeypatch):
-    clone = parallel.clone()
-    clone.add_object_patch(f"{PREFIX}final_layer", torch.nn.Identity())
-    return clone, Refused
+    return put(parallel, "final_layer", torch.nn.Identity()), Refused
 
 
 def refused_in_a_block(parallel, monkeypatch):
-    clone = parallel.clone()
-    clone.set_model_attn1_patch(lambda q, k, v, **_: {"q": q, "k": k, "v": v})
-    return clone, Refused
+    return cloned(parallel, "set_model_attn1_patch", lambda q, k, v, **_: {"q": q, "k": k, "v": v}), Refused
 
 
 def cancelled_while_loading(parallel, monkeypatch):
@@ -82,10 +77,10 @@ def cancelled_while_loading(parallel, monkeypatch):
 
 BEFORE = {
     "stock with swapped modules": (False, swapped),
-    "stock with an object patch": (False, scaled),
+    "stock with an object patch": (False, with_eps),
     "stock with weight patches": (False, with_weight_patches),
     "stock with hooks": (False, with_hooks),
-    "pool with an object patch": (True, scaled),
+    "pool with an object patch": (True, with_eps),
     "pool with weight patches": (True, with_weight_patches),
     "pool with hooks": (True, with_hooks),
 }
@@ -96,23 +91,17 @@ def state_of(model):
     weights.
     """
     diffusion_model = model.model.diffusion_model
-    modules = {name: id(module) for name, module in diffusion_model.named_modules()}
-    own = {
-        name: sorted(key for key in vars(module) if "forward" in key)
+    modules = {
+        name: (id(module), sorted(key for key in vars(module) if "forward" in key))
         for name, module in diffusion_model.named_modules()
     }
-    return (
-        modules,
-        own,
-        {name: weight.detach().clone() for name, weight in diffusion_model.state_dict().items()},
-    )
+    return modules, {name: weight.detach().clone() for name, weight in diffusion_model.state_dict().items()}
 
 
 def same(one, other):
-    return (
-        one[:2] == other[:2]
-        and one[2].keys() == other[2].keys()
-        and all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+    (modules, weights), (others, theirs) = one, other
+    return (modules, weights.keys()) == (others, theirs.keys()) and all(
+        torch.equal(weights[name], theirs[name]) for name in weights
     )
 
 
@@ -176,10 +165,9 @@ def test_a_model_whose_modules_a_stock_run_has_swapped_is_the_loaders_again_once
 
 def test_a_patch_that_cannot_be_put_into_place_is_stocks_own_error_and_leaves_nothing(files, client):
     stock, loaded, truth = mapped(files, client)
-    parallel = parallelize(stock, client, holds_ui_device=True).clone()
-    parallel.add_object_patch(f"{PREFIX}img_in.weight", torch.zeros(256, 64))
+    parallel = parallelize(stock, client, holds_ui_device=True)
     with pytest.raises(TypeError, match=r"cannot assign 'torch\.FloatTensor' as parameter 'weight'"):
-        run(parallel, steps=STEPS)
+        run(put(parallel, "img_in.weight", torch.zeros(256, 64)), steps=STEPS)
     mm.unload_all_models()
     assert same(state_of(stock), loaded)
     assert torch.equal(run(stock, steps=STEPS), truth)

@@ -45,38 +45,32 @@ def deadline(client):
         timer.cancel()
 
 
-def stop(*_):
-    mm.interrupt_current_processing()
-
-
 def guided(positive, negative, size=(8, 10), callback=None):
     guider = custom("DualModelGuider", positive, conditioning(1, 13), 3.0, negative, conditioning(2, 7))
     noise = torch.randn(1, 16, *size, generator=torch.Generator().manual_seed(2))
     sigmas = comfy.samplers.calculate_sigmas(positive.get_model_object("model_sampling"), "simple", 3)
+    given = noise, torch.zeros_like(noise), comfy.samplers.sampler_object("euler"), sigmas
     with torch.inference_mode():
-        euler = comfy.samplers.sampler_object("euler")
-        return guider.sample(
-            noise, torch.zeros_like(noise), euler, sigmas, callback=callback, disable_pbar=True, seed=2
-        )
+        return guider.sample(*given, callback=callback, disable_pbar=True, seed=2)
 
 
 @pytest.mark.parametrize(("layout", "ways"), CASES, ids=str)
 def test_two_models_at_once_are_stocks_however_each_keeps_its_weights(files, clients, layout, ways):
     """Twice, a cancel between, then at another size."""
-    client, names = clients(**LAYOUTS[layout]), ("model", "other")
+    client, names, degrees = clients(**LAYOUTS[layout]), ("model", "other"), LAYOUTS[layout]
     release_all(client)
     stock = [load(files[name]) for name in names]
-    ours = [
-        parallelize(load(files[name]), client, True, weights=way)
-        for name, way in zip(names, ways, strict=True)
-    ]
+    given = zip(names, ways, strict=True)
+    ours = [parallelize(load(files[name]), client, True, weights=way) for name, way in given]
     truth, wider = guided(*stock), guided(*stock, size=(10, 10))
     with deadline(client):
         assert relative_error(guided(*ours), truth) <= BOUND
+        pids = client.sessions.live.pool.ranks.pids
         with pytest.raises(mm.InterruptProcessingException):
-            guided(*ours, callback=stop)
+            guided(*ours, callback=lambda *_: mm.interrupt_current_processing())
+        assert not mm.processing_interrupted() and client.sessions.live.pool.ranks.pids == pids
         assert relative_error(guided(*ours), truth) <= BOUND
         assert relative_error(guided(*ours, size=(10, 10)), wider) <= BOUND
     kept = [client.sessions.live.models[model.remote.model].weights.kept for model in ours]
-    alone = ("whole", "sharded") if LAYOUTS[layout].get("ring", 1) * LAYOUTS[layout]["ulysses"] == 1 else ()
-    assert kept == [alone[0] if way in alone else way for way in ways]
+    shared = degrees.get("ring", 1) * degrees["ulysses"] > 1
+    assert kept == ["whole" if way == "sharded" and not shared else way for way in ways]

@@ -121,3 +121,8 @@ def in_groups(layout, stock, patching=None, made=GroupsHere, ahead=None, **optio
     pool = made(layout, stock)
     remote = RemotePool(pool, **options)
     return parallelize(stock, remote, 0.0, patching, ahead=ahead), pool
+
+
+def beside_stock(make, layout, **options):
+    """A stock MODEL, another on such a pool, and the pool."""
+    return make(), *in_groups(layout, make(), **options)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import comfy.model_management
 import comfy.sample
@@ -17,6 +17,7 @@ import torch
 from pipemesh.lab.commands.parity import conditioning
 from pipemesh.parallel_runtime.client.alike_prompts import Moment, Pending
 from pipemesh.parallel_runtime.client.sampler_arguments import Asked
+from pipemesh.parallel_runtime.client.seeds import Seed
 from pipemesh.parallel_runtime.families.catalogue import PLAIN, SAMPLES
 
 import nodes
@@ -47,8 +48,8 @@ def latent_of(batch=1, mask=False, content=False):
 
 
 class Workflow:
-    """``graph`` of a seed, and ``run``, which executes its samplers for a seed on a MODEL; ``at``
-    tells which node comes next.
+    """``graph`` of a seed, and ``run``, which executes its samplers for a seed on a MODEL, inputs
+    ``changed``; ``at`` tells which node comes next.
     """
 
     def __init__(self, sampler="euler", steps=3, cfg=2.0, **latent):
@@ -62,12 +63,14 @@ class Workflow:
         sampler = node("KSampler", seed=seed, latent_image=["latent", 0], **self.common())
         return {"model": node("Loader"), "text": node("Text"), "latent": node("Empty"), "1": sampler}
 
-    def run(self, model, seed, at):
+    def run(self, model, seed, at, /, **changed):
+        given = {
+            "model": model, "seed": seed, "steps": self.steps, "cfg": self.cfg, "sampler_name": self.sampler,
+            "scheduler": "simple", "positive": PROMPTS[0], "negative": PROMPTS[1],
+            "latent_image": self.latent, "denoise": 0.8 if self.latent["samples"].any() else 1.0,
+        }  # fmt: skip
         with at("1"):
-            denoise = 0.8 if self.latent["samples"].any() else 1.0
-            return nodes.KSampler().sample(
-                model, seed, self.steps, self.cfg, self.sampler, "simple", *PROMPTS, self.latent, denoise
-            )
+            return nodes.KSampler().sample(**given | changed)
 
 
 class InTwo(Workflow):
@@ -151,6 +154,7 @@ class Line:
         self.now = None
         self.waiting = []  # (id, seed, workflow)
         self.targets = {}  # by id, the nodes that ComfyUI is to execute of a prompt; else all
+        self.graph = cache(lambda prompt, seed, workflow: workflow.graph(seed))
 
     def __call__(self):
         return self.now
@@ -160,7 +164,7 @@ class Line:
 
     @contextmanager
     def _at(self, prompt, graph, node):
-        graphs = ((other, workflow.graph(seed)) for other, seed, workflow in self.waiting)
+        graphs = ((waiting[0], self.graph(*waiting)) for waiting in self.waiting)
         others = tuple(Pending(other, made, self.targets.get(other, tuple(made))) for other, made in graphs)
         self.now = Moment(prompt, node, None, graph, others)
         try:
@@ -172,7 +176,7 @@ class Line:
         """Executes the next prompt, and a node behind its samplers that draws random numbers."""
         prompt, seed, workflow = self.waiting.pop(0)
         with torch.inference_mode():
-            at = partial(self._at, prompt, workflow.graph(seed))
+            at = partial(self._at, prompt, self.graph(prompt, seed, workflow))
             return workflow.run(model, seed, at), torch.randn(3)
 
 
@@ -201,6 +205,11 @@ def at_each_step(call):
             lambda bar, done, total=None, preview=None: call(done, total),
         )
         yield
+
+
+def suspended():
+    """Samplers that wait for an evaluation."""
+    return [thing for thing in gc.get_objects() if isinstance(thing, Seed) and thing]
 
 
 def in_line(model, line, *prompts):

@@ -139,3 +139,9 @@ def loaded(weights, config=None):
 
 def noise(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
+def in_pool(vae, client):
+    from pipemesh.parallel_runtime.client.remote_vae import parallelize_vae
+
+    return parallelize_vae(vae, lambda: client, holds_ui_device=False)

@@ -27,6 +27,14 @@ USES = {
     "tiles": lambda vae: vae.decode_tiled(LATENT, tile_x=4, tile_y=4, overlap=1),
     "encode": lambda vae: vae.encode(PIXELS),
 }
+decode = USES["decode"]
+
+
+def in_pool_by_now():
+    """A VAE of which ranks have made the third picture, and stock's picture."""
+    vae = loaded(video_weights())
+    truth, *_ = (decode(vae) for _ in range(3))
+    return vae, truth
 
 
 @pytest.mark.host
@@ -40,64 +48,52 @@ def test_the_third_picture_of_a_kind_is_made_in_the_pool_and_is_the_same(switche
     assert not switched.said()
 
 
-def test_switched_off_a_vae_is_stocks_and_ranks_free_it(switched, requests, client):
-    vae = loaded(video_weights())
-    truth, *_ = (USES["decode"](vae) for _ in range(3))
+def test_switched_off_or_while_a_sampler_runs_a_vae_is_stocks_and_ranks_free_it(switched, requests, client):
+    vae, truth = in_pool_by_now()
     before = len(client.sessions.live.models)
-    requests.clear()
-    switched(False)
-    assert torch.equal(USES["decode"](vae), truth) and not requests["Forward"]
-    assert len(client.sessions.live.models) == before - 1
-
-
-def test_a_picture_that_is_made_while_a_sampler_runs_is_stocks(switched, requests, client):
-    vae = loaded(video_weights())
-    truth, *_ = (USES["decode"](vae) for _ in range(3))
     requests.clear()
     sampled = PooledModel("sampled", "sampled")
     client.runs.begin(sampled)
-    assert torch.equal(USES["decode"](vae), truth) and not requests["Forward"]
+    assert torch.equal(decode(vae), truth) and not requests["Forward"]
     client.runs.end(sampled)
-    USES["decode"](vae)
+    decode(vae)
     assert requests["Forward"]
+    requests.clear()
+    switched(False)
+    assert torch.equal(decode(vae), truth) and not requests["Forward"]
+    assert len(client.sessions.live.models) == before - 1
 
 
 def test_a_vae_that_nobody_holds_any_more_goes_and_ranks_free_it(switched, client):
-    vae = loaded(video_weights())
-    for _ in range(3):
-        USES["decode"](vae)
+    vae, _ = in_pool_by_now()
     gone, before = weakref.ref(vae), len(client.sessions.live.models)
     del vae
     gc.collect()
     assert gone() is None
-    USES["decode"](loaded(video_weights()))
+    decode(loaded(video_weights()))
     client.residency._release_unused(client.sessions.live)
     assert len(client.sessions.live.models) < before
 
 
 def test_what_the_pool_refuses_is_made_by_stock_with_one_notice(switched, requests):
     changed = loaded(video_weights())
-    truth = USES["decode"](changed)
+    truth = decode(changed)
     changed.first_stage_model.decoder.conv1.forward = changed.first_stage_model.decoder.conv1.forward
     for _ in range(3):
-        assert torch.equal(USES["decode"](changed), truth)
+        assert torch.equal(decode(changed), truth)
     assert not requests["Forward"]
     (said,) = switched.said()
     assert said.startswith("This VAE is decoded and encoded by ComfyUI on one device: a node has put code")
 
 
 def test_a_cut_that_computes_something_else_is_stocks_picture_with_the_figure(switched, broken):
-    switched.runtime._client = broken("a_vae_sees_no_rows_beside_its_band", 2)
-    vae = loaded(video_weights())
-    pictures, held = (
-        [],
-        len(switched.runtime._client.sessions.live.models) if switched.runtime._client.sessions.live else 0,
-    )
+    switched.runtime._client = pool = broken("a_vae_sees_no_rows_beside_its_band", 2)
+    vae, pictures = loaded(video_weights()), []
     for prompt in "abcde":
         with CurrentNodeContext(prompt, "7"):
-            pictures.append(USES["decode"](vae))
+            pictures.append(decode(vae))
     assert all(torch.equal(pictures[0], one) for one in pictures)
-    assert len(switched.runtime._client.sessions.live.models) == held, "ranks free it"
+    assert not pool.sessions.live.models, "ranks free it"
     (notice,) = switched.notices.latest()
     assert "by bands of rows is" in notice.text and "% off from what one device makes" in notice.text
     assert notice.count == 1, "it is tried once"
@@ -105,22 +101,18 @@ def test_a_cut_that_computes_something_else_is_stocks_picture_with_the_figure(sw
 
 def test_a_pool_that_is_slower_twice_is_left_and_a_notice_says_so(switched, requests, monkeypatch):
     monkeypatch.setattr(VAETimes, "is_slower", lambda self, kind, ranks: bool(requests["Forward"]))
-    vae = loaded(video_weights())
-    for _ in range(3):
-        USES["decode"](vae)
+    vae, _ = in_pool_by_now()
     made = requests["Forward"]
     assert made and switched.said() == [
         "This VAE is decoded and encoded by ComfyUI on one device from now on: 2 workers were slower, 2 times."
     ]
-    USES["decode"](vae)
+    decode(vae)
     assert requests["Forward"] == made
 
 
 def test_a_node_that_wants_gradients_gets_them(switched, requests):
     with torch.inference_mode(False), torch.enable_grad():
-        vae = loaded(video_weights())
-        for _ in range(3):
-            USES["decode"](vae)
+        in_pool_by_now()
     assert not requests["Forward"]
 
 

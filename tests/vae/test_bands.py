@@ -2,9 +2,10 @@
 ranks of a sequence in one process.
 """
 
+import math
 from copy import deepcopy
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
@@ -53,9 +54,7 @@ CPU = torch.device("cpu")
 )
 def test_convolutions_of_bands_with_the_rows_beside_them_are_those_of_all_rows(layers, ranks, more, speeds):
     """Kernels of any width, strides 1 and 2, one after another; ranks of unlike speeds."""
-    unit = 1
-    for _, stride in layers:
-        unit *= stride
+    unit = math.prod(stride for _, stride in layers)
     least = max(1, max(kernel // 2 for kernel, _ in layers))  # a band has what its neighbours ask for
     rows = unit * (ranks * least + more)
     weights = tuple(speeds[:ranks]) if len(speeds) >= ranks and least == 1 else ()
@@ -64,38 +63,24 @@ def test_convolutions_of_bands_with_the_rows_beside_them_are_those_of_all_rows(l
     whole = noise(1, 1, rows).double()
     bands = list(whole.split(cut.rows, -1))
     for kernel, stride in layers:
-        window = Window(kernel, stride, kernel // 2)
-        weight = noise(1, 1, kernel).double()
-        edges = [0, *torch.tensor([one.shape[-1] for one in bands]).cumsum(0).tolist()]
+        window, weight = Window(kernel, stride, kernel // 2), noise(1, 1, kernel).double()
+        edges = [0, *accumulate(one.shape[-1] for one in bands)]
         padded = F.pad(whole, (window.padding, window.padding))
-        bands = [
-            # The place of a row in ``padded`` is later by the padding
-            F.conv1d(
-                padded[
-                    ..., first : end + window.padding + (window.below if end < edges[-1] else window.padding)
-                ],
-                weight,
-                stride=stride,
-            )
-            for first, end in pairwise(edges)
-        ]
+        bands = []
+        for first, end in pairwise(edges):  # the place of a row in ``padded`` is later by the padding
+            below = window.below if end < edges[-1] else window.padding
+            given = padded[..., first : end + window.padding + below]
+            bands.append(F.conv1d(given, weight, stride=stride))
         whole = F.conv1d(padded, weight, stride=stride)
         assert torch.allclose(torch.cat(bands, -1), whole)
         assert [one.shape[-1] for one in bands] == [*cut.scaled(0, bands[0].shape[-1])]
 
 
-def test_no_row_is_asked_for_that_no_output_reads():
-    assert [Window(3, 1, 1).below, Window(3, 2, 1).below, Window(3, 2, 0).below, Window(1).below] == [
-        1,
-        0,
-        1,
-        0,
-    ]
-
-
-def test_rows_that_cannot_be_cut_at_whole_units_are_not_cut():
+def test_rows_are_cut_at_whole_units_or_not_at_all_and_none_is_asked_for_that_no_output_reads():
     assert Bands.of(17, 8, 2) is None and Bands.of(8, 8, 2) is None
     assert Bands.of(24, 8, 2) == Bands((16, 8))
+    windows = (Window(3, 1, 1), Window(3, 2, 1), Window(3, 2, 0), Window(1))
+    assert [one.below for one in windows] == [1, 0, 1, 0]
 
 
 class Ranks:
@@ -188,8 +173,7 @@ def test_bands_are_the_whole_picture(case, ranks, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("work", "shape", "unit"),
-    [("decode", (1, 128, 5, 7, 3), 1), ("encode", (1, 3, 33, 160, 64), 32)],
+    ("work", "shape", "unit"), [("decode", (1, 128, 5, 7, 3), 1), ("encode", (1, 3, 33, 160, 64), 32)]
 )
 def test_chunks_of_frames_are_as_many_on_ranks_with_unlike_bands(work, shape, unit, monkeypatch):
     model, samples = PIXELS(), noise(*shape)
@@ -210,13 +194,10 @@ def test_half_numbers_are_as_near_to_the_truth_as_those_of_one_device(monkeypatc
     assert ours.dtype == torch.bfloat16 and relative_error(ours.float(), truth) <= 1.1 * stock
 
 
-def test_ranks_that_fail_at_one_place_or_of_which_one_wishes_to_stop_go_on_and_the_next_is_right(
-    monkeypatch,
-):
-    model, samples = video(), noise(1, 4, 2, 6, 4)
+def test_ranks_that_fail_at_one_place_or_of_which_one_wishes_to_stop_go_on_and_the_next_is_right(monkeypatch):
+    model, samples, own = video(), noise(1, 4, 2, 6, 4), RowExchange.beside
     with torch.inference_mode():
         truth = model.decode(samples)
-    own = RowExchange.beside
 
     def fails_once(self, x, window):
         if self._comm.fails:
@@ -238,13 +219,15 @@ def test_ranks_that_fail_at_one_place_or_of_which_one_wishes_to_stop_go_on_and_t
 @pytest.mark.host
 def test_what_nobody_has_tried_or_a_node_has_changed_is_not_cut():
     assert {why_not_in_bands(make()) for make, *_ in CASES.values()} == {""}
-    model = image()
-    model.decoder.mid.block_1.conv1.padding_mode = "circular"
-    assert "its edges are circular (decoder.mid.block_1.conv1)" in why_not_in_bands(model)
-    model = image()
-    model.decoder.conv_in.forward = lambda x: x
-    assert "a node has put code of its own into it (decoder.conv_in.forward)" in why_not_in_bands(model)
-    assert "its Linear" in why_not_in_bands(nn.Sequential(nn.Linear(1, 1)))
+    circular, patched = image(), image()
+    circular.decoder.mid.block_1.conv1.padding_mode = "circular"
+    patched.decoder.conv_in.forward = lambda x: x
+    for model, why in (
+        (circular, "its edges are circular (decoder.mid.block_1.conv1)"),
+        (patched, "a node has put code of its own into it (decoder.conv_in.forward)"),
+        (nn.Sequential(nn.Linear(1, 1)), "its Linear"),
+    ):
+        assert why in why_not_in_bands(model)
 
 
 # -- on a GPU that is not there
@@ -271,16 +254,16 @@ def dry(make, shape, dtype, ranks):
             counts.memory.leave_out((*model.parameters(), *model.buffers()))
             if ranks == 1:
                 model.decode(samples)
-            else:
-                mesh.sequence.device = DEVICE
-                method = BandsOfRows(model, mesh.sequence, DEVICE)
-                method.attach()
-                for number in (1, 2):  # the second time ranks have compared what they compute
-                    counts.waits.clear()
-                    counts.flops = 0
-                    method.begin(Part(1, 0))
-                    arguments = {"samples": samples, "unit": 1, "options": {}}
-                    method.forward(model.decode, arguments, TURN * number)
+                return counts
+            mesh.sequence.device = DEVICE
+            method = BandsOfRows(model, mesh.sequence, DEVICE)
+            method.attach()
+            for number in (1, 2):  # the second time ranks have compared what they compute
+                counts.waits.clear()
+                counts.flops = 0
+                method.begin(Part(1, 0))
+                arguments = {"samples": samples, "unit": 1, "options": {}}
+                method.forward(model.decode, arguments, TURN * number)
         return counts
 
 
@@ -290,18 +273,12 @@ def image_in_windows_of_full_size():
     return MageVAE().eval()
 
 
+LARGE_IMAGE = {"ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 1}
+LARGE_VIDEO = {"dim": 96, "z_dim": 16, "num_res_blocks": 1}
 FULL = {
     "image in windows": (image_in_windows_of_full_size, (1, 128, 64, 64), torch.bfloat16),
-    "image": (
-        partial(image, nn.Module.eval, ch=128, ch_mult=[1, 2, 4, 4], num_res_blocks=1),
-        (1, 4, 128, 128),
-        torch.bfloat16,
-    ),
-    "video": (
-        partial(video, nn.Module.eval, dim=96, z_dim=16, num_res_blocks=1),
-        (1, 16, 2, 90, 160),
-        torch.float32,
-    ),
+    "image": (partial(image, nn.Module.eval, **LARGE_IMAGE), (1, 4, 128, 128), torch.bfloat16),
+    "video": (partial(video, nn.Module.eval, **LARGE_VIDEO), (1, 16, 2, 90, 160), torch.float32),
 }
 
 

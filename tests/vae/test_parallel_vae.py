@@ -8,7 +8,10 @@ import re
 from copy import deepcopy
 from types import SimpleNamespace
 
+import comfy.model_management as mm
+import comfy.sd
 import comfy.utils
+import numpy as np
 import pytest
 import torch
 from pipemesh.lab.bench.pools import confined
@@ -19,7 +22,7 @@ from pipemesh.nodes.vaes import parallelized
 from pipemesh.parallel_runtime.client import remote_vae
 from pipemesh.parallel_runtime.client.first_results import FirstResults
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.remote_vae import FirstStage, parallelize_vae
+from pipemesh.parallel_runtime.client.remote_vae import FirstStage
 from pipemesh.parallel_runtime.client.shared_evaluation import Admission
 from pipemesh.parallel_runtime.crossing.source import numbers_id
 from pipemesh.parallel_runtime.errors import PoolFailed, Refused
@@ -32,14 +35,10 @@ from safetensors.torch import save_file
 from ..fixtures import with_ranks_of_its_own
 from ..kit.fake_pools import cpus, fake_setup
 from ..kit.models import run
-from ..kit.vaes import image_weights, loaded, noise, video_by_pixels, video_weights
+from ..kit.vaes import image_weights, in_pool, loaded, noise, video_by_pixels, video_weights
 from ..pool.test_pool_faults import Once, in_forward, kill
 
 CPU = torch.device("cpu")
-
-
-def parallel(vae, client):
-    return parallelize_vae(vae, lambda: client, holds_ui_device=False)
 
 
 @pytest.fixture(scope="module")
@@ -52,31 +51,29 @@ def stock():
 
 
 CASES = {
-    "images": ("image", lambda vae: vae.decode(noise(3, 16, 9, 6))),
-    "a video": ("video", lambda vae: vae.decode(noise(1, 16, 3, 7, 4))),
-    "one row, which one rank has": ("video", lambda vae: vae.decode(noise(1, 16, 1, 1, 4))),
-    "tiles": ("image", lambda vae: vae.decode_tiled(noise(1, 16, 12, 8), tile_x=8, tile_y=8, overlap=2)),
-    "frames to a latent": ("video", lambda vae: vae.encode(noise(5, 57, 40, 3).sigmoid())),
-    "a noisy video, in rows of its own": ("noisy", lambda vae: vae.decode(noise(1, 128, 2, 7, 4))),
-    "its tiles": (
-        "noisy",
-        lambda vae: vae.decode_tiled(noise(1, 128, 2, 7, 4), tile_x=4, tile_y=4, overlap=1),
-    ),
-    "frames to a latent of it": ("noisy", lambda vae: vae.encode(noise(9, 160, 64, 3).sigmoid())),
-    "one picture to a latent": ("video", lambda vae: vae.encode(noise(1, 48, 32, 3).sigmoid())),
+    "images": ("image", "decode", (3, 16, 9, 6)),
+    "a video": ("video", "decode", (1, 16, 3, 7, 4)),
+    "one row, which one rank has": ("video", "decode", (1, 16, 1, 1, 4)),
+    "tiles": ("image", "decode_tiled", (1, 16, 12, 8), {"tile_x": 8, "tile_y": 8, "overlap": 2}),
+    "frames to a latent": ("video", "encode", (5, 57, 40, 3)),
+    "a noisy video, in rows of its own": ("noisy", "decode", (1, 128, 2, 7, 4)),
+    "its tiles": ("noisy", "decode_tiled", (1, 128, 2, 7, 4), {"tile_x": 4, "tile_y": 4, "overlap": 1}),
+    "frames to a latent of it": ("noisy", "encode", (9, 160, 64, 3)),
+    "one picture to a latent": ("video", "encode", (1, 48, 32, 3)),
 }
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("case", CASES)
 def test_a_vae_in_a_pool_gives_what_stock_gives(case, stock, client, requests):
-    kind, use = CASES[case]
-    vae = stock[kind]
-    with torch.inference_mode():
+    kind, work, shape, *tiles = CASES[case]
+    given = noise(*shape).sigmoid() if work == "encode" else noise(*shape)
+    made = []
+    for vae in (stock[kind], in_pool(stock[kind], client)):
         torch.manual_seed(1)
-        truth = use(vae)
-        torch.manual_seed(1)
-        ours = use(parallel(vae, client))
+        with torch.inference_mode():
+            made.append(getattr(vae, work)(given, **(tiles[0] if tiles else {})))
+    truth, ours = made
     assert requests["Forward"] and truth.shape == ours.shape and truth.dtype == ours.dtype
     assert relative_error(ours, truth) <= BOUND
 
@@ -88,7 +85,7 @@ def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed_and_comfy
 ):
     noisy = video_by_pixels(2, decode_timestep=0.1)
     vae = loaded(noisy.state_dict(), noisy.config)
-    ours, named = parallel(vae, client), numbers_id(vae)
+    ours, named = in_pool(vae, client), numbers_id(vae)
     ours.decode(noise(1, 128, 2, 7, 4))
     for room in (1, 1 << 40):  # as if a stock node uses it too, on a device that is full or is not
         vae.patcher.load(CPU, lowvram_model_memory=room)
@@ -104,18 +101,13 @@ def test_numbers_that_a_node_changes_after_the_load_never_go_unnoticed_and_comfy
 WEIGHT = "decoder.conv1.weight"
 
 
+def weight_of(vae):
+    return vae.first_stage_model.get_parameter(WEIGHT)
+
+
 def one_element(vae):
     """In a row and a column of which other elements are looked at, and past torch's count."""
-    vae.first_stage_model.get_parameter(WEIGHT).data[3, 9, 2, 1, 1] += 50
-
-
-def a_row_by_numpy(vae):
-    vae.first_stage_model.get_parameter(WEIGHT).numpy()[3] += 1
-
-
-def all_of_it(vae):
-    weight = vae.first_stage_model.get_parameter(WEIGHT)
-    weight.data.copy_(2 * weight.data)
+    weight_of(vae).data[3, 9, 2, 1, 1] += 50
 
 
 def another_parameter(vae):
@@ -127,34 +119,40 @@ def another_module(vae):
     vae.first_stage_model = loaded({key: 1.1 * one for key, one in video_weights().items()}).first_stage_model
 
 
-def a_patched_clone(vae):
-    """Is loaded, as by a node that decodes with it; the VAE itself has no patches."""
-    clone, weight = vae.patcher.clone(), vae.first_stage_model.get_parameter(WEIGHT)
-    assert clone.add_patches({WEIGHT: (torch.full_like(weight, 0.1),)})
+CHANGES = {
+    "one element": one_element,
+    "a row by numpy": lambda vae: np.add.at(weight_of(vae).numpy(), 3, 1),
+    "all of it": lambda vae: weight_of(vae).data.mul_(2),
+    "another parameter": another_parameter,
+    "another module": another_module,
+}
+
+
+def load_a_patched_clone(vae):
+    """As by a node that decodes with it; the VAE itself has no patches."""
+    clone = vae.patcher.clone()
+    assert clone.add_patches({WEIGHT: (torch.full_like(weight_of(vae), 0.1),)})
     clone.patch_model(CPU)
 
 
 @torch.inference_mode()
 def test_weights_that_are_written_to_after_the_load_are_the_ranks_own_or_end_the_decode(client, requests):
     vae, latent = loaded(video_weights()), noise(1, 16, 1, 6, 2)
-    ours, before = parallel(vae, client), vae.decode(latent)
+    ours, before = in_pool(vae, client), vae.decode(latent)
     for _ in range(2):
         assert relative_error(ours.decode(latent), before) <= BOUND
-    a_patched_clone(vae)
+    load_a_patched_clone(vae)
     assert relative_error(ours.decode(latent), before) <= BOUND
     assert requests["Load"] == 1, "no weight is another"
-    for loads, change in enumerate(
-        (one_element, a_row_by_numpy, all_of_it, another_parameter, another_module)
-    ):
+    says = f"to the weight {WEIGHT} of WanVAE .*: run again, and they get the new one"
+    for loads, (name, change) in enumerate(CHANGES.items()):
         change(vae)
-        if change is one_element:
-            with pytest.raises(
-                Refused, match=f"to the weight {WEIGHT} of WanVAE .*: run again, and they get the new one"
-            ):
+        if name == "one element":
+            with pytest.raises(Refused, match=says):
                 ours.decode(latent)
         made, truth = ours.decode(latent), vae.decode(latent)
         assert relative_error(truth, before) > 100 * BOUND, "the write does nothing"
-        assert relative_error(made, truth) <= BOUND, change.__name__
+        assert relative_error(made, truth) <= BOUND, name
         assert requests["Load"] == 2 + loads
         before = truth
 
@@ -168,21 +166,15 @@ def test_a_vae_whose_file_is_another_by_now_stays_what_was_loaded(client, tmp_pa
     vae, latent = loaded(comfy.utils.load_torch_file(str(file))), noise(1, 16, 1, 6, 4)
     truth = vae.decode(latent)
     os.replace(written("other", {key: 2 * one for key, one in video_weights().items()}), file)
-    assert relative_error(parallel(vae, client).decode(latent), truth) <= BOUND
+    assert relative_error(in_pool(vae, client).decode(latent), truth) <= BOUND
     again = loaded(comfy.utils.load_torch_file(str(file)))
-    assert relative_error(parallel(again, client).decode(latent), truth) > BOUND
-
-
-def test_a_vae_whose_code_cannot_be_cut_as_it_was_is_refused_before_a_picture_is_made_of_it(stock, broken):
-    vae = parallel(stock["image"], broken("a_vae_sees_no_rows_beside_its_band", 2))
-    with pytest.raises(Refused, match=r"^Autoencod\w+ by bands of rows is [\d.]+% off from what one device"):
-        vae.decode(noise(1, 16, 24, 6))
+    assert relative_error(in_pool(again, client).decode(latent), truth) > BOUND
 
 
 def test_a_notice_says_that_a_picture_could_not_be_compared_and_the_next_one_is(stock, client, monkeypatch):
     told = []
     monkeypatch.setattr(client, "admission", Admission(firsts=FirstResults(notice=told.append)))
-    ours, latent = parallel(stock["image"], client), noise(1, 16, 24, 6)
+    ours, latent = in_pool(stock["image"], client), noise(1, 16, 24, 6)
     none = latent.clone()
     none[0, 0, 0, 0] = torch.nan
     assert not ours.decode(none).isfinite().all() and not ours.first_stage_model.remote.firsts.right
@@ -194,22 +186,23 @@ def test_a_notice_says_that_a_picture_could_not_be_compared_and_the_next_one_is(
 
 def test_ranks_in_groups_are_one_sequence_for_a_vae_and_a_pipeline_leaves_it_to_one(stock, clients, caplog):
     caplog.set_level(logging.INFO)
+    latent, video = noise(1, 16, 1, 6, 4), stock["video"]
     with torch.inference_mode():
-        truth = stock["video"].decode(noise(1, 16, 1, 6, 4))
-    for layout in ((1, 1, 1, 2), (1, 1, 2)):
-        ours = parallel(stock["video"], clients(*layout)).decode(noise(1, 16, 1, 6, 4))
-        assert relative_error(ours, truth) <= BOUND
-        alone = (
-            "[PipeMesh] One worker alone will decode this picture: the pool is a pipeline." in caplog.messages
-        )
-        assert alone == (clients(*layout).layout.stages > 1)
+        truth = video.decode(latent)
+    for layout, ranks in (((1, 1, 1, 2), 2), ((1, 1, 2), 1)):
+        ours = in_pool(video, clients(*layout))
+        used = ranks * ours.memory_used_decode(latent.shape, torch.float32)
+        assert used == pytest.approx(video.memory_used_decode(latent.shape, torch.float32))
+        assert relative_error(ours.decode(latent), truth) <= BOUND
+        says = "[PipeMesh] One worker alone will decode this picture: the pool is a pipeline."
+        assert (says in caplog.messages) == (ranks == 1)
 
 
 def test_a_vae_beside_a_sampled_model_is_loaded_once_and_no_report_takes_it_for_the_last_run(
     stock, pair, client, requests
 ):
     _, model = pair
-    vae = parallel(stock["video"], client)
+    vae = in_pool(stock["video"], client)
     run(model)
     last = client.runs.last
     vae.decode(noise(1, 16, 1, 6, 4))
@@ -220,9 +213,8 @@ def test_a_vae_beside_a_sampled_model_is_loaded_once_and_no_report_takes_it_for_
 
 
 def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, client):
-    import comfy.model_management as mm
 
-    vae = parallel(stock["video"], client)
+    vae = in_pool(stock["video"], client)
     vae.decode(noise(1, 16, 1, 6, 4))
     assert vae.patcher.current_loaded_device() == vae.patcher.load_device
     model = vae.first_stage_model.remote.bring_up()[1]
@@ -232,9 +224,8 @@ def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, cli
 
 
 def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(stock, client):
-    import comfy.model_management as mm
 
-    vae, latent = parallel(stock["video"], client), noise(1, 16, 3, 8, 6)
+    vae, latent = in_pool(stock["video"], client), noise(1, 16, 3, 8, 6)
     truth = vae.decode(latent)
     pool = client.sessions.live.pool
     once = Once(lambda: in_forward(pool, 1, 30), mm.interrupt_current_processing)
@@ -247,21 +238,21 @@ def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(st
 def test_a_long_work_shows_a_page_how_far_it_is_once_its_steps_were_counted(stock, client, monkeypatch):
     """A script is shown nothing: it takes frames that stock does not send for other ones."""
     told, is_page = [], True
+    hook = lambda done, total, *_, **__: told.append((done, total))  # noqa: E731
     monkeypatch.setattr(client, "wait", SimpleNamespace(is_seen=lambda: is_page))
-    monkeypatch.setattr(
-        comfy.utils, "PROGRESS_BAR_HOOK", lambda done, total, *_, **__: told.append((done, total))
-    )
-    monkeypatch.setattr(remote_vae, "SHOWN_AFTER_S", 0.0)
-    monkeypatch.setattr(remote_vae, "FRAMES", 2)
-    monkeypatch.setattr(conversation, "POLL_S", 0.001)
-    video, latent = parallel(stock["video"], client), noise(1, 16, 3, 8, 4)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    for module, name, value in (
+        (remote_vae, "SHOWN_AFTER_S", 0.0), (remote_vae, "FRAMES", 2), (conversation, "POLL_S", 0.001)
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    video, latent = in_pool(stock["video"], client), noise(1, 16, 3, 8, 4)
     video.decode(latent)
     assert not told, "more frames than were compared"
     video.decode(latent)
     assert len({total for _, total in told}) == 1 and told == sorted(told)
     assert told[0][0] < told[0][1]
     told.clear()
-    parallel(stock["image"], client).decode(noise(1, 16, 32, 32))
+    in_pool(stock["image"], client).decode(noise(1, 16, 32, 32))
     assert told[0][0] < told[0][1], "as many as in the part that was compared"
     told.clear()
     is_page = False
@@ -276,7 +267,7 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_next_is
     """Ranks may not map what the arena has grown by. The next such picture is taken in tiles, and
     no rank fails.
     """
-    vae, latent = parallel(stock["image"], client), noise(1, 16, 8, 6)
+    vae, latent = in_pool(stock["image"], client), noise(1, 16, 8, 6)
     truth = vae.decode(latent)
     pool, tiles = client.sessions.live.pool, []
     vae.decode_tiled_ = lambda samples: tiles.append(samples.shape) or truth.movedim(-1, 1)
@@ -293,7 +284,7 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_next_is
 def test_a_rank_killed_while_decoding_is_named_and_the_next_is_right(stock, setup):
     handle = PoolHandle(cpus(2), setup)
     try:
-        vae, latent = parallel(stock["video"], RemotePool(handle)), noise(1, 16, 2, 6, 4)
+        vae, latent = in_pool(stock["video"], RemotePool(handle)), noise(1, 16, 2, 6, 4)
         truth = vae.decode(latent)
         pool = handle.live()
         once = Once(lambda: in_forward(pool, 1, 30), lambda: kill(pool, 1))
@@ -306,31 +297,27 @@ def test_a_rank_killed_while_decoding_is_named_and_the_next_is_right(stock, setu
 
 
 def test_a_vae_that_cannot_be_cut_is_itself_and_a_notice_says_why(stock):
-    from comfy.sd import VAE
-
-    runtime = Runtime(fake_setup())
-    two = Choice(place(Layout(ulysses=2), "cpu", "auto", ()))
-
-    def why(vae, choice=two):
-        assert parallelized(runtime, vae, choice) is vae
-        return runtime.notices.latest()[0].text
-
-    tiny = VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
-    assert why(tiny).startswith(
-        "This VAE is decoded and encoded by ComfyUI on one device: it computes nothing"
-    )
-    stages = Choice(place(Layout(pipefusion=2), "cpu", "auto", ()))
-    assert why(stock["video"], stages).endswith(": stages of a pipeline hold parts of models.")
     patched = loaded(video_weights())
-    patched.patcher.patches = {"conv1.weight": []}
-    patched.patcher.patches["conv1.weight"].append(1)
-    assert why(patched).endswith(": it has weight patches.")
+    patched.patcher.patches = {"conv1.weight": [1]}
+    tiny = comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
+    for vae, choice, why in (
+        (tiny, two(), "This VAE is decoded and encoded by ComfyUI on one device: it computes nothing"),
+        (stock["video"], two("pipefusion"), ": stages of a pipeline hold parts of models."),
+        (patched, two(), ": it has weight patches."),
+    ):
+        runtime = Runtime(fake_setup())
+        assert parallelized(runtime, vae, choice) is vae
+        assert why in runtime.notices.latest()[0].text
+
+
+def two(axis="ulysses", ranks=2):
+    return Choice(place(Layout(**{axis: ranks}), "cpu", "auto", ()))
 
 
 def test_a_vae_in_a_pool_is_parallelized_anew_from_the_stock_one_and_stands_for_it(stock):
     runtime = Runtime(fake_setup())
-    made = parallelized(runtime, stock["video"], Choice(place(Layout(ulysses=2), "cpu", "auto", ())))
-    again = parallelized(runtime, made, Choice(place(Layout(ulysses=3), "cpu", "auto", ())))
+    made = parallelized(runtime, stock["video"], two())
+    again = parallelized(runtime, made, two(ranks=3))
     assert isinstance(made.first_stage_model, FirstStage) and made is not stock["video"]
     assert again.first_stage_model.remote.vae is stock["video"]
     assert made.get_sd().keys() == stock["video"].get_sd().keys()
@@ -338,7 +325,7 @@ def test_a_vae_in_a_pool_is_parallelized_anew_from_the_stock_one_and_stands_for_
 
 def test_a_vae_that_a_node_changes_behind_the_pool_is_refused_and_the_node_is_told_where_it_belongs(client):
     changed = loaded(video_weights())
-    made = parallel(changed, client)
+    made = in_pool(changed, client)
     for change in (
         made.patcher.deepclone_multigpu,
         lambda: deepcopy(made),
@@ -350,10 +337,3 @@ def test_a_vae_that_a_node_changes_behind_the_pool_is_refused_and_the_node_is_to
     next(made.first_stage_model.modules()).forward = None
     with pytest.raises(Refused, match="What was changed: a node has put code of its own into it"):
         made.decode(noise(1, 16, 1, 6, 4))
-
-
-def test_memory_is_counted_for_the_ranks_that_compute_one_in_a_pipeline(stock, clients):
-    used = stock["video"].memory_used_decode((1, 16, 1, 8, 8), torch.float32)
-    for layout, ranks in (((2,), 2), ((1, 1, 2), 1)):
-        made = parallel(stock["video"], clients(*layout))
-        assert made.memory_used_decode((1, 16, 1, 8, 8), torch.float32) * ranks == pytest.approx(used)

@@ -12,17 +12,14 @@ from ..kit.pipelines import ALL_WARM
 
 
 def test_a_tile_sees_its_own_neighbours_as_they_were_and_never_another_tile():
-    truth = run(tiling(stock()), **TILED)
-    stale = run(tiling(patched(warm_up=1).model, marked=True), **TILED)
+    truth, cold, warm = run(tiling(stock()), **TILED), patched(warm_up=1), patched(warm_up=ALL_WARM)
+    stale = run(tiling(cold.model, marked=True), **TILED)
     assert relative_error(stale, truth) > 100 * BOUND, "nothing was stale"
-    assert torch.equal(run(tiling(patched(warm_up=1).model), **TILED), stale)
-    assert (
-        patched(warm_up=1).modes[0] == patched(warm_up=1).modes[-1]
-        and "wrapper" in patched(warm_up=1).modes[0]
-    )
-    patched(warm_up=1).modes.clear()
-    assert relative_error(run(tiling(patched(warm_up=ALL_WARM).model), **TILED), truth) <= BOUND
-    patched(warm_up=ALL_WARM).modes.clear()
+    assert torch.equal(run(tiling(cold.model), **TILED), stale)
+    assert cold.modes[0] == cold.modes[-1] and "wrapper" in cold.modes[0]
+    assert relative_error(run(tiling(warm.model), **TILED), truth) <= BOUND
+    cold.modes.clear()
+    warm.modes.clear()
 
 
 @pytest.mark.parametrize(
@@ -32,12 +29,8 @@ def test_a_tile_sees_its_own_neighbours_as_they_were_and_never_another_tile():
 )
 def test_tiles_are_whole_and_exact_and_it_is_told_where_they(order):
     ours = patched(warm_up=1)
-    assert (
-        relative_error(
-            run(tiling(ours.model, order=order), **TILED), run(tiling(stock(), order=order), **TILED)
-        )
-        <= BOUND
-    )
+    made, truth = (run(tiling(model, order=order), **TILED) for model in (ours.model, stock()))
+    assert relative_error(made, truth) <= BOUND
     assert len(ours.modes) == 2 and ours.modes[1].startswith(f"{ours.modes[0]}; whole if a latent")
     ours.modes.clear()
 

@@ -15,7 +15,7 @@ from pipemesh.nodes.auto.decoding import TRIES, VAETimes
 from pipemesh.nodes.auto.mode import Auto
 from pipemesh.nodes.auto.seam import OF_UPSCALERS, UPSCALER, HostChanged, UpscalerSeam
 from pipemesh.nodes.auto.switch import Switch
-from pipemesh.parallel_runtime.client.remote_upscaler import UpscalerInPool, largest_share
+from pipemesh.parallel_runtime.client.remote_upscaler import RemoteUpscaler, UpscalerInPool, largest_share
 from pipemesh.parallel_runtime.errors import Refused
 from spandrel import ImageModelDescriptor, ModelLoader
 from spandrel.architectures.Compact import Compact, CompactArch
@@ -24,7 +24,6 @@ import nodes
 
 from ..kit.shared_runtime import settings, switched
 from ..kit.vaes import noise, random
-from ..pool.test_pool_faults import Once, in_forward
 
 NODE = host.ImageUpscaleWithModel
 __all__ = ["settings", "switched"]  # fixtures
@@ -48,9 +47,8 @@ def by_stock(model, image):
     return NODE.execute(model, image).args[0]
 
 
-def in_pool(model, client, image, made=None):
-    made = made or standing_for(model, client)
-    return made.through(lambda one: NODE.execute(one, image).args[0])
+def upscaled(model, client, image):
+    return standing_for(model, client).through(lambda one: by_stock(one, image))
 
 
 def standing_for(model, client):
@@ -58,7 +56,7 @@ def standing_for(model, client):
 
 
 @pytest.fixture(autouse=True)
-def as_nodes_run():
+def without_gradients():
     with torch.inference_mode():
         yield
 
@@ -69,12 +67,10 @@ def test_an_upscaled_picture_is_stocks_to_the_bit(shape, client, requests):
     model, image = upscaler(), picture(*shape)
     truth = by_stock(model, image)
     assert not requests["Forward"]
-    assert torch.equal(in_pool(model, client, image), truth) and requests["Forward"]
+    assert torch.equal(upscaled(model, client, image), truth) and requests["Forward"]
 
 
 def test_a_tile_without_room_has_the_node_take_smaller_ones_as_without_a_pool(client, monkeypatch):
-    from pipemesh.parallel_runtime.client.remote_upscaler import RemoteUpscaler
-
     model, image, refused, compute = upscaler(), picture(1, 530, 560), [], RemoteUpscaler.compute_whole
 
     def has_room(tiles, most):
@@ -92,34 +88,34 @@ def test_a_tile_without_room_has_the_node_take_smaller_ones_as_without_a_pool(cl
     assert refused == [128, 128], "as 512 and 256 pixels"
     monkeypatch.setattr(ImageModelDescriptor, "__call__", call)
     monkeypatch.setattr(RemoteUpscaler, "compute_whole", confined)
-    assert torch.equal(in_pool(model, client, image), truth) and refused == [128] * 4
+    assert torch.equal(upscaled(model, client, image), truth) and refused == [128] * 4
     monkeypatch.setattr(RemoteUpscaler, "compute_whole", lambda remote, work, tiles: has_room(tiles, 0))
     with pytest.raises(torch.OutOfMemoryError, match=r"^Rank 1 on cpu ran out of memory"):
-        in_pool(model, client, image)
+        upscaled(model, client, image)
 
 
 def test_what_ranks_make_of_the_weights_is_compared_with_comfyuis_first(client):
     model, image = upscaler(), picture(1, 40, 48)
     model.model.body[0].padding_mode = "circular"  # which spandrel does not read from the weights
     with pytest.raises(Refused, match=r"^SRVGGNetCompact in the pool is [\d.]+% off from what one device"):
-        in_pool(model, client, image)
+        upscaled(model, client, image)
 
 
-@pytest.mark.parametrize("place", [slice(None), (4, 1, 1, 1)], ids=["all of a weight", "one element"])
-def test_weights_that_are_written_to_after_the_load_are_the_ranks_own_or_end_the_work(
-    client, requests, place
-):
+def test_a_weight_that_is_written_to_after_the_load_ends_the_work_and_is_the_ranks_own_then(client, requests):
     model, image = upscaler(), picture(1, 32, 48)
     made, before = standing_for(model, client), by_stock(model, image)
+
+    def ours():
+        return made.through(lambda one: by_stock(one, image))
+
     for _ in range(2):
-        assert torch.equal(in_pool(model, client, image, made), before)
+        assert torch.equal(ours(), before)
     assert requests["Load"] == 1
-    model.model.body[0].weight.data[place] += 1
-    if place != slice(None):
-        with pytest.raises(Refused, match=r"to the weight body\.0\.weight of SRVGGNetCompact .*: run again"):
-            in_pool(model, client, image, made)
+    model.model.body[0].weight.data[4, 1, 1, 1] += 1
+    with pytest.raises(Refused, match=r"to the weight body\.0\.weight of SRVGGNetCompact .*: run again"):
+        ours()
     truth = by_stock(model, image)
-    assert torch.equal(in_pool(model, client, image, made), truth) and not torch.equal(truth, before)
+    assert torch.equal(ours(), truth) and not torch.equal(truth, before)
 
 
 def test_weights_that_spandrel_does_not_know_again_are_refused(client):
@@ -128,18 +124,7 @@ def test_weights_that_spandrel_does_not_know_again_are_refused(client):
     made = ImageModelDescriptor(foreign, foreign.state_dict(), CompactArch(), "SR", [], True, True, 1, 3, 3)
     made.patcher = CoreModelPatcher(foreign, model.patcher.load_device, model.patcher.offload_device)
     with pytest.raises(Refused, match="spandrel does not recognise the weights of this Sequential"):
-        in_pool(made, client, picture(1, 40, 48))
-
-
-def test_a_cancel_amid_tiles_is_the_hosts_interrupt_and_the_next_is_right(client):
-    model, image = upscaler(32, 8), picture(1, 40, 560)
-    truth = in_pool(model, client, image)
-    pool = client.sessions.live.pool
-    once = Once(lambda: in_forward(pool, 1, 2), mm.interrupt_current_processing)
-    with pytest.raises(mm.InterruptProcessingException):
-        in_pool(model, client, picture(1, 2000, 2000))
-    once.join()
-    assert torch.equal(in_pool(model, client, image), truth) and client.sessions.live.pool is pool
+        upscaled(made, client, picture(1, 40, 48))
 
 
 # -- auto mode
@@ -151,11 +136,13 @@ def node_is_there(monkeypatch):
     monkeypatch.setattr(VAETimes, "is_slower", lambda *_: False)
 
 
-def test_the_third_picture_of_a_kind_is_upscaled_in_the_pool_and_is_the_same(switched, requests):
+def test_the_third_picture_of_a_kind_is_upscaled_in_the_pool_and_noted_and_is_the_same(switched, requests):
     model, image = upscaler(), picture(1, 40, 560)
     truth, _ = (by_stock(model, image) for _ in range(TRIES))
     assert not requests["Forward"]
     assert torch.equal(by_stock(model, image), truth) and requests["Forward"]
+    noted = [(one.work, one.in_pool) for one in switched.times.prompts._vae[""]]
+    assert noted == [*[("upscale", False)] * TRIES, ("upscale", True)]
     made = requests["Forward"]
     assert torch.equal(NODE().upscale(model, image).args[0], truth) and requests["Forward"] > made
     switched(False)
@@ -164,29 +151,14 @@ def test_the_third_picture_of_a_kind_is_upscaled_in_the_pool_and_is_the_same(swi
     assert not switched.said()
 
 
-def test_a_picture_of_one_tile_is_left_to_comfyui_and_two_of_them_are_shared_out(switched, requests):
+def test_a_picture_of_one_tile_and_a_model_of_a_size_not_timed_are_left_to_comfyui(switched, requests):
     model = upscaler()
     for _ in range(TRIES + 2):
         by_stock(model, picture(1, 40, 512))
+    by_stock(upscaler(features=12), picture(2, 40, 512))
     assert not requests["Forward"]
     by_stock(model, picture(2, 40, 512))
-    assert requests["Forward"]
-
-
-def test_a_models_time_says_nothing_of_one_of_another_size(switched, requests):
-    for _ in range(TRIES):
-        by_stock(upscaler(), picture(1, 40, 560))
-    by_stock(upscaler(features=12), picture(1, 40, 560))
-    assert not requests["Forward"]
-
-
-def test_what_a_prompt_waited_for_an_upscale_model_is_noted_with_who_computed_it(switched):
-    for _ in range(TRIES + 1):
-        by_stock(upscaler(), picture(1, 40, 560))
-    assert [(one.work, one.in_pool) for one in switched.times.prompts._vae[""]] == [
-        *[("upscale", False)] * TRIES,
-        ("upscale", True),
-    ]
+    assert requests["Forward"], "two of them are shared out"
 
 
 class LaterNode(NODE):

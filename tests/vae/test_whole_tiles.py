@@ -7,19 +7,13 @@ from types import SimpleNamespace
 import comfy.utils
 import pytest
 import torch
-from pipemesh.lab.bench.pools import confined
 from pipemesh.parallel_runtime.client.lookahead import Lookahead
-from pipemesh.parallel_runtime.client.remote_pool import RemotePool
-from pipemesh.parallel_runtime.client.remote_vae import StepsDone, parallelize_vae
+from pipemesh.parallel_runtime.client.remote_vae import StepsDone
 from pipemesh.parallel_runtime.client.tiles import side_by_side
-from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import ALONE
-from pipemesh.pool.handle import PoolHandle
 
-from ..fixtures import with_ranks_of_its_own
-from ..kit.fake_pools import cpus
-from ..kit.vaes import image_weights, loaded, noise, random, video_weights
-from ..pool.test_pool_faults import Once, in_forward, kill
+from ..kit.vaes import image_weights, in_pool, loaded, noise, random, video_weights
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +23,10 @@ def as_nodes_run():
 
 
 @pytest.fixture(scope="module")
-def stock():
+def vaes():
     image = loaded(image_weights())
     random(image.first_stage_model)  # what the file has no weights for, too
     return {"image": image, "video": loaded(video_weights())}
-
-
-def parallel(vae, client):
-    return parallelize_vae(vae, lambda: client, holds_ui_device=False)
 
 
 @pytest.fixture
@@ -53,42 +43,28 @@ def sets(client, monkeypatch):
     return seen
 
 
+TILES = {"tile_x": 4, "tile_y": 4, "overlap": 1}
 CASES = {
-    "images, with smaller tiles at the edges": (
-        "image",
-        lambda vae: vae.decode_tiled(noise(2, 16, 8, 7), tile_x=6, tile_y=4, overlap=1),
-    ),
-    "an image that is one tile": (
-        "image",
-        lambda vae: vae.decode_tiled(noise(1, 16, 4, 4), tile_x=16, tile_y=16, overlap=2),
-    ),
-    "pixels to latents": (
-        "image",
-        lambda vae: vae.encode_tiled(noise(1, 56, 40, 3).sigmoid(), tile_x=32, tile_y=32, overlap=8),
-    ),
-    "a video, in time too": (
-        "video",
-        lambda vae: vae.decode_tiled(
-            noise(1, 16, 4, 7, 5), tile_x=4, tile_y=4, overlap=1, tile_t=2, overlap_t=1
-        ),
-    ),
+    "images, with smaller tiles at the edges": ("image", "decode_tiled", (2, 16, 5, 4), {}),
+    "an image that is one tile": ("image", "decode_tiled", (1, 16, 4, 4), {"tile_x": 16, "tile_y": 16}),
+    "pixels to latents": ("image", "encode_tiled", (1, 40, 32, 3), {}),
+    "a video, in time too": ("video", "decode_tiled", (1, 16, 4, 7, 5), {"tile_t": 2, "overlap_t": 1}),
     "frames to latents, in time too": (
-        "video",
-        lambda vae: vae.encode_tiled(
-            noise(9, 40, 56, 3).sigmoid(), tile_x=32, tile_y=32, overlap=8, tile_t=5, overlap_t=1
-        ),
+        "video", "encode_tiled", (9, 40, 56, 3), {"tile_t": 5, "overlap_t": 1}
     ),
-}
+}  # fmt: skip
+OF_PIXELS = {"tile_x": 32, "tile_y": 32, "overlap": 8}
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("case", CASES)
 def test_whole_tiles_go_to_ranks_as_many_at_once_and_the_picture_is_stocks_to_the_bit(
-    case, stock, client, sets
+    case, vaes, client, sets
 ):
-    kind, use = CASES[case]
-    truth = use(stock[kind])
-    ours = use(parallel(stock[kind], client))
+    kind, work, shape, tiles = CASES[case]
+    given, tiles = noise(*shape), (TILES if work == "decode_tiled" else OF_PIXELS) | tiles
+    given = given if work == "decode_tiled" else given.sigmoid()
+    truth, ours = (getattr(vae, work)(given, **tiles) for vae in (vaes[kind], in_pool(vaes[kind], client)))
     assert truth.dtype == ours.dtype and torch.equal(ours, truth)
     *full, last = sets
     assert all(ranks == [(0,), (1,)] for ranks in full) and last in ([(0,)], [(0,), (1,)])
@@ -107,24 +83,24 @@ FALLBACKS = {
 
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_tiles_that_comfyui_takes_where_memory_ran_out_are_stocks_to_the_bit(
-    case, stock, client, sets, monkeypatch
+    case, vaes, client, sets, monkeypatch
 ):
     kind, work, shape = FALLBACKS[case]
-    ours, picture = parallel(stock[kind], client), noise(*shape).sigmoid()
+    ours, picture = in_pool(vaes[kind], client), noise(*shape).sigmoid()
     ours.first_stage_model.decode = ours.first_stage_model.encode = no_room
     made = getattr(ours, work)(picture)
     assert len(sets) > 1
-    model, whole = stock[kind].first_stage_model, getattr(stock[kind].first_stage_model, work)
+    model, whole = vaes[kind].first_stage_model, getattr(vaes[kind].first_stage_model, work)
     calls = iter([no_room])
     monkeypatch.setattr(model, work, lambda *args: next(calls, whole)(*args))
-    assert torch.equal(made, getattr(stock[kind], work)(picture))
+    assert torch.equal(made, getattr(vaes[kind], work)(picture))
 
 
 def test_each_tile_is_computed_once_however_much_larger_than_its_latent_the_picture_is(
-    stock, client, sets, requests, monkeypatch
+    vaes, client, sets, requests, monkeypatch
 ):
     """A first latent frame makes one frame, each later one four."""
-    vae, submit = parallel(stock["video"], client), client.evaluations.submit
+    vae, submit = in_pool(vaes["video"], client), client.evaluations.submit
 
     def submitted(*args, **kwargs):
         assert requests["Forward"] < 20, "the same tiles again and again"
@@ -132,67 +108,19 @@ def test_each_tile_is_computed_once_however_much_larger_than_its_latent_the_pict
 
     monkeypatch.setattr(client.evaluations, "submit", submitted)
     for frames in (1, 2, 1):
-        latent, tiles = noise(1, 16, frames, 4, 7), {"tile_x": 4, "tile_y": 4, "overlap": 1}
-        assert torch.equal(vae.decode_tiled(latent, **tiles), stock["video"].decode_tiled(latent, **tiles))
+        latent = noise(1, 16, frames, 4, 7)
+        assert torch.equal(vae.decode_tiled(latent, **TILES), vaes["video"].decode_tiled(latent, **TILES))
     assert requests["Forward"] == sum(map(len, sets))
 
 
-def test_the_progress_that_comfyui_shows_is_that_of_tiles_that_are_there(stock, client, sets, monkeypatch):
+def test_the_progress_that_comfyui_shows_is_that_of_tiles_that_are_there(vaes, client, sets, monkeypatch):
     shown = []
-    monkeypatch.setattr(
-        comfy.utils,
-        "PROGRESS_BAR_HOOK",
-        lambda value, total, *_args, **_named: shown.append((value, total, len(sets))),
-    )
-    hook = comfy.utils.PROGRESS_BAR_HOOK
-    parallel(stock["image"], client).decode_tiled(noise(1, 16, 9, 4), tile_x=4, tile_y=4, overlap=1)
+    hook = lambda value, total, *_args, **_named: shown.append((value, total, len(sets)))  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    in_pool(vaes["image"], client).decode_tiled(noise(1, 16, 9, 4), **TILES)
     assert comfy.utils.PROGRESS_BAR_HOOK is hook
     (first, total, _), *_, (last, _, _) = shown
     assert (first, last) == (1, total) and all(value <= 2 * done for value, _, done in shown)
-
-
-@with_ranks_of_its_own
-def test_a_tile_out_of_memory_is_named_as_comfyuis_own_and_the_same_pool_goes_on(stock, client):
-    vae, latent = parallel(stock["image"], client), noise(1, 16, 9, 4)
-    small = {"tile_x": 4, "tile_y": 4, "overlap": 1}
-    truth = vae.decode_tiled(latent, **small)
-    pool = client.sessions.live.pool
-    named = pytest.raises(torch.OutOfMemoryError, match=r"Rank \d on cpu ran out of memory while computing")
-    with confined(pool.ranks.pids, room=4 << 20), named:
-        vae.decode_tiled(noise(1, 16, 512, 512), tile_x=256, tile_y=256, overlap=8)
-    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks had no room
-    assert torch.equal(vae.decode_tiled(latent, **small), truth) and client.sessions.live.pool is pool
-    pool.arena.give(low, 8 << 20)
-
-
-def test_a_cancel_amid_tiles_is_the_hosts_interrupt_and_the_next_is_right(stock, client):
-    import comfy.model_management as mm
-
-    vae, tiles = parallel(stock["video"], client), {"tile_x": 4, "tile_y": 4, "overlap": 1}
-    truth = vae.decode_tiled(noise(1, 16, 2, 7, 5), **tiles)
-    pool = client.sessions.live.pool
-    once = Once(lambda: in_forward(pool, 1, 30), mm.interrupt_current_processing)
-    with pytest.raises(mm.InterruptProcessingException):
-        vae.decode_tiled(noise(1, 16, 9, 32, 24), tile_x=16, tile_y=16, overlap=2)
-    once.join()
-    assert torch.equal(vae.decode_tiled(noise(1, 16, 2, 7, 5), **tiles), truth)
-    assert client.sessions.live.pool is pool
-
-
-def test_a_rank_killed_amid_tiles_is_named_and_the_next_is_right(stock, setup):
-    handle = PoolHandle(cpus(2), setup)
-    try:
-        vae = parallel(stock["video"], RemotePool(handle))
-        tiles = {"tile_x": 4, "tile_y": 4, "overlap": 1}
-        truth = vae.decode_tiled(noise(1, 16, 2, 7, 5), **tiles)
-        pool = handle.live()
-        once = Once(lambda: in_forward(pool, 1, 30), lambda: kill(pool, 1))
-        with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed .* while computing: run again"):
-            vae.decode_tiled(noise(1, 16, 9, 32, 24), tile_x=16, tile_y=16, overlap=2)
-        once.join()
-        assert torch.equal(vae.decode_tiled(noise(1, 16, 2, 7, 5), **tiles), truth)
-    finally:
-        handle.close()
 
 
 # -- the loop that runs twice
@@ -219,19 +147,18 @@ def test_a_loop_that_asks_for_another_tile_than_at_first_is_refused():
     """Of two tiles with the same numbers, some of which are none, either will do."""
     picture = torch.tensor([1.0, torch.nan, torch.inf, 3.0, 4.0, 5.0])
 
-    def made(ask_width, width):
+    def made(ask_width, width, times=1):
         return side_by_side(
             lambda on_tile: [on_tile(tile) for tile in picture.split(ask_width)],
-            lambda on_tile: torch.cat([on_tile(tile) for tile in picture.split(width)]),
+            lambda on_tile: torch.cat([on_tile(tile) for _ in range(times) for tile in picture.split(width)]),
             lambda tiles: [tile * 2 for tile in tiles],
             2,
         )
 
     assert torch.equal(made(2, 2).nan_to_num(), (picture * 2).nan_to_num())
-    with pytest.raises(Refused, match="goes through the tiles of this picture in another way"):
-        made(2, 3)
-    with pytest.raises(Refused, match="goes through the tiles of this picture in another way"):
-        side_by_side(lambda one: one(picture), lambda one: [one(picture) for _ in "ab"], list, 1)
+    for otherwise in ((2, 3), (6, 6, 2)):
+        with pytest.raises(Refused, match="goes through the tiles of this picture in another way"):
+            made(*otherwise)
 
 
 def test_the_steps_that_are_shown_are_of_this_request_from_its_first_on():
