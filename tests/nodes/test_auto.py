@@ -2,9 +2,10 @@
 edit; what the pool cannot honour is stock's own result, with one notice that says why.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
-import comfy.sample
+import comfy.model_management as mm
 import comfy.sampler_helpers
 import comfy.samplers
 import pytest
@@ -48,44 +49,48 @@ def said(notices):
     return [notice.text for notice in notices.latest()]
 
 
+@pytest.fixture
+def switched_on(settings, requests):
+    """A sampling's result while auto mode is off, and the same while it is on, whose requests
+    alone are counted then.
+    """
+
+    def both(sample):
+        truth = sample()
+        settings(True)
+        requests.clear()
+        return truth, sample()
+
+    return both
+
+
+@pytest.fixture
+def plain(files):
+    return load(files["model"])
+
+
 # -- in the pool, and back
 
 
 def test_switched_on_and_off_in_turn_the_images_are_equal_and_only_those_of_on_are_of_the_pool(
-    auto, settings, requests, files, notices
+    auto, settings, client, requests, plain, notices
 ):
-    model = load(files["model"])
-    truth = run(model, cfg=2.0)
+    """What ranks held is freed while it is off."""
+    truth = run(plain, cfg=2.0)
     for number in range(50 if ALL else 4):
         settings(number % 2 == 0)
         requests.clear()
-        image = run(model, cfg=2.0)
-        if number % 2:
-            assert not requests["Forward"]
-        else:
-            assert requests["Forward"]
+        image = run(plain, cfg=2.0)
+        assert bool(requests["Forward"]) is bool(client.sessions.live.models) is (number % 2 == 0)
         # Off too: weights that lie in the file's pages now round otherwise
         assert relative_error(image, truth) <= BOUND
     assert not said(notices)
 
 
-def test_what_ranks_held_for_auto_mode_is_freed_once_it_is_off(auto, settings, client, files):
-    model = load(files["model"])
-    settings(True)
-    run(model)
-    assert client.sessions.live.models
-    settings(False)
-    run(model)
-    assert not client.sessions.live.models
-
-
 def test_a_model_that_is_being_compared_with_stock_is_on_one_gpu_and_in_the_pool_after_that(
-    auto, settings, requests, notices, files
+    auto, settings, requests, notices, plain
 ):
-    trials, model = (
-        {type(load(files["model"]).model.diffusion_model): "is being compared"},
-        load(files["model"]),
-    )
+    trials = {type(plain.model.diffusion_model): "is being compared"}
 
     def require(transformer, model):
         if transformer in trials:
@@ -93,39 +98,27 @@ def test_a_model_that_is_being_compared_with_stock_is_on_one_gpu_and_in_the_pool
 
     auto._runtime().trials = SimpleNamespace(require=require)
     settings(True)
-    truth = run(model)
+    truth = run(plain)
     assert not requests["Forward"] and said(notices) == ["On one GPU: Flux is being compared."]
     trials.clear()
-    assert relative_error(run(model), truth) <= BOUND
+    assert relative_error(run(plain), truth) <= BOUND
     assert requests["Forward"]
 
 
-def test_a_lora_and_its_strength_reach_the_pool(auto, settings, requests, files):
-    model = load(files["model"])
+def test_a_lora_and_its_strength_reach_the_pool(auto, settings, switched_on, requests, files, plain):
     for strength in (1.0, 0.3):
-        patched = with_lora(model, files, strength)
         settings(False)
-        truth = run(patched)
-        settings(True)
-        requests.clear()
-        assert relative_error(run(patched), truth) <= BOUND
-        assert requests["SetWeightPatches"] == 1
+        truth, image = switched_on(partial(run, with_lora(plain, files, strength)))
+        assert relative_error(image, truth) <= BOUND and requests["SetWeightPatches"] == 1
 
 
-def guided(guider, sampler="euler"):
+def guided(guider):
     noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
-    sigmas = comfy.samplers.calculate_sigmas(
-        guider.model_patcher.get_model_object("model_sampling"), "simple", 3
-    )
+    sampling = guider.model_patcher.get_model_object("model_sampling")
+    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", 3)
+    euler = comfy.samplers.sampler_object("euler")
     with torch.inference_mode():
-        return guider.sample(
-            noise,
-            torch.zeros_like(noise),
-            comfy.samplers.sampler_object(sampler),
-            sigmas,
-            disable_pbar=True,
-            seed=2,
-        )
+        return guider.sample(noise, torch.zeros_like(noise), euler, sigmas, disable_pbar=True, seed=2)
 
 
 def guider_of(model, kind=comfy.samplers.CFGGuider):
@@ -146,37 +139,29 @@ class ForeignGuider(comfy.samplers.CFGGuider):
 
 @pytest.mark.parametrize("kind", [comfy.samplers.CFGGuider, ForeignGuider])
 def test_a_guider_made_and_sampled_while_off_is_parallel_once_it_is_on_and_keeps_what_is_its_own(
-    auto, settings, requests, files, kind
+    auto, settings, switched_on, requests, plain, kind
 ):
-    guider = guider_of(load(files["model"]), kind)
+    guider = guider_of(plain, kind)
     before = dict(vars(guider))
-    truth = guided(guider)
-    settings(True)
-    assert relative_error(guided(guider), truth) <= BOUND
-    assert requests["Forward"]
+    truth, image = switched_on(partial(guided, guider))
+    assert relative_error(image, truth) <= BOUND and requests["Forward"]
     assert {name: value for name, value in vars(guider).items() if name in before} == before
     settings(False)
     requests.clear()
-    assert relative_error(guided(guider), truth) <= BOUND
-    assert not requests["Forward"]
+    assert relative_error(guided(guider), truth) <= BOUND and not requests["Forward"]
 
 
-def test_both_models_of_a_guider_with_two_run_in_the_pool(auto, settings, requests, files):
+def test_both_models_of_a_guider_with_two_run_in_the_pool(auto, switched_on, requests, files, plain):
     import comfy_extras.nodes_custom_sampler as custom
 
-    guider = guider_of(
-        load(files["model"]), lambda model: custom.Guider_DualModel(model, load(files["other"]))
-    )
-    truth = guided(guider)
-    settings(True)
-    requests.clear()
-    assert relative_error(guided(guider), truth) <= BOUND
-    assert requests["Forward"] == 6
+    guider = guider_of(plain, lambda model: custom.Guider_DualModel(model, load(files["other"])))
+    truth, image = switched_on(partial(guided, guider))
+    assert relative_error(image, truth) <= BOUND and requests["Forward"] == 6
 
 
-def test_a_parallelized_model_keeps_its_own_pool(auto, settings, client, files):
+def test_a_parallelized_model_keeps_its_own_pool(auto, settings, client, plain):
     settings(True)
-    run(remote_patcher.parallelize(load(files["model"]), client, holds_ui_device=True))
+    run(remote_patcher.parallelize(plain, client, holds_ui_device=True))
     assert not auto._runtime().choices
 
 
@@ -189,38 +174,26 @@ def with_patch(model):
     return clone
 
 
-KINDS = {
-    "unet": (
-        lambda path: unet(),
-        "UNetModel has no token plan (a UNet: its convolutions look at neighbouring pixels",
-    ),
-    "no plan": (
-        lambda path: without_plan(load(path)),
-        "Unplanned has no token plan (no plan has been written yet",
-    ),
-    "patch": (
-        lambda path: with_patch(load(path)),
-        "foreign_pack.halved_keys (patches/attn1_patch) runs inside the model's blocks",
-    ),
+KINDS = {  # what it makes of the file's MODEL -> what is said
+    "unet": (lambda _: unet(), "UNetModel has no token plan (a UNet: its convolutions look at neighbour"),
+    "no plan": (without_plan, "Unplanned has no token plan (no plan has been written yet"),
+    "patch": (with_patch, "foreign_pack.halved_keys (patches/attn1_patch) runs inside the model's blocks"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_pool_cannot_honour_is_stocks_result_to_the_bit_with_one_notice_that_says_why(
-    auto, settings, requests, notices, files, kind
+    auto, switched_on, requests, notices, plain, kind
 ):
     make, sentence = KINDS[kind]
-    model = make(files["model"])
+    model = make(plain)
     latent = torch.zeros(1, model.model.latent_format.latent_channels, 8, 8)
-    truth = run(model, cfg=2.0, latent=latent)
-    settings(True)
-    requests.clear()
-    assert torch.equal(run(model, cfg=2.0, latent=latent), truth)
+    truth, image = switched_on(lambda: run(model, cfg=2.0, latent=latent))
+    assert torch.equal(image, truth) and not requests["Forward"]
     (notice,) = said(notices)
     assert notice.startswith("On one GPU: ") and sentence in notice
     assert "PipeMesh Parallelize" not in notice and "remove the node" not in notice
     assert not auto._runtime().wait.lasts, "the wait that planning began is over"
-    assert not requests["Forward"]
 
 
 def test_frames_of_one_video_are_on_one_gpu_with_a_notice_and_no_prompt_tries_the_pool(
@@ -234,9 +207,8 @@ def test_frames_of_one_video_are_on_one_gpu_with_a_notice_and_no_prompt_tries_th
         with CurrentNodeContext(prompt_id=prompt, node_id="3"):
             assert torch.equal(run(model, latent=latent), truth)
     assert not requests, "nothing is loaded"
-    assert [
-        one.removeprefix("On one GPU: The rows of this batch are the frames of one") for one in said(notices)
-    ] == [" video, which the model computes together, and there is no other prompt for another GPU."] * 2
+    told = "The rows of this batch are the frames of one video, which the model computes together,"
+    assert said(notices) == [f"On one GPU: {told} and there is no other prompt for another GPU."] * 2
 
 
 def failing(monkeypatch, error, times=1000):
@@ -254,110 +226,87 @@ def failing(monkeypatch, error, times=1000):
 
 
 DIED = PoolFailed("Rank 1 on cpu was killed: run again.\nLast lines of rank 1:\n  its last words")
+KILLED = ("Rank 1 on cpu was killed: run again.", "Last lines of rank 1:\n  its last words")
+FAILING = {  # the error, how often it comes, how often it is tried -> the notice, and its detail
+    "dies twice": (DIED, 2, 2, KILLED),
+    "dies once": (DIED, 1, 2, None),
+    "no plain data": (NotPlain("context", object()), 9, 1, None),
+    "no attribute": (AttributeError("no such thing"), 9, 1, ("AttributeError: no such thing", "")),
+    "no space": (OSError(28, "No space left"), 9, 1, ("OSError: [Errno 28] No space left", "")),
+}
 
 
-def test_a_pool_that_fails_twice_costs_a_notice_and_no_image_and_the_log_has_the_last_lines(
-    auto, settings, notices, files, monkeypatch, caplog
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_pool_that_fails_costs_a_notice_and_no_image_and_the_log_has_the_last_lines_or_a_traceback(
+    auto, switched_on, requests, notices, plain, monkeypatch, caplog, kind
 ):
-    model = load(files["model"])
-    truth = run(model)
-    settings(True)
-    calls = failing(monkeypatch, DIED)
-    assert relative_error(run(model), truth) <= BOUND
-    assert len(calls) == 2
+    error, times, tried, told = FAILING[kind]
+    truth = run(plain)
+    calls = failing(monkeypatch, error, times)
+    _, image = switched_on(lambda: run(plain))
+    assert relative_error(image, truth) <= BOUND
+    if kind == "dies once":
+        assert requests["Forward"] and not said(notices), "of a fresh pool"
+        return
+    assert len(calls) == tried
     (notice,) = notices.latest()
-    assert notice.text == "On one GPU: Rank 1 on cpu was killed: run again."
-    assert notice.detail == "Last lines of rank 1:\n  its last words"
-    assert "its last words" in caplog.messages[-1]
+    text, detail = told or (f"NotPlain: {error}", "")
+    assert (notice.text, notice.detail) == (f"On one GPU: {text}", detail)
+    logged = [one.exc_info and one.exc_info[1] for one in caplog.records]
+    assert "its last words" in caplog.messages[-1] if error is DIED else error in logged
 
 
 def test_a_pool_that_failed_is_not_tried_again_in_the_same_prompt(
-    auto, settings, notices, files, monkeypatch
+    auto, settings, notices, plain, monkeypatch
 ):
-    model, tried = load(files["model"]), []
+    tried = []
     settings(True)
     calls = failing(monkeypatch, DIED)
     for prompt, node in (("first", "3"), ("first", "4"), ("second", "3")):
         with CurrentNodeContext(prompt, node):
-            run(model)
+            run(plain)
         tried.append(len(calls))
     assert tried == [2, 2, 4] and said(notices)[1] == GIVEN_UP
 
 
-def test_a_worker_that_dies_once_costs_a_fresh_pool_and_no_notice(
-    auto, settings, requests, notices, files, monkeypatch
-):
-    model = load(files["model"])
-    truth = run(model)
+def test_what_is_refused_leaves_other_models_in_the_ranks(auto, settings, client, requests, plain):
     settings(True)
-    requests.clear()
-    failing(monkeypatch, DIED, times=1)
-    assert relative_error(run(model), truth) <= BOUND
-    assert requests["Forward"] and not said(notices)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [NotPlain("context", object()), AttributeError("no such thing"), OSError(28, "No space left")],
-    ids=repr,
-)
-def test_an_error_that_nobody_thought_of_costs_a_notice_and_no_image_and_its_traceback_is_logged(
-    auto, settings, notices, files, monkeypatch, caplog, error
-):
-    model = load(files["model"])
-    truth = run(model)
-    settings(True)
-    calls = failing(monkeypatch, error)
-    assert relative_error(run(model), truth) <= BOUND
-    assert len(calls) == 1
-    assert said(notices) == [f"On one GPU: {type(error).__name__}: {error}"]
-    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
-
-
-def test_what_is_refused_leaves_other_models_in_the_ranks(auto, settings, client, requests, files):
-    model = load(files["model"])
-    settings(True)
-    run(model)
+    run(plain)
     held = set(client.sessions.live.models)
     run(unet(), latent=torch.zeros(1, 4, 8, 8))
     assert held and held <= set(client.sessions.live.models)
     requests.clear()
-    run(model)
+    run(plain)
     assert requests["Forward"] and not requests["Load"]
 
 
 def test_a_refused_guider_inside_another_leaves_the_outer_ones_model_in_the_ranks(
-    auto, settings, client, requests, files
+    auto, settings, client, requests, plain
 ):
-    model = load(files["model"])
-
     def inside(args):
         """In the last step: ComfyUI itself ends what samples one model within another's steps."""
         steps.append(args)
         if len(steps) == 3:
             held.update(client.sessions.live.models)
-            run(with_patch(model))
+            run(with_patch(plain))
             assert held <= set(client.sessions.live.models)
         return args["denoised"]
 
-    steps, held, outer = [], set(), model.clone()
+    steps, held, outer = [], set(), plain.clone()
     outer.set_model_sampler_post_cfg_function(inside)
     settings(True)
     run(outer)
     assert held and len(steps) == 3 and requests["Load"] <= 1
 
 
-def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, files, monkeypatch):
-    import comfy.model_management as mm
-
-    model = load(files["model"])
+def test_stop_is_heard_while_what_ranks_held_is_freed(auto, settings, client, plain, monkeypatch):
     settings(True)
-    run(model)
+    run(plain)
     settings(False)
     monkeypatch.setattr(mm, "processing_interrupted", lambda: True)
     monkeypatch.setattr(type(client.sessions), "settle", cancelled_where_stopped)
     with pytest.raises(mm.InterruptProcessingException):
-        auto.sample(guider_of(model), stock_run(model, lambda: pytest.fail("it went on")))
+        auto.sample(guider_of(plain), stock_run(plain, lambda: pytest.fail("it went on")))
 
 
 def stock_run(model, call=lambda: None):
@@ -371,16 +320,13 @@ def cancelled_where_stopped(_self, interrupted):
 
 
 def test_a_model_that_a_node_has_put_on_another_device_stays_there(
-    auto, settings, requests, notices, files, monkeypatch
+    auto, settings, requests, notices, plain, monkeypatch
 ):
-    import comfy.model_management as mm
-
-    model = load(files["model"])
     settings(True)
     own = mm.get_torch_device()
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device("meta"))
     with torch.inference_mode():
-        auto.sample(guider_of(model), stock_run(model))
+        auto.sample(guider_of(plain), stock_run(plain))
     assert said(notices) == [f"On one GPU: A node has put this MODEL on {own}, but ComfyUI computes on meta."]
 
 
@@ -393,42 +339,26 @@ def test_a_notice_told_again_in_one_prompt_is_one_with_a_count():
     assert [notice.text for notice in shown] == ["first", "second"]
 
 
-def test_stop_ends_the_run_and_starts_no_other(auto, settings, notices, files, monkeypatch):
-    import comfy.model_management as mm
-
-    def stopped(*_):
-        raise mm.InterruptProcessingException
-
+def test_stop_ends_the_run_and_starts_no_other(auto, settings, notices, plain, monkeypatch):
     settings(True)
-    monkeypatch.setattr(remote_patcher.RemotePatcher, "sample_call", stopped)
+    calls = failing(monkeypatch, mm.InterruptProcessingException())
     with pytest.raises(mm.InterruptProcessingException):
-        run(load(files["model"]))
-    assert not said(notices)
+        run(plain)
+    assert len(calls) == 1 and not said(notices)
 
 
 class Trains(comfy.samplers.Sampler):
     """Asks for the gradient of a weight, as TrainSampler does."""
 
-    def sample(
-        self,
-        model_wrap,
-        sigmas,
-        extra_args,
-        callback,
-        noise,
-        latent_image=None,
-        denoise_mask=None,
-        disable_pbar=False,
-    ):
+    def sample(self, model_wrap, sigmas, extra_args, callback, noise, *args, **kwargs):
         weight = list(model_wrap.inner_model.diffusion_model.parameters())[-1].requires_grad_()
         model_wrap(noise, sigmas[:1], **extra_args).square().sum().backward()
         return weight.grad
 
 
 def test_training_stays_in_comfyui_and_gets_its_gradients(
-    auto, settings, requests, notices, files, monkeypatch
+    auto, switched_on, requests, notices, files, monkeypatch
 ):
-    import comfy.model_management as mm
     from comfy_extras.nodes_train import TrainGuider
 
     monkeypatch.setattr(mm, "in_training", True)  # as TrainLoraNode does
@@ -436,16 +366,12 @@ def test_training_stays_in_comfyui_and_gets_its_gradients(
     def trained():
         guider = TrainGuider(load(files["model"]))
         guider.set_conds(conditioning(1, 13))
-        noise = torch.randn(1, 16, 8, 10, generator=torch.Generator().manual_seed(2))
+        noise, sigmas = torch.ones(1, 16, 8, 10), torch.tensor([1.0, 0.0])
         with torch.enable_grad():
-            return guider.sample(
-                noise, torch.zeros_like(noise), Trains(), torch.tensor([1.0, 0.0]), disable_pbar=True, seed=2
-            )
+            return guider.sample(noise, 0 * noise, Trains(), sigmas, disable_pbar=True, seed=2)
 
-    truth = trained()
-    settings(True)
-    requests.clear()
-    assert torch.count_nonzero(truth) and relative_error(trained(), truth) <= BOUND
+    truth, ours = switched_on(trained)
+    assert torch.count_nonzero(truth) and relative_error(ours, truth) <= BOUND
     assert said(notices) == [f"On one GPU: {GRADIENTS}"] and not requests["Forward"]
 
 
@@ -478,16 +404,14 @@ class Inner(Outer):
 
 
 @pytest.mark.parametrize("kind", [Outer, Inner])
-def test_a_guider_with_a_sample_method_of_its_own_is_told_of(auto, settings, requests, notices, files, kind):
-    guider = guider_of(load(files["model"]), kind)
-    guided(guider)
-    assert not said(notices)
-    settings(True)
-    guided(guider)
-    assert said(notices) == [
-        f"On one GPU: {kind.__name__} has a sample method of its own, which PipeMesh does not know."
-    ]
-    assert notices.latest()[0].count == 1 and not requests["Forward"]
+def test_a_guider_with_a_sample_method_of_its_own_is_told_of(
+    auto, switched_on, requests, notices, plain, kind
+):
+    switched_on(partial(guided, guider_of(plain, kind)))
+    (notice,) = notices.latest()
+    told = "has a sample method of its own, which PipeMesh does not know."
+    assert notice.text == f"On one GPU: {kind.__name__} {told}"
+    assert notice.count == 1 and not requests["Forward"]
 
 
 # -- the seam and the switch
@@ -500,7 +424,7 @@ def test_removed_the_host_is_as_it_was(auto):
 
 
 def test_another_packs_method_around_ours_stays_when_ours_is_removed(
-    auto, settings, requests, files, monkeypatch
+    auto, settings, requests, plain, monkeypatch
 ):
     ours, calls = comfy.samplers.CFGGuider.sample, []
 
@@ -512,12 +436,12 @@ def test_another_packs_method_around_ours_stays_when_ours_is_removed(
     settings(True)
     auto.remove()
     assert comfy.samplers.CFGGuider.sample is theirs
-    run(load(files["model"]))
+    run(plain)
     assert calls and not requests["Forward"]
 
 
 def sample_with_one_more(
-    self, noise, latent_image, sampler, sigmas, denoise_mask=None, preview=None, callback=None
+    self, noise, latent, sampler, sigmas, denoise_mask=None, preview=None, callback=None
 ):
     self.model_patcher.prepare_model_patcher(noise)
     return self.outer_sample(noise)
@@ -527,34 +451,27 @@ def other_sample(self, noise, latent_image, sampler, sigmas):
     return self.patcher.outer_sample(noise)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "sentence"),
-    [
-        ("CFGGuider.sample", other_sample, "does not use model_patcher in comfy.samplers.CFGGuider.sample"),
-        (
-            "CFGGuider.sample",
-            sample_with_one_more,
-            "has preview in the place of callback in comfy.samplers.CFGGuider.sample",
-        ),
-        ("CFGGuider.outer_sample", None, "has no comfy.samplers.CFGGuider.outer_sample"),
-        ("sample", lambda model: model, "does not use CFGGuider in comfy.samplers.sample"),
-    ],
-)
+CHANGED = [  # what of comfy.samplers, what it is now, what is said of it
+    ("CFGGuider.sample", other_sample, "does not use model_patcher in"),
+    ("CFGGuider.sample", sample_with_one_more, "has latent in the place of latent_image in"),
+    ("CFGGuider.outer_sample", None, "has no"),
+    ("sample", lambda model: model, "does not use CFGGuider in"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "said"), CHANGED)
 def test_a_host_that_samples_otherwise_is_left_alone_and_what_changed_is_named(
-    monkeypatch, path, value, sentence
+    monkeypatch, path, value, said
 ):
-    owner, name = (
-        (comfy.samplers.CFGGuider, path.partition(".")[2]) if "." in path else (comfy.samplers, path)
-    )
+    owner, name = (comfy.samplers.CFGGuider, path[10:]) if "." in path else (comfy.samplers, path)
     if value is None:
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(value, "__module__", "comfy.samplers")
         monkeypatch.setattr(owner, name, value)
     before = dict(vars(comfy.samplers.CFGGuider))
-    with pytest.raises(
-        HostChanged, match=f"Auto mode does not know this ComfyUI, which {sentence}: update PipeMesh"
-    ):
+    sentence = f"not know this ComfyUI, which {said} comfy.samplers.{path}: update PipeMesh"
+    with pytest.raises(HostChanged, match=f"Auto mode does {sentence}"):
         GuiderSeam(lambda *_: None, lambda *_: None, StepTimes()).install()
     assert dict(vars(comfy.samplers.CFGGuider)) == before
 

@@ -19,15 +19,25 @@ __all__ = ["settings"]  # a fixture
 
 
 @pytest.mark.parametrize(
-    ("text", "on"),
-    [('{"PipeMesh.Auto": true}', True), ('{"PipeMesh.Auto": false}', False), ("{}", False), ("[]", False)],
+    ("variable", "text", "on"),
+    [
+        ("", None, False),
+        *(("", text, text == '{"PipeMesh.Auto": true}') for text in ('{"PipeMesh.Auto": true}', "{}", "[]")),
+        ("", '{"PipeMesh.Auto": false}', False),
+        ("1", '{"PipeMesh.Auto": false}', True),
+        ("0", '{"PipeMesh.Auto": true}', False),
+        ("yes", '{"PipeMesh.Auto": true}', True),
+    ],
 )
-def test_the_switch_is_the_setting(tmp_path, text, on):
+def test_the_switch_is_the_setting_unless_the_variable_says_1_or_0(tmp_path, caplog, variable, text, on):
     file = tmp_path / FILE
-    switch = Switch({}, lambda: file)
-    assert switch.is_on() is False
-    file.write_text(text)
+    switch = Switch({"PIPEMESH_AUTO": variable} if variable else {}, lambda: file)
+    if text is not None:
+        switch.is_on()  # the file comes later
+        file.write_text(text)
     assert switch.is_on() is on
+    named = ["[PipeMesh] PIPEMESH_AUTO is yes: set it to 1 or 0."]
+    assert caplog.messages == (named if variable == "yes" else [])
 
 
 def test_while_comfyui_writes_its_settings_the_switch_is_as_it_was(settings):
@@ -39,27 +49,12 @@ def test_while_comfyui_writes_its_settings_the_switch_is_as_it_was(settings):
         assert switch.is_on() is on
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False)])
-def test_the_variable_counts_more_than_the_setting(settings, value, on):
-    settings(not on)
-    assert Switch({"PIPEMESH_AUTO": value}, lambda: settings.file).is_on() is on
-
-
-def test_a_variable_that_is_neither_is_named_and_the_setting_counts(settings, caplog):
-    settings(True)
-    assert Switch({"PIPEMESH_AUTO": "yes"}, lambda: settings.file).is_on() is True
-    assert caplog.messages == ["[PipeMesh] PIPEMESH_AUTO is yes: set it to 1 or 0."]
-    assert Switch({}, lambda: None).is_on() is False
-
-
 def test_a_setting_without_effect_is_said_to_be(settings):
-    fixed = Switch({"PIPEMESH_AUTO": "0"}, lambda: None).overruled
-    assert fixed.english.endswith("PIPEMESH_AUTO=0 is set where ComfyUI was started.")
-    assert "--multi-user" in Switch({}, lambda: None).overruled.english
+    """With several users there is no file, and that for queues has none whatever the variable."""
+    fixed, several = Switch({"PIPEMESH_AUTO": "0"}, lambda: None), Switch({}, lambda: None)
+    assert fixed.overruled.english.endswith("PIPEMESH_AUTO=0 is set where ComfyUI was started.")
+    assert "--multi-user" in several.overruled.english and several.is_on() is False
     assert Switch({}, lambda: settings.file).overruled is None
-
-
-def test_with_several_users_the_setting_for_queues_is_said_to_have_no_effect_whatever_the_variable(settings):
     several = Switch({"PIPEMESH_AUTO": "1"}, lambda: None)
     assert several.looks_ahead() and "PipeMesh Pool" in several.queue_overruled.english
     assert Switch({"PIPEMESH_AUTO": "1"}, lambda: settings.file).queue_overruled is None
