@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.lab.boxes import published_box
 from pipemesh.lab.dry_run.expected import even_bytes
@@ -62,7 +62,6 @@ def test_all_messages_between_two_groups_share_the_way_between_them(messages, se
     assert two.seconds([SentBytes(*one) for one in messages]) == pytest.approx(seconds)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 9))
 def test_ranks_send_the_bytes_that_the_papers_say_where_all_is_even(ulysses, ring, tokens, heads):
     layout = Layout(ulysses=ulysses, ring=ring)
