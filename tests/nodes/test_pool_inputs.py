@@ -16,31 +16,19 @@ from pipemesh.parallel_runtime.texts import english
 
 from ..kit.fake_pools import fake_setup
 
-INPUTS = {
-    "devices": "cpu",
-    "layout": "by hand",
-    "ulysses": 1,
-    "ring": 1,
-    "pipefusion": 2,
-    "backend": "auto",
-    "patches": 0,
-    "warm_up": 1,
-    "stages": "",
-}
+INPUTS = {"devices": "cpu", "layout": "by hand", "ulysses": 1, "ring": 1, "pipefusion": 2}
+INPUTS |= {"backend": "auto", "patches": 0, "warm_up": 1, "stages": ""}
+LISTED = "list one device per rank, or choose"
+NO_LIST = "is no list of block counts: write how many blocks each stage gets, for example 20,37, or leave stages empty."
+BACKENDS = "is not known: choose auto, nccl or gloo."
 REFUSED = [
     (
         {"devices": "cpu,cpu,cpu"},
-        (
-            "pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose"
-            " pipefusion 3 or ulysses 3."
-        ),
+        f"pipefusion 2 = 2 ranks, 3 devices listed (cpu, cpu, cpu): {LISTED} pipefusion 3 or ulysses 3.",
     ),
     (
         {"devices": "cpu,cpu", "ring": 2},
-        (
-            "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed (cpu, cpu): list one device per rank, or"
-            " choose ring 2 or pipefusion 2."
-        ),
+        f"ring 2 x pipefusion 2 = 4 ranks, 2 devices listed (cpu, cpu): {LISTED} ring 2 or pipefusion 2.",
     ),
     (
         {"pipefusion": 4, "patches": 2},
@@ -52,21 +40,15 @@ REFUSED = [
         " stages empty.",
     ),
     *(
-        (
-            {"stages": text},
-            (
-                f"stages {text!r} is no list of block counts: write how many blocks each stage gets, for"
-                " example 20,37, or leave stages empty."
-            ),
-        )
-        for text in ("9,", "half,half", "0,19", "-1,20", "9.5,9.5")
+        ({"stages": one}, f"stages {one!r} {NO_LIST}")
+        for one in ("9,", "half,half", "0,19", "-1,20", "9.5,9.5")
     ),
     ({"ulysses": 33, "pipefusion": 1}, "ulysses 33 is out of range: choose 1 to 32."),
     ({"ulysses": 0}, "ulysses 0 is out of range: choose 1 to 32."),
     ({"ring": 33, "pipefusion": 1}, "ring 33 is out of range: choose 1 to 32."),
     ({"pipefusion": 0}, "pipefusion 0 is out of range: choose 1 to 32."),
     ({"patches": 65}, "patches 65 is out of range: choose 0 to 64."),
-    ({"backend": "mpi"}, "backend 'mpi' is not known: choose auto, nccl or gloo."),
+    ({"backend": "mpi"}, f"backend 'mpi' {BACKENDS}"),
 ]
 UNLIKE = [  # what only a link can bring
     ({"ulysses": 2.5}, "ulysses 2.5 is no whole number: choose one from 1 to 32."),
@@ -74,13 +56,9 @@ UNLIKE = [  # what only a link can bring
     ({"patches": True}, "patches True is no whole number: choose one from 0 to 64."),
     ({"warm_up": 0}, "warm_up 0 is out of range: choose 1 to 10000."),
     ({"warm_up": -3}, "warm_up -3 is out of range: choose 1 to 10000."),
-    ({"backend": 1}, "backend 1 is not known: choose auto, nccl or gloo."),
+    ({"backend": 1}, f"backend 1 {BACKENDS}"),
     ({"stages": 20}, "stages 20 is no text: connect text, or type it in."),
-    (
-        {"stages": "9" * 5000 + ",1"},
-        "is no list of block counts: write how many blocks each stage gets, for example 20,37, or leave"
-        " stages empty.",
-    ),
+    ({"stages": "9" * 5000 + ",1"}, NO_LIST),
 ]
 
 
@@ -108,19 +86,14 @@ def complaints(node, monkeypatch):
 
     class Source:
         RETURN_TYPES, FUNCTION = ("*",), "run"
-
-        @classmethod
-        def INPUT_TYPES(cls):
-            return {"required": {}}
+        INPUT_TYPES = staticmethod(lambda: {"required": {}})
 
     for name, one in {**made_nodes(), "PipeMeshPool": node, "Source": Source}.items():
         monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, name, one)
 
     def validated(class_type="PipeMeshPool", **inputs):
-        prompt = {
-            "1": {"class_type": class_type, "inputs": dict(inputs)},
-            "2": {"class_type": "Source", "inputs": {}},
-        }
+        asked = ("1", class_type, dict(inputs)), ("2", "Source", {})
+        prompt = {number: {"class_type": kind, "inputs": given} for number, kind, given in asked}
         valid, errors, _ = asyncio.run(execution.validate_inputs("id", prompt, "1", {}))
         assert valid == (not errors)
         return {f"{error['message']}: {error['details']}".rpartition(" - ")[2] for error in errors}
@@ -131,68 +104,44 @@ def complaints(node, monkeypatch):
 LINK = ["2", 0]
 
 
-OTHERS = {  # of each input a value that is not its default
-    "devices": "cpu,cpu,cpu",
-    "weights": "sharded",
-    "quality": "approximate allowed",
-    "backend": "gloo",
-    "stages": "1,2",
-    "ulysses": 3,
-    "ring": 2,
-    "pipefusion": 2,
-    "patches": 5,
-    "warm_up": 3,
-    "cfg": 2,
-    "data": 2,
-    "queue": "first image soonest",
-}
+# Of each input a value that is not its default
+OTHERS = {"devices": "cpu,cpu,cpu", "weights": "sharded", "quality": "approximate allowed"}
+OTHERS |= {"backend": "gloo", "stages": "1,2", "ulysses": 3, "ring": 2, "pipefusion": 2, "patches": 5}
+OTHERS |= {"warm_up": 3, "cfg": 2, "data": 2, "queue": "first image soonest"}
+AUTO = {"layout": "auto", "devices": "cpu"}
 
 
 def test_a_queue_is_sampled_at_once_unless_the_pool_or_without_one_the_setting_says_no():
-    runtime, cpu = Runtime(fake_setup()), {"layout": "auto", "devices": "cpu"}
-    assert runtime.choose(**cpu).looks_ahead
-    assert not runtime.choose(**cpu, queue="first image soonest").looks_ahead
+    runtime = Runtime(fake_setup())
+    chosen = runtime.choose(**AUTO).looks_ahead
+    assert chosen and not runtime.choose(**AUTO, queue="first image soonest").looks_ahead
     for says in (True, False):
-        told = Runtime(fake_setup(), looks_ahead=lambda says=says: says)
-        wanted = told.planning.ahead.is_wanted
+        wanted = Runtime(fake_setup(), looks_ahead=lambda says=says: says).planning.ahead.is_wanted
         assert wanted(runtime.default_choice().looks_ahead) is says, "without a pool"
-        assert wanted(runtime.choose(**cpu).looks_ahead)
+        assert wanted(chosen)
 
 
 def test_the_tooltip_of_layout_names_the_inputs_that_count_where_it_is_auto_and_no_other():
-    runtime, inputs = Runtime(fake_setup()), PoolSettings.inputs()
-    assert OTHERS.keys() == inputs.keys() - {"layout"}
-    plain = runtime.choose(layout="auto", devices="cpu")
-    count = {
-        name
-        for name, value in OTHERS.items()
-        if runtime.choose(**{"layout": "auto", "devices": "cpu", name: value}) != plain
-    }
+    runtime = Runtime(fake_setup())
+    assert OTHERS.keys() == PoolSettings.inputs().keys() - {"layout"}
+    plain = runtime.choose(**AUTO)
+    count = {name for name, value in OTHERS.items() if runtime.choose(**{**AUTO, name: value}) != plain}
     said = english("nodeDefs")["PipeMeshPool"]["inputs"]["layout"]["tooltip"].partition(" count")[0]
     assert {name for name in OTHERS if name in said} == count
     page = (Path(__file__).parents[2] / "docs" / "PIPEFUSION.md").read_text(encoding="utf-8")
-    off = page.partition("It is off until")[2].partition(".")[0]
-    assert (
-        "`layout` to `by hand`" in off
-        and runtime.choose(layout="auto", devices="cpu", pipefusion=2).patching is None
-    )
+    assert "`layout` to `by hand`" in page.partition("It is off until")[2].partition(".")[0]
+    assert runtime.choose(**AUTO, pipefusion=2).patching is None
 
 
 SAMPLED = dict.fromkeys(("model", "positive", "negative", "latent_image"), LINK)
 SAMPLED |= {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+ADVANCED = {"add_noise": "enable", "noise_seed": 1, "start_at_step": 0, "end_at_step": 9}
 SOCKETS = {
     "PipeMeshParallelize": {"model": LINK},
     "PipeMeshParallelizeVAE": {"vae": LINK},
     "PipeMeshReport": {"latent": LINK},
     "PipeMeshKSampler": {**SAMPLED, "seed": 1, "denoise": 1.0},
-    "PipeMeshKSamplerAdvanced": {
-        **SAMPLED,
-        "add_noise": "enable",
-        "noise_seed": 1,
-        "start_at_step": 0,
-        "end_at_step": 9,
-        "return_with_leftover_noise": "disable",
-    },
+    "PipeMeshKSamplerAdvanced": {**SAMPLED, **ADVANCED, "return_with_leftover_noise": "disable"},
 }
 
 
@@ -222,41 +171,29 @@ def test_what_a_link_brings_is_refused_when_it_runs_with_the_same_sentence(node,
     assert str(caught.value).endswith(sentence) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "linked", [*([name] for name in INPUTS), [*INPUTS]], ids=lambda names: "+".join(names)
-)
-def test_linked_inputs_are_queued(complaints, linked):
-    assert complaints(**INPUTS | dict.fromkeys(linked, LINK)) == set()
+LINKED = [  # the inputs with a link, what else changes -> how the sentence begins, or none if it is queued
+    *(([name], {}, None) for name in INPUTS),
+    ([*INPUTS], {}, None),
+    (["ulysses"], {"backend": "mpi"}, "backend 'mpi' is not known"),
+    (["stages"], {"ulysses": 33}, "ulysses 33 is out of range"),
+    (["backend"], {"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed"),
+    (["ulysses"], {"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4"),
+    (["patches"], {"stages": "9,10,3"}, "stages 9,10,3 has 3 numbers, and pipefusion is 2"),
+    (["pipefusion"], {"stages": "9,"}, "stages '9,' is no list of block counts"),
+    (["ulysses"], {"devices": "cpu,cpu,cpu"}, None),
+    (["layout"], {"devices": "cpu,cpu,cpu"}, None),
+    (["devices"], {"ulysses": 3}, None),
+    (["pipefusion"], {"stages": "9,10,3"}, None),
+    (["pipefusion"], {"patches": 1}, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("linked", "changes", "start"),
-    [
-        ("ulysses", {"backend": "mpi"}, "backend 'mpi' is not known"),
-        ("stages", {"ulysses": 33}, "ulysses 33 is out of range"),
-        ("backend", {"devices": "cpu,cpu,cpu"}, "pipefusion 2 = 2 ranks, 3 devices listed"),
-        ("ulysses", {"pipefusion": 4, "patches": 2}, "patches 2, pipefusion 4"),
-        ("patches", {"stages": "9,10,3"}, "stages 9,10,3 has 3 numbers, and pipefusion is 2"),
-        ("pipefusion", {"stages": "9,"}, "stages '9,' is no list of block counts"),
-    ],
-)
-def test_what_can_never_be_is_refused_when_queued_whatever_a_link_brings(complaints, linked, changes, start):
-    (sentence,) = complaints(**INPUTS | changes | {linked: LINK})
-    assert sentence.startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("linked", "changes"),
-    [
-        ("ulysses", {"devices": "cpu,cpu,cpu"}),
-        ("layout", {"devices": "cpu,cpu,cpu"}),
-        ("devices", {"ulysses": 3}),
-        ("pipefusion", {"stages": "9,10,3"}),
-        ("pipefusion", {"patches": 1}),
-    ],
-)
-def test_what_a_link_may_put_right_is_queued(complaints, linked, changes):
-    assert complaints(**INPUTS | changes | {linked: LINK}) == set()
+@pytest.mark.parametrize(("linked", "changes", "start"), LINKED, ids=str)
+def test_what_a_link_may_put_right_is_queued_and_what_can_never_be_is_refused(
+    complaints, linked, changes, start
+):
+    said = complaints(**INPUTS | changes | dict.fromkeys(linked, LINK))
+    assert [one.startswith(start) for one in said] == [True] if start else said == set()
 
 
 def test_inputs_stand_in_the_order_in_which_a_user_needs_them_and_none_has_to_be_given(node):
