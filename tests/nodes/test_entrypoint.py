@@ -12,8 +12,14 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import comfy.samplers
 import pytest
 import torch
+from aiohttp import web
+from pipemesh.nodes import extension
+from pipemesh.nodes.routes import add_routes
+from pipemesh.parallel_runtime.errors import LayoutError, PipeMeshError
+from pipemesh.pool.trial.known_hosts import known_hosts, untested
 
 from ..project.test_architecture import VOCABULARY
 
@@ -28,20 +34,10 @@ PIP = "PipeMesh needs {}, missing here: run `python -m pip install -r {}` with C
 OLD = "PipeMesh needs ComfyUI 0.30.0 or newer and this is {}: update ComfyUI."
 VERSION, REQUIREMENTS = sys.version.split()[0], str(ROOT / "requirements.txt")
 FOLDERS = ["comfyui-pipemesh-main", "pipe mesh", "pipemesh.v0.2"]
-AT_START = {  # what ComfyUI's start imports of how models are sampled; the rest waits for a MODEL
-    *(
-        "client",
-        "client.pool_marker",
-        "client.patching",
-        "client.wait",
-        "comm",
-        "comm.cores",
-        "comm.shares",
-        "errors",
-        "layout",
-    ),
-    *("planner", "planner.ways", "texts", "wire", "wire.arena", "wire.segment", "wire.tree"),
-}
+# What ComfyUI's start imports of how models are sampled; the rest waits for a MODEL
+AT_START = {"comm", "comm.cores", "comm.shares", "errors", "layout", "planner", "planner.ways", "texts"}
+AT_START |= {"client", "client.pool_marker", "client.patching", "client.wait"}
+AT_START |= {"wire", "wire.arena", "wire.segment", "wire.tree"}
 
 
 def comfyui(monkeypatch, version):
@@ -68,34 +64,31 @@ def without(*names):
 def on(platform):
     """Another system, without what only Linux has."""
 
-    lacks = ("os.memfd_create", "os.posix_fallocate", *(["fcntl"] if platform == "win32" else []))
-
     def take(monkeypatch):
         monkeypatch.setattr(sys, "platform", platform)
-        without(*lacks)(monkeypatch)
+        fcntl = ["fcntl"] if platform == "win32" else []
+        without("os.memfd_create", "os.posix_fallocate", *fcntl)(monkeypatch)
 
     return take
 
 
+NO_GLOO = f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without:"
+NO_HOST = "PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI."
 LACKING = {
     "Windows": (on("win32"), LINUX.format("Windows")),
     "macOS": (on("darwin"), LINUX.format("macOS")),
     "memfd_create": (without("os.memfd_create"), CALL.format("os.memfd_create", VERSION)),
     "fcntl": (without("fcntl"), CALL.format("fcntl.ioctl", VERSION)),
     "torch.distributed": (
-        lambda monkeypatch: monkeypatch.setattr("torch.distributed.is_available", lambda: False),
-        f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without:"
-        " install a torch that has it.",
+        lambda patch: patch.setattr("torch.distributed.is_available", lambda: False),
+        f"{NO_GLOO} install a torch that has it.",
     ),
     "both requirements": (without("greenlet", "msgspec"), PIP.format("greenlet and msgspec", REQUIREMENTS)),
     **{
         f"ComfyUI {version}": (partial(comfyui, version=version), OLD.format(version))
         for version in ("0.29.9", "0.3.40", "0.4")
     },
-    "ComfyUI": (
-        without("comfyui_version"),
-        "PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI.",
-    ),
+    "ComfyUI": (without("comfyui_version"), NO_HOST),
 }
 
 
@@ -107,9 +100,9 @@ def loaded(monkeypatch, tmp_path, caplog):
     import nodes
 
     kept = (nodes.EXTENSION_WEB_DIRS, nodes.NODE_CLASS_MAPPINGS, nodes.NODE_DISPLAY_NAME_MAPPINGS)
-    for one in kept:
-        for name in [name for name in one if "pipe" in name.lower()]:
-            monkeypatch.delitem(one, name)
+    for names in kept:
+        for name in [name for name in names if "pipe" in name.lower()]:
+            monkeypatch.delitem(names, name)
 
     def load(folder):
         link = tmp_path / folder
@@ -125,9 +118,8 @@ def loaded(monkeypatch, tmp_path, caplog):
 
 def imported(monkeypatch, name):
     """The pack by another name, and so with modules of its own."""
-    spec = importlib.util.spec_from_file_location(
-        name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
+    init = ROOT / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(ROOT)])
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
@@ -139,12 +131,9 @@ def modules(monkeypatch):
     """A function that names the modules in a folder of a pack that a ComfyUI has just started
     with, and imports one.
     """
-    import server
-    from aiohttp import web
-
     name = "pipemesh_once_more"
     host = SimpleNamespace(routes=web.RouteTableDef(), prompt_queue=SimpleNamespace(currently_running={}))
-    monkeypatch.setattr(server.PromptServer, "instance", host, raising=False)
+    monkeypatch.setattr("server.PromptServer.instance", host, raising=False)
 
     async def start():
         extension = await imported(monkeypatch, name).comfy_entrypoint()
@@ -198,25 +187,21 @@ def test_a_newer_comfyui_is_welcome_whatever_the_folder_is_called(monkeypatch, v
 
 STALL = "PIPEMESH_STALL_S is {}: set it to a number of seconds from 1 to 86400."
 LOST = "PIPEMESH_LOST_S is {}: set it to a number of seconds from 2 to 120."
+UNREADABLE = [
+    ("PIPEMESH_STALL_S", "0", STALL),
+    ("PIPEMESH_STALL_S", "nan", STALL),
+    ("PIPEMESH_LOST_S", "a minute", LOST),
+]
 
 
-@pytest.mark.parametrize(
-    "variable, value, says",
-    [
-        ("PIPEMESH_STALL_S", "0", STALL),
-        ("PIPEMESH_STALL_S", "nan", STALL),
-        ("PIPEMESH_LOST_S", "a minute", LOST),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value", "says"), UNREADABLE)
 def test_a_variable_that_cannot_be_read_is_told_when_a_pool_is_to_start_and_the_nodes_load(
     monkeypatch, caplog, variable, value, says
 ):
-    from pipemesh.nodes.extension import PipeMeshExtension
-    from pipemesh.parallel_runtime.errors import LayoutError
-
     sentence = says.format(value)
     monkeypatch.setenv(variable, value)
-    nodes = {node.GET_SCHEMA().node_id: node for node in asyncio.run(PipeMeshExtension().get_node_list())}
+    made = asyncio.run(extension.PipeMeshExtension().get_node_list())
+    nodes = {node.GET_SCHEMA().node_id: node for node in made}
     assert caplog.messages == [f"[PipeMesh] {sentence}"]
     (choice,) = nodes["PipeMeshPool"].execute(devices="cpu,far/cpu", layout="by hand", ulysses=2).result
     assert "has sampled nothing" in nodes["PipeMeshReport"].execute(pool=choice).result[1]
@@ -227,24 +212,16 @@ def test_a_variable_that_cannot_be_read_is_told_when_a_pool_is_to_start_and_the_
 
 
 def test_a_second_copy_of_the_pack_is_refused_with_both_folders_and_replaces_nothing(monkeypatch):
-    import comfy.samplers
-    from aiohttp import web
-    from pipemesh.nodes import extension
-    from pipemesh.nodes.routes import add_routes
-    from pipemesh.parallel_runtime.errors import PipeMeshError
-
-    class Server:
-        routes = web.RouteTableDef()
-
-    monkeypatch.setattr(extension.PromptServer, "instance", Server, raising=False)
-    assert extension.folder_with_routes(Server.routes) is None
-    add_routes(Server.routes, None, None, None)
+    server = SimpleNamespace(routes=web.RouteTableDef())
+    monkeypatch.setattr(extension.PromptServer, "instance", server, raising=False)
+    assert extension.folder_with_routes(server.routes) is None
+    add_routes(server.routes, None, None, None)
     monkeypatch.setattr(extension, "PACK", ROOT.with_name("pipemesh-main"))
-    before = len(Server.routes), dict(vars(comfy.samplers.CFGGuider))
+    before = len(server.routes), dict(vars(comfy.samplers.CFGGuider))
     both = f"twice, in {ROOT} and in {extension.PACK}: remove one of the two folders."
     with pytest.raises(PipeMeshError, match=re.escape(both)):
         asyncio.run(extension.PipeMeshExtension().on_load())
-    assert (len(Server.routes), dict(vars(comfy.samplers.CFGGuider))) == before
+    assert (len(server.routes), dict(vars(comfy.samplers.CFGGuider))) == before
 
 
 def test_importing_the_pack_alone_touches_neither_torch_nor_comfyui(tmp_path):
@@ -265,35 +242,25 @@ def test_comfyuis_start_imports_nothing_that_only_a_model_needs(modules):
 
 
 def test_a_comfyui_that_pipemesh_was_not_tested_with_is_told_of():
-    from pipemesh.pool.trial.known_hosts import known_hosts, untested
-
-    tested = known_hosts().versions
+    tested = known_hosts().versions[0]
     for is_tried, what in ((True, "are compared with stock"), (False, "PIPEMESH_TRIAL=0")):
         said = untested("99.0.0", is_tried=is_tried)
-        assert said.startswith(f"ComfyUI 99.0.0 is not one that PipeMesh was tested with ({tested[0]}")
-        assert what in said
-        assert untested(tested[0], is_tried=is_tried) == ""
+        assert said.startswith(f"ComfyUI 99.0.0 is not one that PipeMesh was tested with ({tested}")
+        assert what in said and untested(tested, is_tried=is_tried) == ""
 
 
-def test_the_log_says_so_when_comfyui_starts(monkeypatch, caplog, request):
-    caplog.set_level("INFO", "pipemesh")
-    monkeypatch.setattr("comfyui_version.__version__", "99.0.0")
-    request.getfixturevalue("modules")
-    assert any("ComfyUI 99.0.0 is not one that PipeMesh was tested with" in one for one in caplog.messages)
-
-
-def test_the_log_says_so_where_comfyui_starts_with_cuda_graphs(monkeypatch, caplog, request):
+def test_the_log_says_so_when_comfyui_starts_and_also_with_cuda_graphs(monkeypatch, caplog, request):
     caplog.set_level("INFO", "pipemesh")
     monkeypatch.setenv("PIPEMESH_GRAPHS", "all")
+    monkeypatch.setattr("comfyui_version.__version__", "99.0.0")
     tell_of_graphs = request.getfixturevalue("modules")("nodes", "extension").tell_of_graphs
+    assert any("ComfyUI 99.0.0 is not one that PipeMesh was tested with" in one for one in caplog.messages)
     for value in ("", "0", "1", "yes"):
         tell_of_graphs(value)
     recorded = "workers on NVIDIA GPUs record CUDA graphs of what they compute between messages"
+    recorded += ". No GPU has replayed these yet."
     assert [line for line in caplog.messages if "PIPEMESH_GRAPHS" in line] == [
-        *(
-            f"[PipeMesh] PIPEMESH_GRAPHS={one}: {recorded}. No GPU has replayed these yet."
-            for one in ("all", "1")
-        ),
+        *(f"[PipeMesh] PIPEMESH_GRAPHS={one}: {recorded}" for one in ("all", "1")),
         "[PipeMesh] PIPEMESH_GRAPHS is yes, and counts as 0: set it to 1 or 0.",
     ]
 

@@ -31,8 +31,6 @@ from pipemesh.parallel_runtime.wire.messages import Done, Memory, Recorded
 from pipemesh.pool.devices import place
 
 GIB = 2**30
-
-
 RUN = RunFigures(
     began=1.0,
     evaluations=6,
@@ -43,6 +41,8 @@ RUN = RunFigures(
     exchange_share=0.1234,
     bytes_per_evaluation=4 << 20,
 )
+
+
 UNKNOWN = dict.fromkeys(("step_ms_p50", "hop_ms_p50", "exchange_ms_p50", "exchange_share"))
 
 
@@ -54,19 +54,11 @@ def pool(*, ulysses=2, ring=2, state="ready", **changes):
     layout = Layout(ulysses=ulysses, ring=ring)
     devices = [f"cuda:{rank}" for rank in range(layout.world_size)]
     memory = MemoryFigures(10 * GIB, 24 * GIB, 300 << 20)
-    made = PoolStatus(
-        id=layout.equation(),
-        state=state,
-        layout=layout.equation(),
-        grid=layout.grid(devices),
-        backend="gloo",
-        ranks=tuple(RankFigures(rank, name, 1, "waiting", memory) for rank, name in enumerate(devices)),
-        models=(kept("model"),),
-        loads=3,
-        patchings=5,
-        conditioning_uploads=7,
-    )
-    return replace(made, **changes)
+    ranks = tuple(RankFigures(rank, name, 1, "waiting", memory) for rank, name in enumerate(devices))
+    called, grid = layout.equation(), layout.grid(devices)
+    told = {"loads": 3, "patchings": 5, "conditioning_uploads": 7, "models": (kept("model"),), **changes}
+    told = {"grid": grid, "backend": "gloo", "ranks": ranks, **told}
+    return PoolStatus(id=called, state=state, layout=called, **told)
 
 
 def ran(of, speed=None, causes=(), **changes):
@@ -165,8 +157,7 @@ def test_without_a_run_one_sentence_says_the_next_move():
     assert report_text([], None) == NO_POOL
     text = report_text([pool(state="failed")], None)
     assert text.startswith("The pool ulysses 2 x ring 2 = 4 ranks is failed and has no run to report: run a")
-    asked = place(Layout(ulysses=3), "cpu", "gloo", ())
-    text = report_text([], None, asked=asked)
+    text = report_text([], None, asked=place(Layout(ulysses=3), "cpu", "gloo", ()))
     assert text.startswith("The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing: connect the same")
     assert "leave this node's pool open" in text and "\n" not in text
 
@@ -181,12 +172,8 @@ def test_what_is_not_known_is_said_and_no_figure_is_made_up():
 @pytest.mark.parametrize(
     ("patches", "mode", "sentence"),
     [
-        (
-            3,
-            "single-timeline, because of the sampler x",
-            "sampled in 3 patches, single-timeline, because of the sampler x",
-        ),
-        (0, "free-running", "sampled whole"),
+        (3, "single-timeline, because of x", "in 3 patches, single-timeline, because of x"),
+        (0, "free-running", "whole"),
     ],
 )
 def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches_do_not_have(
@@ -194,7 +181,7 @@ def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches
 ):
     text = text_of(in_patches=InPatches(mode, patches, 2), busy=[0.3, 0.98], **UNKNOWN)
     assert said(text.split("\n\n")[1]) == [
-        f"Last run: 6 evaluations of the model, {sentence}",
+        f"Last run: 6 evaluations of the model, sampled {sentence}",
         "whole evaluations (warm-up) 2",
         "time per evaluation (mean) 320.0 ms",
         "sent per rank and evaluation 4.00 MiB",
@@ -207,10 +194,8 @@ def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed
     context window of another shape.
     """
     cuts = [None, (0, 4, False), (4, 4, False), (8, 4, True)]
-    parts = [Part(1, branch, cut) for cut in cuts for branch in (0, 1)] + [
-        Part(1, 2, (0, 9, False)),
-        Part(1, 2, (9, 9, True)),
-    ]
+    parts = [Part(1, branch, cut) for cut in cuts for branch in (0, 1)]
+    parts += [Part(1, 2, (0, 9, False)), Part(1, 2, (9, 9, True))]
     run = [Evaluation(0.5, 0.1, 0.1, 6, began=0.1 * number, part=part) for number, part in enumerate(parts)]
     figures = summed(run)
     assert (figures.began, figures.in_patches) == (7.0, InPatches("free-running", 3, 2))
@@ -218,23 +203,22 @@ def test_evaluations_of_a_pipeline_are_counted_from_what_was_submitted_and_timed
     assert figures.step_ms_mean == pytest.approx(280.0)
     assert {name for name, value in asdict(figures).items() if value is None} == UNKNOWN.keys()
     assert summed([Evaluation(0.1, 0.0, 0.0, 0)]).in_patches is None
-    achieved = achieved_s(
-        Run(evaluations=run, names=RunNames(branches={"a": 0, "b": 1})), Layout(pipefusion=2)
-    )
-    assert achieved == pytest.approx(0.56), "of both branches"
+    both = Run(evaluations=run, names=RunNames(branches={"a": 0, "b": 1}))
+    assert achieved_s(both, Layout(pipefusion=2)) == pytest.approx(0.56), "of both branches"
 
 
 def test_the_share_of_communication_is_of_the_whole_run_by_axis_and_unknown_under_nccl():
     """Of the rank that waited most in all of it, though another one did in the last evaluation."""
-    waited = {"ulysses": 0.04, "gather": 0.01}, {"ring": 0.02}
-    spans = [
-        {rank: Span(0, 1, 0.0, by_axis) for rank, by_axis in enumerate(both)}
-        for both in (waited, waited, ({"ulysses": 0.05}, {"ring": 0.06}))
-    ]
+
+    def evaluated(seconds, hop, waited, nbytes, *by_rank):
+        spans = {rank: Span(0, 1, 0.0, by_axis) for rank, by_axis in enumerate(by_rank)}
+        return Evaluation(seconds, hop, waited, nbytes, spans=spans)
+
+    both = {"ulysses": 0.04, "gather": 0.01}, {"ring": 0.02}
     run = [
-        Evaluation(0.1, 0.001, 0.05, 10, spans=spans[0]),
-        Evaluation(0.3, 0.003, 0.05, 30, spans=spans[1]),
-        Evaluation(0.2, 0.002, 0.06, 20, spans=spans[2]),
+        evaluated(0.1, 0.001, 0.05, 10, *both),
+        evaluated(0.3, 0.003, 0.05, 30, *both),
+        evaluated(0.2, 0.002, 0.06, 20, {"ulysses": 0.05}, {"ring": 0.06}),
     ]
     figures = summed(run)
     assert figures.exchange_share == pytest.approx(0.25)
@@ -249,18 +233,19 @@ def test_the_share_of_communication_is_of_the_whole_run_by_axis_and_unknown_unde
 def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
     """Of two submissions that overlap, in a run of 2 s."""
 
-    def answered(request, began_s, **waited_s):
-        return Done(
-            request=request, memory=Memory(1, 2, 3), began_s=began_s, compute_s=1.0, waited_s=waited_s
-        )
+    def submitted(request, began, began_s, *waited_s):
+        answers = {
+            rank: Done(
+                request=request, memory=Memory(1, 2, 3), began_s=began_s, compute_s=1.0, waited_s=waited
+            )
+            for rank, waited in enumerate(waited_s)
+            if waited
+        }
+        return replace(measured(0.0, [answers], Part(1, 0, None)), began=began, seconds=1.5)
 
-    answers = [
-        {0: answered(1, 5.0, ulysses=0.1), 1: answered(1, 5.0, ulysses=0.2, pipefusion=0.3)},
-        {1: answered(2, 6.0, ring=0.1)},
-    ]
     run = [
-        replace(measured(0.0, [one], Part(1, 0, None)), began=began, seconds=1.5)
-        for began, one in zip((5.0, 5.5), answers, strict=True)
+        submitted(1, 5.0, 5.0, {"ulysses": 0.1}, {"ulysses": 0.2, "pipefusion": 0.3}),
+        submitted(2, 5.5, 6.0, None, {"ring": 0.1}),
     ]
     assert [one.spans[1].waited_s for one in run] == [pytest.approx(0.5), pytest.approx(0.1)]
     figures = summed(run)
@@ -270,17 +255,14 @@ def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
     assert summed(run, "nccl").exchange_by_axis == {}
 
 
+FASTER = "3.00 times as fast as one device: 0.50 s per step, one device 1.50 s"
+
+
 @pytest.mark.parametrize(
     ("speed", "said"),
     [
-        (
-            Speed(0.5, 1.5, measured=True),
-            "3.00 times as fast as one device: 0.50 s per step, one device 1.50 s (timed here)",
-        ),
-        (
-            Speed(0.5, 1.5),
-            "3.00 times as fast as one device: 0.50 s per step, one device 1.50 s (predicted, not timed)",
-        ),
+        (Speed(0.5, 1.5, measured=True), f"{FASTER} (timed here)"),
+        (Speed(0.5, 1.5), f"{FASTER} (predicted, not timed)"),
         (Speed(0.5), "0.50 s per step. One device was not timed for this model and size:"),
     ],
 )
@@ -289,18 +271,15 @@ def test_how_much_faster_a_run_was_comes_first_with_how_that_is_known(speed, sai
 
 
 def test_what_slowed_a_run_is_named_and_nothing_where_nothing_did():
+    def causes(devices, models, **run):
+        found = slowed(devices, models, replace(RUN, **run))
+        return [(cause.name.removeprefix("slowed_"), *cause.values) for cause in found]
+
+    patched = InPatches("single-timeline, because of a ControlNet", 3, 2)
     models = kept("m.gguf", "offloaded", "it does not fit"), kept("n")
-    patched = replace(
-        RUN,
-        in_patches=InPatches("single-timeline, because of a ControlNet", 3, 2),
-        busy=(0.9, 0.5),
-        exchange_share=0.34,
-    )
-
-    def causes(devices, models, run):
-        return [(cause.name.removeprefix("slowed_"), *cause.values) for cause in slowed(devices, models, run)]
-
-    assert causes(["cuda:0", "cuda:0", "cpu", "cpu"], models, patched) == [
+    assert causes(
+        ["cuda:0", "cuda:0", "cpu", "cpu"], models, in_patches=patched, busy=(0.9, 0.5), exchange_share=0.34
+    ) == [
         ("communication", "34 %"),
         ("imbalance", "0"),
         ("single_timeline", "a ControlNet"),
@@ -308,13 +287,10 @@ def test_what_slowed_a_run_is_named_and_nothing_where_nothing_did():
         ("shared_device", "cuda:0"),
     ]
     both = kept("m", "sharded"), kept("other", "sharded"), kept("n")
-    assert causes(["cpu"], both, replace(RUN, to_compile="m")) == [
-        ("sharded", "m"),
-        ("sharded", "other"),
-        ("uncompiled", "m"),
-    ]
-    assert len(causes(["cpu"], both, replace(RUN, to_compile="n"))) == 2, "whole weights are compiled"
-    assert not causes(["cuda:0", "cuda:1"], (), replace(RUN, busy=(0.5, 0.45)))
+    sharded = [("sharded", "m"), ("sharded", "other")]
+    assert causes(["cpu"], both, to_compile="m") == [*sharded, ("uncompiled", "m")]
+    assert causes(["cpu"], both, to_compile="n") == sharded, "whole weights are compiled"
+    assert not causes(["cuda:0", "cuda:1"], (), busy=(0.5, 0.45))
 
 
 def test_a_layout_says_what_it_is_good_for():
@@ -322,22 +298,19 @@ def test_a_layout_says_what_it_is_good_for():
     assert [one.english for one in why_layout(Layout())] == ["One worker computes everything."]
 
 
-def test_a_sampling_on_one_gpu_after_the_last_run_is_told_first_and_an_earlier_one_is_not():
+def test_what_was_on_one_device_after_the_last_run_is_told_first_and_a_vae_whatever_is_sampled_after_it():
+    here, first = pool(), "Last prompt, node 7\nOn one GPU: it has no plan."
     notice = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
-    here = pool()
-    text = report_text([here], ran(here), [notice])
-    assert text.startswith("Last prompt, node 7\nOn one GPU: it has no plan.\n\nulysses 2")
-    alone = report_text([pool(state="closed")], None, [notice])
-    assert alone == "Last prompt, node 7\nOn one GPU: it has no plan."
-    for other in ({"at": RUN.began - 1}, {"node": ""}, {"one_gpu": False}):
-        assert report_text([here], ran(here), [replace(notice, **other)]) == text_of()
-
-
-def test_a_vae_on_one_device_is_told_of_beside_the_sampling_and_whatever_is_sampled_after_it():
-    here = pool()
     vae = Notice(RUN.began - 1, "9", "prompt", "it has weight patches.", stays=True)
-    assert report_text([here], ran(here), [vae]).startswith(f"Last prompt, node 9\n{vae.text}\n\nulysses 2")
-    sampled = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
-    both = report_text([here], ran(here), [sampled, vae])
+
+    def told(*notices):
+        return report_text([here], ran(here), notices)
+
+    assert told(notice).startswith(f"{first}\n\nulysses 2")
+    assert report_text([pool(state="closed")], None, [notice]) == first
+    for other in ({"at": RUN.began - 1}, {"node": ""}, {"one_gpu": False}):
+        assert told(replace(notice, **other)) == text_of(), "it is an earlier one, or of no sampling"
+    assert told(vae).startswith(f"Last prompt, node 9\n{vae.text}\n\nulysses 2")
+    both = told(notice, vae)
     assert both.startswith("Last prompt, node 7\n") and f"Last prompt, node 9\n{vae.text}" in both
-    assert "node 9" not in report_text([here], ran(here), [sampled, replace(vae, prompt="before")])
+    assert "node 9" not in told(notice, replace(vae, prompt="before"))
