@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,23 +43,24 @@ class SpelledAxis:
     is_sentence: bool = False
 
 
+@lru_cache(1)  # several rules ask for the same file in turn
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def spelled_axes(tree: ast.AST) -> Iterator[SpelledAxis]:
     """Axes as attributes, as keywords and in strings that are no docstring."""
-    docstrings = {
-        node.body[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    bodies = [node.body for node in nodes_of(tree) if isinstance(node, documented) and node.body]
+    docstrings = {body[0].value for body in bodies if isinstance(body[0], ast.Expr)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and node.attr in AXES:
             if node.attr not in ORDINARY or ast.unparse(node.value).endswith("layout"):
                 yield SpelledAxis(node.lineno, node.attr)
         elif isinstance(node, ast.keyword) and node.arg in AXES:
             yield SpelledAxis(node.lineno, node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-            named = [axis for axis in AXES if re.search(rf"\b{axis}\b", node.value)]
+            named = [axis for axis in AXES if axis in node.value and re.search(rf"\b{axis}\b", node.value)]
             if named != [node.value] and len(named) == 1 and named[0] in ORDINARY:
                 continue  # the word, not the axis
             for axis in named:

@@ -2,6 +2,7 @@
 and size.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,12 +31,14 @@ def guider(file="flux.safetensors", dtype="default", cfg=1.0, tokens=256, others
     return SimpleNamespace(model_patcher=patcher, cfg=cfg, original_conds=conds)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
+@pytest.fixture
+def clock():
+    return SimpleNamespace(now=0.0)
 
-    def __call__(self):
-        return self.now
+
+@pytest.fixture
+def times(clock):
+    return StepTimes(clock=lambda: clock.now)
 
 
 def sampled(times, clock, step_s, *, pool_run=None, first_s=100.0, steps=4, **what):
@@ -48,25 +51,17 @@ def sampled(times, clock, step_s, *, pool_run=None, first_s=100.0, steps=4, **wh
     times.note(watched)
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def times(clock):
-    return StepTimes(clock=clock)
-
-
 def test_a_run_is_compared_with_one_gpu_for_the_same_model_and_size_and_the_first_step_does_not_count(
     times, clock
 ):
-    ours = Run()
+    ours, short = Run(), Run()
     sampled(times, clock, 0.5, pool_run=ours)
     assert times.speed_of(ours) == Speed(0.5) and times.speed_of(ours).ratio is None
     sampled(times, clock, 1.5)
     assert times.speed_of(ours) == Speed(0.5, 1.5, measured=True)
     assert times.speed_of(ours).ratio == 3.0
+    sampled(times, clock, 0.5, pool_run=short, steps=1)
+    assert times.speed_of(short) is None, "one step has no time"
 
 
 OTHERS = (
@@ -87,25 +82,22 @@ def test_another_model_or_another_way_to_load_it_or_to_ask_it_is_no_measure(time
     assert times.speed_of(ours) == Speed(0.5)
 
 
-def test_what_was_never_timed_is_predicted_and_said_to_be(clock):
-    times, ours = StepTimes(lambda run: 4.0, clock), Run()
-    sampled(times, clock, 0.5, pool_run=ours)
-    assert times.speed_of(ours) == Speed(0.5, 2.0, measured=False)
-
-
-def test_each_of_several_images_at_once_took_its_part_of_a_step_and_one_that_was_sampled_ahead_took_none(
-    clock,
+def test_what_was_never_timed_is_predicted_and_each_of_several_images_at_once_takes_its_part_of_a_step(
+    times, clock
 ):
-    times, ours, handed = StepTimes(lambda run: 1.9, clock), Run(), Run()
-    ours.evaluations.append(Evaluation(1.0, 0.0, 0.0, 0, images=2))
-    sampled(times, clock, 1.0, pool_run=ours)
-    assert times.speed_of(ours) == Speed(0.5, 0.95, measured=False)
-    gave_up = Run(evaluations=[Evaluation(1.0, 0.0, 0.0, 0, images=images) for images in (2, 2, 1)])
-    sampled(times, clock, 1.0, pool_run=gave_up)
-    assert times.speed_of(gave_up) is None
-    handed.queued = Queued(0)
-    sampled(times, clock, 0.001, pool_run=handed)
-    assert times.speed_of(handed) is None
+    """One that was sampled ahead took none."""
+
+    def speed(step_s, longer, *images, **run):
+        ran = Run(evaluations=[Evaluation(1.0, 0.0, 0.0, 0, images=one) for one in images])
+        ran.queued = run.get("queued", ran.queued)
+        times._predict = lambda run: longer
+        sampled(times, clock, step_s, pool_run=ran)
+        return times.speed_of(ran)
+
+    assert speed(0.5, 4.0) == Speed(0.5, 2.0, measured=False)
+    assert speed(1.0, 1.9, 2) == Speed(0.5, 0.95, measured=False)
+    assert speed(1.0, 1.9, 2, 2, 1) is None, "the queue was given up"
+    assert speed(0.001, 1.9, queued=Queued(0)) is None
 
 
 GPUS = (Device("cuda:0", "GPU-0"), Device("cuda:1", "GPU-1"))
@@ -133,40 +125,29 @@ def evaluated(began, seconds, *busy, waited=0.0, part=None):
 )
 def test_one_device_would_compute_what_all_ranks_did_and_wait_for_none(placement, expected):
     evaluations = [evaluated(number, 1.0, 0.8, 0.8, waited=0.2) for number in range(4)]
-    assert times_as_long(evaluations, placement) == (
-        expected if expected is None else pytest.approx(expected)
-    )
+    found = times_as_long(evaluations, placement)
+    assert found == (expected and pytest.approx(expected))
 
 
 def test_the_samplers_own_time_is_the_same_on_one_device_and_a_first_evaluation_does_not_count():
-    first, *others = [evaluated(10 * number, 5.0, 5.0, 5.0) for number in range(3)]
-    assert times_as_long(
-        [evaluated(-900, 900.0, 900.0, 900.0), first, *others], placed(ulysses=2)
-    ) == pytest.approx((10 + 30) / 25)
+    run = [
+        evaluated(-900, 900.0, 900.0, 900.0),
+        *(evaluated(10 * number, 5.0, 5.0, 5.0) for number in range(3)),
+    ]
+    assert times_as_long(run, placed(ulysses=2)) == pytest.approx((10 + 30) / 25)
 
 
 def test_patches_that_overlap_are_added_up():
     part = Part(1, 0, (0, 10, False))
     patches = [
-        Evaluation(
-            2.0,
-            0.0,
-            0.0,
-            0,
-            began=began,
-            part=part,
-            spans={0: Span(began, began + 1, 0.0), 1: Span(began + 1, began + 2, 0.0)},
+        replace(
+            evaluated(began, 2.0, part=part),
+            spans={rank: Span(began + rank, began + rank + 1, 0.0) for rank in (0, 1)},
         )
         for began in range(4)
     ]
     assert times_as_long(patches, placed(pipefusion=2)) == pytest.approx(8 / 5)
     assert times_as_long([], placed(pipefusion=2)) is None
-
-
-def test_one_step_has_no_time(times, clock):
-    ours = Run()
-    sampled(times, clock, 0.5, pool_run=ours, steps=1)
-    assert times.speed_of(ours) is None
 
 
 def test_no_more_kinds_are_remembered_than_can_be_of_use():

@@ -4,6 +4,7 @@ and no sampling waits for ever.
 
 import itertools
 import os
+import re
 import select
 import signal
 import socket
@@ -90,6 +91,12 @@ def chooser(begin, **how):
 # -- what is counted
 
 
+def counted_by(monkeypatch, count, model):
+    """What the process that counts answers, if a MODEL is counted so."""
+    monkeypatch.setattr(counting, "count_evaluation", count)
+    return whole_of(model_description(model, PROMPT, SHAPE))
+
+
 def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch, model):
     """The next model would be counted with it."""
     size = (10000.0, 3, 96)
@@ -99,24 +106,28 @@ def test_no_tensor_without_content_stays_in_a_cache_of_comfyuis(monkeypatch, mod
             generate_freq_grid_np(*size)
         raise RuntimeError("made")
 
-    monkeypatch.setattr(counting, "count_evaluation", remembers)
     with pytest.raises(NotCounted, match="made"):
-        whole_of(model_description(model, PROMPT, SHAPE))
+        counted_by(monkeypatch, remembers, model)
     assert type(generate_freq_grid_np(*size)) is torch.Tensor
+
+
+def test_memory_that_runs_out_in_the_process_is_an_answer(monkeypatch, model):
+    def full(*_, **_more):
+        raise MemoryError
+
+    with pytest.raises(NotCounted, match="does not run: MemoryError"):
+        counted_by(monkeypatch, full, model)
 
 
 def test_a_loaded_model_is_counted_at_the_true_size_without_being_computed(counter, model):
     known = Counts(counter.begin, patience_s=DEADLINE_S)
     small, large = (known.of(model, [PROMPT], (1, 16, side, side)) for side in (8, 16))
     assert len(small.block_flops) == len(small.attended_by_block) > 1
-    assert {sum(one.tokens.values()) for one in (small, large)} == {64 + 16, 64 + 64}, (
-        "most texts are counted as one"
-    )
+    tokens = [sum(one.tokens.values()) for one in (small, large)]
+    assert tokens == [64 + 16, 64 + 64], "most texts are counted as one"
     assert large.flops > 1.3 * small.flops
     weights = sum(weight.numel() * weight.element_size() for weight in model.diffusion_model.parameters())
-    assert small.weight_bytes == pytest.approx(weights, rel=0.01), (
-        "as they are stored, not as the meta model has them"
-    )
+    assert small.weight_bytes == pytest.approx(weights, rel=0.01), "as stored, not as the meta model has them"
     assert not model.diffusion_model._forward_pre_hooks and not torch.is_inference_mode_enabled()
 
 
@@ -137,19 +148,15 @@ def test_a_unet_is_one_block_that_no_rank_shares(kind):
 
 
 def test_a_model_that_cannot_be_run_dry_says_why(counter, model):
-    with pytest.raises(
-        NotCounted, match=r"^its copy without weights does not run: .*(cross_attn|context|NoneType)"
-    ):
+    why = r"^its copy without weights does not run: .*(cross_attn|context|NoneType)"
+    with pytest.raises(NotCounted, match=why):
         Counts(counter.begin, patience_s=DEADLINE_S).of(model, [{}], SHAPE)
 
 
 def test_texts_of_nearly_the_same_length_are_counted_as_one():
     for tokens in (13, 64):
-        assert with_rounded_text({"cross_attn": torch.zeros(1, tokens, 64)})["cross_attn"].shape == (
-            1,
-            64,
-            64,
-        )
+        rounded = with_rounded_text({"cross_attn": torch.zeros(1, tokens, 64)})
+        assert rounded["cross_attn"].shape == (1, 64, 64)
     masked = {**PROMPT, "attention_mask": torch.ones(1, 13)}
     assert with_rounded_text(masked) is masked, "its mask has as many"
 
@@ -209,12 +216,12 @@ def functions():
     """
     found = {}
     for called, module in list(sys.modules.items()):
-        if called.partition(".")[0] != "comfy" and called not in ("torch", "torch.cuda"):
-            continue
-        for name, value in list(vars(module).items()):
-            found[called, name] = value
-            if isinstance(value, type) and value.__module__.startswith("comfy."):
-                found |= {(called, name, one): method for one, method in vars(value).items()}
+        if called.partition(".")[0] == "comfy" or called in ("torch", "torch.cuda"):
+            found |= {(called, name): value for name, value in list(vars(module).items())}
+    classes = [(place, one) for place, one in found.items() if isinstance(one, type)]
+    for place, one in classes:
+        if one.__module__.startswith("comfy."):
+            found |= {(*place, name): method for name, method in vars(one).items()}
     return {place: value for place, value in found.items() if callable(value)}
 
 
@@ -242,17 +249,11 @@ def test_a_sampling_waits_no_longer_than_its_patience_and_the_next_of_its_kind_h
     """
     counting, begun = Future(), []
     made = chooser(lambda asked: begun.append(asked) or counting, patience_s=0.0)
-    groups = Layout(cfg=2)
+    shared, groups = Layout(ulysses=2), Layout(cfg=2)
     waiting = [made.choose(model, OPEN, asked(), running) for running in ((), (groups,), (Layout(ring=2),))]
-    assert [(one.layout, one.awaits) for one in waiting] == [
-        (Layout(ulysses=2), True),
-        (groups, False),
-        (Layout(ulysses=2), True),
-    ]
-    with pytest.raises(
-        Refused,
-        match=r"not know yet which layout is the fastest, because the cost of an evaluation was not counted within 0 s\.$",
-    ):
+    assert [(one.layout, one.awaits) for one in waiting] == [(shared, True), (groups, False), (shared, True)]
+    why = "not know yet which layout is the fastest, because the cost of an evaluation was not counted within"
+    with pytest.raises(Refused, match=rf"{why} 0 s\.$"):
         require_several(waiting[0], None, OPEN)
     counting.set_result(FLUX)
     assert made.choose(model, OPEN, asked(), ()).plan is not None
@@ -291,16 +292,9 @@ def test_a_pool_by_hand_goes_on_where_nothing_is_counted_yet_and_at_once_with_we
 
 
 def test_a_count_that_was_lost_is_begun_again_after_a_while(model):
-    begun, now = [], [0.0]
-
-    lost = Future()
+    begun, now, lost, tried = [], [0.0], Future(), []
     lost.set_exception(CounterLost("the process that counts was killed (signal 9)"))
-
-    def begin(asked):
-        begun.append(1)
-        return lost
-
-    known, tried = Counts(begin, clock=lambda: now[0]), []
+    known = Counts(lambda _: begun.append(1) or lost, clock=lambda: now[0])
     for now[0] in (0.0, 0.0, LOST_S - 1, LOST_S, LOST_S, LOST_S):
         with pytest.raises(NotCounted, match="was killed"):
             known.of(model, [PROMPT], SHAPE)
@@ -378,15 +372,27 @@ def test_a_process_that_is_lost_costs_a_sentence_and_the_layout_of_the_place(fak
     assert counter._work.process is None, "the next count has a fresh process"
 
 
-def test_a_process_that_cannot_be_started_is_said_to_be(model):
-    def start(command):
-        raise OSError(12, "Cannot allocate memory")
+def not_started(command):
+    raise OSError(12, "Cannot allocate memory")
 
-    setup = SimpleNamespace(argv=("python",), comfyui="", comfy_args={}, start=start)
+
+CANNOT = "could not be asked ([Errno 12] Cannot allocate memory)"
+
+
+def test_a_process_that_cannot_be_started_is_said_to_be(model):
+    setup = SimpleNamespace(argv=("python",), comfyui="", comfy_args={}, start=not_started)
     counter = Counter(setup, cpu)
     lost = counter.begin(b"").exception(DEADLINE_S)
-    assert isinstance(lost, CounterLost)
-    assert str(lost) == "the process that counts could not be asked ([Errno 12] Cannot allocate memory)"
+    assert isinstance(lost, CounterLost) and str(lost) == f"the process that counts {CANNOT}"
+
+
+def test_where_no_rank_computes_on_comfyuis_device_the_cpu_counts(monkeypatch, model):
+    monkeypatch.setattr("pipemesh.nodes.local_devices.own_device", lambda: "xpu:0")
+    made = Runtime(replace(fake_setup(), start=not_started))
+    with pytest.raises(LayoutError):
+        made.default_choice()
+    with pytest.raises(NotCounted, match=re.escape(CANNOT)):
+        made.planning.counts.of(model, [PROMPT], SHAPE)
 
 
 def test_whatever_goes_wrong_with_one_count_the_next_one_is_counted(faked):
@@ -397,22 +403,6 @@ def test_whatever_goes_wrong_with_one_count_the_next_one_is_counted(faked):
     counter = faked(REFUSES, device=lambda: next(devices)())
     assert said_by(counter) == "the process that counts could not be asked (no such thing)"
     assert said_by(counter).isdigit()
-
-
-def test_where_no_rank_computes_on_comfyuis_device_the_cpu_counts(monkeypatch, model):
-    started = []
-
-    def start(command):
-        started.append(command)
-        raise OSError("enough")
-
-    monkeypatch.setattr("pipemesh.nodes.local_devices.own_device", lambda: "xpu:0")
-    made = Runtime(replace(fake_setup(), start=start))
-    with pytest.raises(LayoutError):
-        made.default_choice()
-    with pytest.raises(NotCounted, match=r"could not be asked \(enough\)$"):
-        made.planning.counts.of(model, [PROMPT], SHAPE)
-    assert started
 
 
 def open_files() -> set[str]:
@@ -439,15 +429,6 @@ def test_a_process_whose_start_fails_leaves_no_socket_and_no_process(monkeypatch
         counting_process(setup, cpu(), OF_A_RANK)
     assert len(started) == 1 and not is_alive(started[0].pid)
     assert not open_files() - open_before
-
-
-def test_memory_that_runs_out_in_the_process_is_an_answer(monkeypatch, model):
-    def full(*_, **_more):
-        raise MemoryError
-
-    monkeypatch.setattr(counting, "count_evaluation", full)
-    with pytest.raises(NotCounted, match="does not run: MemoryError"):
-        whole_of(model_description(model, PROMPT, SHAPE))
 
 
 def test_one_process_counts_all_and_ends_when_nobody_asks(faked):
@@ -496,19 +477,13 @@ def test_it_sees_no_gpu_that_ranks_see():
 def test_it_ends_with_the_process_that_started_it():
     """However that ends."""
     ours, theirs = socket.socketpair()
+    fd = theirs.fileno()
     parent = (
         f"import os, subprocess, sys, time\nchild = subprocess.Popen([sys.executable, {SCRIPT!r},"
-        " sys.argv[1], str(os.getpid()), 'counter'], pass_fds=[int(sys.argv[1])])\nprint(child.pid,"
-        " flush=True)\ntime.sleep(600)\n"
+        f" '{fd}', str(os.getpid()), 'counter'], pass_fds=[{fd}])\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
     )
-    fd = str(theirs.fileno())
-    with (
-        ours,
-        theirs,
-        subprocess.Popen(
-            [sys.executable, "-c", parent, fd], pass_fds=[int(fd)], stdout=subprocess.PIPE
-        ) as process,
-    ):
+    starts = {"args": [sys.executable, "-c", parent], "pass_fds": [fd], "stdout": subprocess.PIPE}
+    with ours, theirs, subprocess.Popen(**starts) as process:
         child = int(process.stdout.readline())
         assert is_alive(child)
         os.kill(process.pid, signal.SIGKILL)

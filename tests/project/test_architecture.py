@@ -18,7 +18,7 @@ from statistics import median
 
 import pytest
 
-from ..kit.axis_names import SAYS_AXES, SPELLS_AXES, TABLE, is_listed, spelled_axes
+from ..kit.axis_names import SAYS_AXES, SPELLS_AXES, TABLE, SpelledAxis, is_listed, nodes_of, spelled_axes
 from ..kit.kept import kept_by, kept_by_all, named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,19 +178,19 @@ class Import:
 
 
 def imports_of(path: PurePosixPath, tree: ast.AST) -> Iterator[Import]:
-    package = path.parts[:-1]
-    lazy = {
-        node for function in ast.walk(tree) if isinstance(function, FUNCTION) for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(node.lineno, tuple(alias.name.split(".")), own=False, lazy=node in lazy)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else ()
-            module = tuple(node.module.split(".")) if node.module else ()
-            for alias in node.names:
-                yield Import(node.lineno, (*base, *module, alias.name), own=node.level > 0, lazy=node in lazy)
+    nodes = nodes_of(tree)
+    functions = [range(one.lineno, one.end_lineno + 1) for one in nodes if isinstance(one, FUNCTION)]
+    for node in nodes:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        lazy, base, level = any(node.lineno in lines for lines in functions), (), 0
+        if isinstance(node, ast.ImportFrom):
+            level = node.level
+            base = path.parts[: max(0, len(path.parts) - level)] if level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+        for alias in node.names:
+            names = (alias.name,) if isinstance(node, ast.ImportFrom) else alias.name.split(".")
+            yield Import(node.lineno, (*base, *names), own=level > 0, lazy=lazy)
 
 
 def violations(path: PurePosixPath, source: str) -> list[Violation]:
@@ -208,7 +208,7 @@ def violations(path: PurePosixPath, source: str) -> list[Violation]:
             for text in import_violations(path, imported)
         ),
     ]
-    classes = () if is_test(path) else (one for one in ast.walk(tree) if isinstance(one, ast.ClassDef))
+    classes = () if is_test(path) else (one for one in nodes_of(tree) if isinstance(one, ast.ClassDef))
     return [*found, *(one for node in classes for one in class_violations(path, node))]
 
 
@@ -305,8 +305,8 @@ def gpu_violations(path: PurePosixPath, tree: ast.AST) -> Iterator[Violation]:
     """A rank sees GPUs of others, so it names its own by number. It may compare kinds."""
     if not str(path).startswith(RUNTIME) or is_listed(path, f"{RUNTIME}planner/"):
         return
-    compared = {part for node in ast.walk(tree) if isinstance(node, ast.Compare) for part in ast.walk(node)}
-    for node in ast.walk(tree):
+    compared = {part for node in nodes_of(tree) if isinstance(node, ast.Compare) for part in ast.walk(node)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Constant) and node.value in ("cuda", "cuda:0") and node not in compared:
             yield Violation(str(path), f"line {node.lineno}: {node.value} may be the GPU of another rank")
 
@@ -330,7 +330,7 @@ def length_violations(path: PurePosixPath, source: str, tree: ast.AST) -> Iterat
     lines, most = len(source.splitlines()), MAX_TEST_FILE_LINES if is_test(path) else MAX_FILE_LINES
     if lines > most:
         yield Violation(str(path), f"{lines} lines, at most {most}")
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, FUNCTION) and (length := length_of(node)) > MAX_FUNCTION_LINES:
             said = f"{node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
             yield Violation(str(path), f"line {node.lineno}: {said}")
@@ -436,11 +436,14 @@ def test_a_family_is_a_short_file() -> None:
 
 def test_every_place_that_may_name_an_axis_does() -> None:
     paths = [PurePosixPath(file.relative_to(ROOT).as_posix()) for file in project_files()]
-    named = {path: [*spelled_axes(ast.parse((ROOT / path).read_text(encoding="utf-8")))] for path in paths}
+
+    def named(path: PurePosixPath) -> Iterator[SpelledAxis]:
+        return spelled_axes(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+
     for place in SPELLS_AXES:
-        assert any(named[path] for path in paths if is_listed(path, place)), place
+        assert any(True for path in paths if is_listed(path, place) for _ in named(path)), place
     for place in SAYS_AXES:
-        assert any(one.is_sentence for one in named[PurePosixPath(place)]), place
+        assert any(one.is_sentence for one in named(PurePosixPath(place))), place
 
 
 def many(line: str, count: int) -> str:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
+from ..kit.axis_names import nodes_of
 from .test_architecture import PACK, ROOT, SCRIPTS, imports_of
 
 # What ComfyUI imports, the processes of a pool, and the leader of a machine
@@ -32,7 +33,7 @@ def for_type_checkers(tree: ast.AST) -> set[int]:
     """The lines that only a type checker reads."""
     blocks = (
         node
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     )
     return {line for block in blocks for one in block.body for line in range(one.lineno, one.end_lineno + 1)}
