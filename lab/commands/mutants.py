@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,6 +39,10 @@ SCRIPT = str(ROOT / "lab" / "forked_tests.py")
 AT_HAND = "pipemesh.lab.libraries_at_hand"
 LIMIT_S = 300.0  # of one mutant's tests: a fault may make ranks hang
 WHOLE_S = 3600.0  # of all of them, without a fault
+FINDERS = 3  # of a fault, at most, in the table
+FAILED = re.compile(r"(?:FAILED|ERROR) (?P<file>[^:]+)::(?P<test>\w+)")
+TOOK = re.compile(r"\s*(?P<seconds>[\d.]+)s \w+ +(?P<file>[^:]+)::(?P<test>\w+)")
+TEST = re.compile(r"^def (test_\w+)", re.M)
 Found = Literal["found", "hangs", "not found"]
 
 
@@ -63,6 +68,16 @@ class Mutant:
                 f"{self.file} has {self.line.strip()!r} {text.count(self.line)} times: mend lab/mutants.json."
             )
         return text.replace(self.line, self.instead)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a mutant: the tests that have failed, the cheapest first."""
+
+    mutant: Mutant
+    found: Found
+    failed: Sequence[str]
+    seconds: float
 
 
 def read() -> list[Mutant]:
@@ -118,29 +133,37 @@ class Runs:
         self._lock = Lock()
         self._writes = count(1)
 
-    def tried(self, mutant: Mutant, copy: Path) -> Found:
-        """Runs the tests of a copy of the checkout that has this fault, and mends it again. Raises
-        LaunchError if they cannot run.
+    def tried(self, mutant: Mutant, copy: Path, to_the_end: bool = False) -> Outcome:
+        """Runs the tests of a copy of the checkout that has this fault, all of them or to the first
+        that fails, and mends it again. Raises LaunchError if they cannot run.
         """
-        file = copy / mutant.file
+        file, began_s = copy / mutant.file, time.monotonic()
         whole, time_s = file.read_text(encoding="utf-8"), int(file.stat().st_mtime)
         file.write_text(mutant.broken(whole), encoding="utf-8")
         # Python takes a file to be the one that it compiled if second and size are the same
         os.utime(file, (time_s, time_s + next(self._writes)))
+        failed: Sequence[str] = ()
+        found: Found = "hangs"
         try:
-            return "found" if self.first_failure(mutant.tests, copy, LIMIT_S) else "not found"
+            failed = self.failures(mutant.tests, copy, to_the_end, LIMIT_S)
+            found = "found" if failed else "not found"
         except TimeoutError:
-            return "hangs"
+            pass
         finally:
             file.write_text(whole, encoding="utf-8")
             os.utime(file, (time_s, time_s))
+        return Outcome(mutant, found, failed, time.monotonic() - began_s)
 
-    def first_failure(self, tests: Sequence[str], copy: Path, limit_s: float = WHOLE_S) -> str:
-        """Runs these tests in a copy of the checkout. Returns the first test that fails, empty if
-        all pass. Raises LaunchError if tests cannot run, and TimeoutError.
+    def failures(
+        self, tests: Sequence[str], copy: Path, to_the_end: bool, limit_s: float = WHOLE_S
+    ) -> Sequence[str]:
+        """Runs these tests in a copy of the checkout, all of them or to the first that fails.
+        Returns those that fail, as rows name one, the cheapest first. Raises LaunchError if tests
+        cannot run, and TimeoutError.
         """
-        options = ["-q", "-x", "--no-header", "-rfE", "-p", "no:cacheprovider", "--browser"]
-        places = ("::".join(filter(None, place_of(test, copy))) for test in tests)
+        options = ["-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--browser"]
+        options += ["--durations=0"] if to_the_end else ["-x"]
+        places = dict.fromkeys("::".join(filter(None, place_of(test, copy))) for test in tests)
         argv = (sys.executable, SCRIPT, "{parent}", "{fd}", str(copy), *options, *places)
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self._lock:
@@ -153,38 +176,73 @@ class Runs:
         finally:
             code = process.wait()
         if code == 0:
-            return ""
-        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
+            return ()
+        failed = {name_of(place) for place in filter(None, map(FAILED.match, lines))}
         if code != 1 or not failed:
             raise LaunchError(f"pytest could not run {' '.join(tests)}: {' '.join(lines[-5:])}")
-        return failed[0]
+        took_s: dict[str, float] = {}
+        for line in filter(None, map(TOOK.match, lines)):
+            took_s[name_of(line)] = took_s.get(name_of(line), 0.0) + float(line["seconds"])
+        return sorted(failed, key=lambda name: (took_s.get(name, 0.0), name))
 
-    def require_whole(self, mutants: Sequence[Mutant], copies: Sequence[Path]) -> None:
-        """Raises LaunchError if a test fails without any fault: then it finds nothing."""
-        names = sorted({name for one in mutants for name in one.tests})
-        shares = [share for number in range(len(copies)) if (share := names[number :: len(copies)])]
-        with ThreadPoolExecutor(len(copies)) as pool:
-            for failure in filter(None, pool.map(self.first_failure, shares, copies)):
-                raise LaunchError(f"Without any fault, {failure}: mend that first.")
+    def require_whole(self, tests: Sequence[str], copy: Path) -> None:
+        """Raises LaunchError if a test fails without any fault: then it has found nothing."""
+        if failed := self.failures(tests, copy, to_the_end=False):
+            raise LaunchError(f"Without any fault {failed[0]} fails too: mend that first.")
 
-    def all_tried(self, mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, Found, float]]:
-        """Yields each mutant, in the order given, with what came of it and the seconds it took."""
+    def all_tried(self, mutants: Sequence[Mutant], jobs: int, to_the_end: bool) -> Iterator[Outcome]:
+        """Yields what came of each mutant, in the order given; after the last it raises LaunchError
+        if a test that has found one fails without any fault too.
+        """
         with tempfile.TemporaryDirectory(prefix="pipemesh-mutants-") as folder:
-            every = [copied(Path(folder, f"copy{number}")) for number in range(jobs)]
-            self.require_whole(mutants, every)
             copies: SimpleQueue[Path] = SimpleQueue()
-            for one_copy in every:
-                copies.put(one_copy)
+            for number in range(jobs):
+                copies.put(copied(Path(folder, f"copy{number}")))
 
-            def one(mutant: Mutant) -> tuple[Mutant, Found, float]:
-                copy, began = copies.get(), time.monotonic()
+            def one(mutant: Mutant) -> Outcome:
+                copy = copies.get()
                 try:
-                    return mutant, self.tried(mutant, copy), time.monotonic() - began
+                    return self.tried(mutant, copy, to_the_end)
                 finally:
                     copies.put(copy)
 
+            found: set[str] = set()
             with ThreadPoolExecutor(jobs) as pool:
-                yield from pool.map(one, mutants)
+                for outcome in pool.map(one, mutants):
+                    found.update(outcome.failed)
+                    yield outcome
+            if found:
+                self.require_whole(sorted(found), copies.get())
+
+
+def name_of(place: re.Match[str]) -> str:
+    """Returns the name of a test as rows have it."""
+    lab = "lab/" if place["file"].startswith("lab/") else ""
+    return f"{lab}{Path(place['file']).stem}::{place['test']}"
+
+
+def write_finders(outcomes: Sequence[Outcome]) -> None:
+    """Writes into the table which tests find each fault, at most ``FINDERS``."""
+    found = {key_of(one.mutant): one.failed[:FINDERS] for one in outcomes if one.failed}
+    rows = (replace(one, tests=found.get(key_of(one), one.tests)) for one in read())
+    lines = [json.dumps(asdict(row), ensure_ascii=False) for row in rows]
+    TABLE.write_text("[\n  " + ",\n  ".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def key_of(mutant: Mutant) -> tuple[str, str, str]:
+    return mutant.file, mutant.line, mutant.instead
+
+
+def files_of(mutant: Mutant) -> set[str]:
+    return {test.partition("::")[0] for test in mutant.tests}
+
+
+def idle(outcomes: Sequence[Outcome], files: Sequence[str]) -> Iterator[str]:
+    """Yields the tests in these files that find none of the faults."""
+    finders = {test for one in outcomes for test in one.failed}
+    for file in files:
+        text = (ROOT / place_of(file, ROOT)[0]).read_text(encoding="utf-8")
+        yield from (test for name in TEST.findall(text) if (test := f"{file}::{name}") not in finders)
 
 
 def main(argv: Sequence[str], host: ComfyInstall) -> int:
@@ -197,6 +255,12 @@ def main(argv: Sequence[str], host: ComfyInstall) -> int:
         type=lambda names: names.split(","),
         help="only what these files find: test_wire,lab/test_host",
     )
+    parser.add_argument(
+        "--matrix",
+        action="store_true",
+        help=f"run all tests of the files that find a fault, write the {FINDERS} cheapest that do into the"
+        " table, and print the tests that find none",
+    )
     parser.add_argument("--smallest", action="store_true", help="one of them")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="at the same time (default 1)")
     options = parser.parse_args(argv)
@@ -205,21 +269,35 @@ def main(argv: Sequence[str], host: ComfyInstall) -> int:
         parser.error(f"no room is called {', '.join(sorted(unknown))}")
     chosen = [one for one in every if not options.room or one.room in options.room]
     if options.tests:
-        named = {one: {test.partition("::")[0] for test in one.tests} for one in chosen}
-        if unknown := {*options.tests} - set().union(*named.values()):
+        if unknown := {*options.tests} - {file for one in chosen for file in files_of(one)}:
             parser.error(f"no row names {', '.join(sorted(unknown))}")
-        chosen = [one for one in chosen if not named[one].isdisjoint(options.tests)]
+        chosen = [one for one in chosen if not files_of(one).isdisjoint(options.tests)]
     if why := lack():
         print(f"What only ComfyUI's page finds is left out: {why}")
         chosen = [one for one in chosen if not one.file.startswith("web/")]
     if options.smallest:
         chosen = sorted(chosen, key=lambda one: len(one.tests))[:1]
-    of_rooms: dict[str, Counter[Found]] = {}
+    if options.matrix:  # all tests of these files, whatever a row names of them
+        chosen = [
+            replace(one, tests=tuple({test.partition("::")[0] for test in one.tests})) for one in chosen
+        ]
+    outcomes: list[Outcome] = []
     with imported_at_hand(host, AT_HAND) as server:
-        for mutant, found, seconds in Runs(server).all_tried(chosen, max(1, options.jobs)):
-            of_rooms.setdefault(mutant.room, Counter())[found] += 1
-            print(f"{found:9}  {seconds:5.1f} s  {mutant.file}: {mutant.line.strip()}", flush=True)
+        for one in Runs(server).all_tried(chosen, max(1, options.jobs), options.matrix):
+            outcomes.append(one)
+            by = f"  by {', '.join(one.failed)}" if options.matrix else ""
+            print(
+                f"{one.found:9}  {one.seconds:5.1f} s  {one.mutant.file}: {one.mutant.line.strip()}{by}",
+                flush=True,
+            )
+    if options.matrix:
+        write_finders(outcomes)
+        files = options.tests or sorted({file for one in chosen for file in files_of(one)})
+        print("\nThese find no fault of the table:", *idle(outcomes, files), sep="\n  ")
     print()
+    of_rooms: dict[str, Counter[Found]] = {}
+    for one in outcomes:
+        of_rooms.setdefault(one.mutant.room, Counter())[one.found] += 1
     for room, counted in of_rooms.items():
         print(f"{room:10}  {counted.total() - counted['not found']} of {counted.total()} found")
     return 1 if any(counted["not found"] for counted in of_rooms.values()) else 0

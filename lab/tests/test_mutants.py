@@ -1,7 +1,9 @@
 """The list of faults is one of today's code."""
 
+import json
 import re
 from collections import Counter
+from dataclasses import asdict, replace
 
 import pytest
 from pipemesh.lab.bench.forked import imported_at_hand
@@ -72,24 +74,54 @@ def test_tests_that_cannot_run_or_fail_without_a_fault_are_no_fault_that_is_foun
         runs.tried(gone, tmp_path)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_gone.py").write_text("def test_one():\n    assert 0\n")
-    with pytest.raises(LaunchError, match=r"Without any fault, FAILED tests/test_gone\.py::test_one"):
-        runs.require_whole([gone], [tmp_path])
+    with pytest.raises(LaunchError, match=r"Without any fault test_gone::test_one fails too"):
+        runs.require_whole(runs.tried(gone, tmp_path).failed, tmp_path)
 
 
 def test_a_fault_of_the_list_is_found_in_a_copy_of_the_checkout(runs, tmp_path):
-    (one, *_) = (one for one in mutants.read() if one.tests == ("test_arena",))
-    assert runs.tried(one, mutants.copied(tmp_path / "copy")) == "found"
+    (one, *_) = (one for one in mutants.read() if mutants.files_of(one) == {"test_arena"})
+    assert runs.tried(one, mutants.copied(tmp_path / "copy")).found == "found"
 
 
-@pytest.mark.parametrize(("instead", "found"), [("return 2", "found"), ("return  1", "not found")])
-def test_a_fault_is_found_by_a_test_that_fails_and_is_mended_again(runs, tmp_path, instead, found):
+TESTS = """
+import time
+from a import one
+def test_slow(): time.sleep(0.1); assert one() < 2
+def test_one(): assert one() == 1
+def test_none(): assert one
+"""
+
+
+@pytest.mark.parametrize(
+    ("instead", "found", "by"),
+    [("return 2", "found", ["test_a::test_one", "test_a::test_slow"]), ("return  1", "not found", [])],
+)
+def test_a_fault_is_found_by_tests_that_fail_the_cheapest_first_and_mended_again(
+    runs, tmp_path, instead, found, by
+):
     (tmp_path / "tests").mkdir()
     (tmp_path / "a.py").write_text("def one():\n    return 1\n")
-    (tmp_path / "tests" / "test_a.py").write_text(
-        "from a import one\ndef test_one():\n    assert one() == 1\n"
-    )
+    (tmp_path / "tests" / "test_a.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     mutant = mutants.Mutant("", "a.py", "return 1", instead, ("test_a",))
-    runs.require_whole([mutant], [tmp_path])  # Python keeps what it compiled of a file of this size
-    assert runs.tried(mutant, tmp_path) == found
+    runs.require_whole(mutant.tests, tmp_path)  # Python keeps what it compiled of a file of this size
+    outcome = runs.tried(mutant, tmp_path, to_the_end=True)
+    assert (outcome.found, list(outcome.failed)) == (found, by)
     assert (tmp_path / "a.py").read_text() == "def one():\n    return 1\n"
+
+
+def test_the_matrix_names_who_finds_a_fault_and_who_finds_none(tmp_path, monkeypatch):
+    one = mutants.Mutant("comm", "a.py", "x = 1", "x = 2", ("test_a",))
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    monkeypatch.setattr(mutants, "TABLE", tmp_path / "table.json")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(TESTS)
+    rows = [json.dumps(asdict(row)) for row in (one, replace(one, line="y = 1"))]
+    mutants.TABLE.write_text("[\n  " + ",\n  ".join(rows) + "\n]\n")
+    outcomes = [mutants.Outcome(one, "found", ["test_a::test_one"], 1.0)]
+    mutants.write_finders(outcomes)
+    assert (
+        mutants.TABLE.read_text()
+        == f"[\n  {rows[0].replace('test_a', 'test_a::test_one')},\n  {rows[1]}\n]\n"
+    )
+    assert list(mutants.idle(outcomes, ["test_a"])) == ["test_a::test_slow", "test_a::test_none"]
