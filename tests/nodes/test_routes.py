@@ -28,13 +28,8 @@ from ..kit.at_once import at_once
 JSON = {"Content-Type": "application/json"}
 
 
-def posted(setup, **headers):
-    """The code of the answer to a POST, and whether it has done anything."""
-    answered, acted = answered_to(setup, **headers)
-    return answered.status, acted
-
-
-def answered_to(setup, **headers):
+def posted(setup, headers):
+    """The answer to a POST, and whether it has done anything."""
     asked = []
     handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
 
@@ -42,27 +37,20 @@ def answered_to(setup, **headers):
         asked.append(identity)
         return handle, RemotePool(handle)
 
-    request = make_mocked_request(
-        "POST",
-        "/",
-        {name.replace("_", "-"): value for name, value in headers.items()},
-        match_info={"id": "5f0c2a91"},
-    )
+    request = make_mocked_request("POST", "/", headers, match_info={"id": "5f0c2a91"})
     return asyncio.run(answer(act, request)), bool(asked)
 
 
 def test_nothing_is_done_to_a_pool_amid_a_run_and_the_answer_says_so(setup):
     handle = PoolHandle(place(Layout(ulysses=2), "cpu", "gloo", ()), setup)
-    pool = RemotePool(handle)
+    pool, identity, executing = RemotePool(handle), pool_id(handle.placement), [True]
     runtime = SimpleNamespace(pools=lambda: [(handle, pool)], turn=threading.Lock())
-    executing = [True]
-    control = PoolControl(runtime, lambda: executing[0])
+    control = PoolControl(runtime, executing.pop)
     pool.runs.recent.append(SimpleNamespace(is_sampled=True, ended_s=0.0))
     with pytest.raises(Busy, match="samples now"):
-        control.release(pool_id(handle.placement))
-    executing.clear()
+        control.release(identity)
     executing.append(False)
-    assert control.release(pool_id(handle.placement)) == (handle, pool)
+    assert control.release(identity) == (handle, pool)
 
 
 def test_the_last_twenty_notices_are_kept(caplog):
@@ -79,45 +67,39 @@ def test_what_two_threads_tell_at_once_is_kept():
         assert len(notices.latest()) == 4
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8188", "192.168.1.5:8188", "comfy.lan"])
-@pytest.mark.parametrize(
-    "origin", ["https://example.org", "null", "http://192.168.1.5:9999", "http://[", "file://", ""]
-)
-def test_a_page_of_another_origin_does_nothing_on_any_address(setup, host, origin):
-    assert posted(setup, Host=host, Origin=origin, **JSON) == (403, False)
+LAN = "192.168.1.5:8188"
+FOREIGN = ("https://example.org", "null", "http://192.168.1.5:9999", "http://[", "file://", "")
+FORMS = ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data")
+POSTED = [  # headers -> the answer's code
+    *(
+        ({"Host": host, "Origin": origin, **JSON}, 403)
+        for host in ("127.0.0.1:8188", LAN, "comfy.lan")
+        for origin in FOREIGN
+    ),
+    *(
+        ({"Host": host, "Origin": f"http://{host}"}, 200)
+        for host in ("127.0.0.1:8188", LAN, "[fe80::1]:8188")
+    ),
+    *(({"Host": host, "Origin": "https://comfy.lan"}, 200) for host in ("Comfy.lan", "comfy.lan:443")),
+    # Without an origin what a form of another page cannot send
+    ({"Host": LAN, "Content-Type": "application/json; charset=utf-8"}, 200),
+    *(({"Host": LAN, "Content-Type": kind}, 415) for kind in FORMS),
+    ({"Host": LAN}, 415),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), POSTED, ids=str)
+def test_comfyuis_own_page_may_act_and_no_page_of_another_origin_on_any_address(setup, headers, status):
+    answered, has_acted = posted(setup, headers)
+    assert (answered.status, has_acted) == (status, status == 200)
 
 
 def test_a_page_behind_a_proxy_that_hides_the_host_is_told_what_to_change(setup):
-    answered, _ = answered_to(setup, Host="127.0.0.1:8188", Origin="https://studio.lan", **JSON)
-    sentence = json.loads(answered.body)["error"]
-    assert sentence.startswith(
-        "This page is from https://studio.lan, but ComfyUI is at 127.0.0.1:8188: open 127.0.0.1:8188, or let the"
-        " proxy "
+    answered, _ = posted(setup, {"Host": "127.0.0.1:8188", "Origin": "https://studio.lan", **JSON})
+    sentence = (
+        "is from https://studio.lan, but ComfyUI is at 127.0.0.1:8188: open 127.0.0.1:8188, or let the proxy "
     )
-
-
-@pytest.mark.parametrize(
-    ("host", "origin"),
-    [
-        ("127.0.0.1:8188", "http://127.0.0.1:8188"),
-        ("192.168.1.5:8188", "http://192.168.1.5:8188"),
-        ("Comfy.lan", "https://comfy.lan"),
-        ("comfy.lan:443", "https://comfy.lan"),
-        ("[fe80::1]:8188", "http://[fe80::1]:8188"),
-    ],
-)
-def test_comfyuis_own_page_may_act(setup, host, origin):
-    assert posted(setup, Host=host, Origin=origin) == (200, True)
-
-
-def test_without_an_origin_only_what_a_form_of_another_page_cannot_send_may_act(setup):
-    assert posted(setup, Host="192.168.1.5:8188", Content_Type="application/json; charset=utf-8") == (
-        200,
-        True,
-    )
-    for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data"):
-        assert posted(setup, Host="192.168.1.5:8188", Content_Type=kind) == (415, False)
-    assert posted(setup, Host="192.168.1.5:8188") == (415, False)
+    assert json.loads(answered.body)["error"].startswith(f"This page {sentence}")
 
 
 @pytest.mark.parametrize("document", ["SECURITY.md", "docs/REFERENCE.md"])
@@ -142,10 +124,10 @@ def test_what_comfyui_itself_refuses_to_a_page_is_refused_and_a_name_of_a_strang
 
     monkeypatch.setattr(server, "is_loopback", lambda host: True)
     headers = {"Host": host, "Origin": origin.format(host)}
-    theirs = asyncio.run(
-        server.create_origin_only_middleware()(make_mocked_request("POST", "/prompt", headers), through)
-    ).status
-    ours, has_acted = posted(setup, **headers, **JSON)
+    asks = server.create_origin_only_middleware()(make_mocked_request("POST", "/prompt", headers), through)
+    theirs = asyncio.run(asks).status
+    answered, has_acted = posted(setup, {**headers, **JSON})
+    ours = answered.status
     assert has_acted == (ours == 200)
     assert ours == theirs or (ours, theirs) == (403, 200)
     assert origin.format(host) != f"http://{host}" or (ours, theirs) == (200, 200)

@@ -3,6 +3,7 @@ workers have to start, and then one every second, whatever ComfyUI's process doe
 """
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from comfy_execution.utils import CurrentNodeContext
@@ -12,20 +13,16 @@ from pipemesh.pool.progress import Told
 
 NODE = ("3", "a prompt")
 LOADING = Told("PipeMesh: loading a model, 0 of 2 ready", 1, 4, "25 %")
+LOADED = Told("PipeMesh: the model is loaded")
 
 
 class Screen:
     def __init__(self):
         self.shown, self.ended, self.sampling = [], [], False
+        self.show, self.is_sampling = self.shown.append, lambda node: self.sampling
 
     def note_bar(self, node):
         self.sampling = False
-
-    def is_sampling(self, node):
-        return self.sampling
-
-    def show(self, waited):
-        self.shown.append(waited)
 
     def end(self, node, text):
         self.ended.append((node, text))
@@ -75,14 +72,15 @@ def beats():
 
 @pytest.fixture
 def waiting(screen, beats):
+    """Of a sampling that has begun."""
     made = Waiting(screen, beats.clock, beats)
     with CurrentNodeContext("a prompt", "3"):
+        made.begin()
         yield made
     made.end()
 
 
 def test_there_is_an_event_within_a_second_and_then_one_every_second(waiting, screen, beats):
-    waiting.begin()
     for _ in range(4):
         beats.pass_one()
     assert [one.seconds for one in screen.shown] == [0.5, 1.5, 2.5, 3.5]
@@ -92,68 +90,55 @@ def test_there_is_an_event_within_a_second_and_then_one_every_second(waiting, sc
 
 
 def test_what_is_waited_for_is_shown_at_once_and_again_with_its_bar(waiting, screen, beats):
-    waiting.begin()
     assert waiting.tell(LOADING)
     beats.pass_one()
-    assert [(one.text, one.done, one.total) for one in screen.shown] == [
-        (f"{LOADING.line}, 0 s", 1, 4),
-        (f"{LOADING.line}, 0 s", 1, 4),
-    ]
+    assert [(one.text, one.done, one.total) for one in screen.shown] == [(f"{LOADING.line}, 0 s", 1, 4)] * 2
 
 
 def test_bytes_that_change_often_are_not_shown_each_time(waiting, screen, beats):
-    waiting.begin()
     for done in range(100):
         waiting.tell(Told(LOADING.text, done, 100))
     assert len(screen.shown) == 1
 
 
 def test_what_is_done_is_told_once_and_then_that_the_first_step_is_waited_for(waiting, screen, beats):
-    waiting.begin()
     waiting.tell(LOADING)
-    waiting.tell(Told("PipeMesh: the model is loaded"))
+    waiting.tell(LOADED)
     for _ in range(2):
         beats.pass_one()
-    assert [one.text for one in screen.shown[1:]] == [
-        "PipeMesh: the model is loaded, 0 s",
-        "PipeMesh: the first step, 0 s",
-        "PipeMesh: the first step, 2 s",
-    ]
+    texts = ["the model is loaded, 0 s", "the first step, 0 s", "the first step, 2 s"]
+    assert [one.text for one in screen.shown[1:]] == [f"PipeMesh: {text}" for text in texts]
+
+
+CAME = [("3", "PipeMesh: the first step came after 7 s")]
 
 
 def test_it_ends_with_the_samplers_first_step_and_leaves_a_line_that_stays_true(waiting, screen, beats):
-    waiting.begin()
     waiting.tell(LOADING)
     screen.sampling, beats.seconds = True, 7.0
-    assert not waiting.tell(Told("PipeMesh: the model is loaded"))
-    assert screen.ended == [("3", "PipeMesh: the first step came after 7 s")] and len(screen.shown) == 1
+    assert not waiting.tell(LOADED)
+    assert screen.ended == CAME and len(screen.shown) == 1
     assert not waiting.tell(LOADING), "what is waited for amid a sampling has no bar of its own"
 
 
 def test_a_first_step_that_comes_without_a_bar_is_told_as_one_that_came(waiting, screen, beats):
-    waiting.begin()
     waiting.tell(LOADING)
     beats.seconds = 7.0
     waiting.came()
     waiting.end()
-    assert screen.ended == [("3", "PipeMesh: the first step came after 7 s")]
+    assert screen.ended == CAME
 
 
-def test_how_a_run_is_sampled_stays_on_the_node(waiting, screen):
+def test_how_a_run_is_sampled_stays_on_the_node_and_a_short_wait_shows_nothing(waiting, screen):
+    waiting.end()
+    assert not screen.shown and not screen.ended
     waiting.begin()
     waiting.tell(Told("PipeMesh samples in patches, free-running.", stays=True))
     waiting.end()
     assert screen.ended == [("3", "PipeMesh samples in patches, free-running.")]
 
 
-def test_a_short_wait_shows_nothing(waiting, screen):
-    waiting.begin()
-    waiting.end()
-    assert not screen.shown and not screen.ended
-
-
 def test_a_second_model_of_the_same_node_does_not_begin_it_anew_and_another_node_does(waiting, screen, beats):
-    waiting.begin()
     beats.pass_one()
     waiting.begin()
     waiting.tell(LOADING)
@@ -171,22 +156,12 @@ def test_outside_a_node_nothing_is_waited_for(screen, beats):
     assert not waiting.tell(LOADING)
 
 
-class Model:
-    def __init__(self):
-        self.said = []
-        self.remote = self.pool = self.wait = self
-
-    def begin(self):
-        self.said.append("begin")
-
-    def end(self):
-        self.said.append("end")
-
-
 def test_preparing_a_sampling_begins_the_wait_and_ends_it_where_that_fails():
-    model = Model()
+    said = []
+    wait = SimpleNamespace(begin=lambda: said.append("begin"), end=lambda: said.append("end"))
+    model = SimpleNamespace(remote=SimpleNamespace(pool=SimpleNamespace(wait=wait)))
     assert waited_for(lambda executor, model, shape: shape)(None, model, (1,)) == (1,)
-    assert model.said == ["begin"]
+    assert said == ["begin"]
 
     @waited_for
     def cancelled(executor, model):
@@ -194,4 +169,4 @@ def test_preparing_a_sampling_begins_the_wait_and_ends_it_where_that_fails():
 
     with pytest.raises(KeyboardInterrupt):
         cancelled(None, model)
-    assert model.said == ["begin", "begin", "end"]
+    assert said == ["begin", "begin", "end"]

@@ -40,9 +40,8 @@ def group(folder, kind, limit=None, used=0, inactive=0, active=0):
 def system(proc, available, total, own="", mounts=()):
     """Makes a /proc of a machine with these MiB; ``mounts``: (root, folder, kind) of each."""
     (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(
-        f"MemTotal: {total << 10} kB\nMemFree: 1 kB\nMemAvailable: {available << 10} kB\nBuffers: 1 kB\n"
-    )
+    kib = {"MemTotal": total << 10, "MemFree": 1, "MemAvailable": available << 10, "Buffers": 1}
+    (proc / "meminfo").write_text("".join(f"{name}: {count} kB\n" for name, count in kib.items()))
     (proc / "self/cgroup").write_text(own)
     lines = [*FOREIGN]
     for root, folder, kind in mounts:
@@ -60,15 +59,13 @@ OWN = {"cgroup": "of another form\n4:cpu:/\n3:cpuset,memory:{}\n0::/\n", "cgroup
 def test_the_tightest_group_around_a_process_counts(tmp_path, kind, place):
     top = tmp_path / "of groups"
     outer, own = top / "slice", top / "slice/unit"
-    group(top, kind)
-    group(
-        outer,
-        kind,
-        **{"limit": 4000, "used": 3500, "inactive": 200, "active": 300} if place == "outer" else {},
-    )
-    group(
-        own, kind, **{"limit": 6000, "used": 5500, "inactive": 200, "active": 300} if place == "own" else {}
-    )
+    for folder, limit, is_tight in (
+        (top, 0, False),
+        (outer, 4000, place == "outer"),
+        (own, 6000, place == "own"),
+    ):
+        tight = {"limit": limit, "used": limit - 500, "inactive": 200, "active": 300}
+        group(folder, kind, **tight if is_tight else {})
     group(outer / "other", kind, limit=10, used=10)
     proc = system(tmp_path / "proc", 32_000, 64_000, OWN[kind].format("/slice/unit"), [("/", top, kind)])
     expected = {"own": (1000, 6000), "outer": (1000, 4000), "beside": (32_000, 64_000)}[place]
@@ -103,14 +100,12 @@ def test_a_machine_with_less_than_the_groups_limit_counts_itself(tmp_path):
 @pytest.fixture
 def real_group():
     """A control group of this system with a limit of 64 MiB."""
-    tops = {
-        folder: kind for folder, kind in control_groups(Path("/proc")) if (folder / "cgroup.procs").exists()
-    }
-    folder, kind = next(iter(tops.items()), (Path("/none"), "cgroup2"))
-    made, limit = folder / f"pipemesh-test-{getpid()}", FILES[kind][0]
+    tops = [one for one in control_groups(Path("/proc")) if (one[0] / "cgroup.procs").exists()]
+    folder, kind = next(iter(tops), (Path("/none"), "cgroup2"))
+    made = folder / f"pipemesh-test-{getpid()}"
     try:
         made.mkdir()
-        (made / limit).write_text(str(64 * MIB))
+        (made / FILES[kind][0]).write_text(str(64 * MIB))
     except OSError as error:
         if made.exists():
             made.rmdir()
