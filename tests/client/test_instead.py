@@ -19,9 +19,9 @@ from pipemesh.parallel_runtime.layout import Layout
 
 from ..crossing.test_options import sampled
 from ..kit.bounds import assert_same
-from ..planner.test_planning import OPEN, PoolsHere, auto
+from ..planner.test_planning import OPEN, PoolsHere, made_auto
 
-__all__ = ["auto"]  # a fixture
+__all__ = ["made_auto"]  # a fixture
 BY_HAND = replace(OPEN, is_open=False)
 
 
@@ -70,9 +70,9 @@ def their_node(model):
 
 
 @pytest.mark.parametrize("form", ["auto", "open", "by hand"])
-def test_a_node_that_keeps_its_settings_on_the_model_object_finds_them_there(auto, form):
+def test_a_node_that_keeps_its_settings_on_the_model_object_finds_them_there(made_auto, form):
     runtime, model, stock = PoolsHere(stock_model(5)), stock_model(5), stock_model(5)
-    made, left = auto(runtime), {}
+    made, left = made_auto(runtime), {}
     ours = model if form == "auto" else runtime.parallelize(model, OPEN if form == "open" else BY_HAND)
 
     def kept(one):
@@ -85,9 +85,9 @@ def test_a_node_that_keeps_its_settings_on_the_model_object_finds_them_there(aut
     assert sum(len(here.asked) for here, _ in runtime.pools.values()) == 6
 
 
-def test_both_models_of_a_guider_have_what_was_set_on_them(auto):
+def test_both_models_of_a_guider_have_what_was_set_on_them(made_auto):
     models, seen = [stock_model(5), stock_model(5)], []
-    auto(PoolsHere(stock_model(5))).switch.fixed = True
+    made_auto(PoolsHere(stock_model(5))).switch.fixed = True
     guider = Guider_DualModel(*models)
     guider.set_conds(conditioning(1, 13), conditioning(2, 7))
     for number, model in enumerate(models):

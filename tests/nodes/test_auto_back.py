@@ -34,7 +34,7 @@ def patched_by_a_wrapper(model, is_patched):
     return clone
 
 
-def looked_at(model, look):
+def with_look(model, look):
     """The MODEL, whose steps give ``look`` their arguments."""
 
     def looks(args):
@@ -105,7 +105,7 @@ def test_what_fails_after_a_step_is_raised_as_it_is_and_the_next_prompt_samples_
         if len(steps) == 2:
             raise error
 
-    model = looked_at(plain, fails)
+    model = with_look(plain, fails)
     settings(True)
     with CurrentNodeContext("first", "3"), pytest.raises(type(error)) as raised:
         run(model)
@@ -122,7 +122,7 @@ def test_what_fails_after_a_step_is_raised_as_it_is_and_the_next_prompt_samples_
 def test_the_wait_ends_at_the_first_step_also_without_a_progress_bar(auto, settings, plain):
     lasts = []
     settings(True)
-    run(looked_at(plain, lambda _: lasts.append(auto._runtime().wait.lasts)))
+    run(with_look(plain, lambda _: lasts.append(auto._runtime().wait.lasts)))
     assert lasts[0] and not any(lasts[1:]) and len(lasts) > 1
 
 

@@ -61,7 +61,7 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def served(file, client):
+def served_model(file, client):
     """A stock MODEL that a pool has served, the same through the pool, and stock's image of it."""
     stock = load(str(file.path))
     parallel = parallelize(stock, client, holds_ui_device=True)
@@ -70,7 +70,7 @@ def served(file, client):
 
 
 @pytest.fixture
-def auto(client, tmp_path):
+def auto_on(client, tmp_path):
     (tmp_path / "switch.json").write_text('{"PipeMesh.Auto": true}')
     runtime = SharedRuntime(client)
     made = Auto(lambda: runtime, Switch({}, lambda: tmp_path / "switch.json"), Notices())
@@ -92,8 +92,8 @@ def image_or_sentence(truth, sample):
 
 @pytest.mark.cover(2)
 @cases
-def test_stock_samples_the_weights_that_it_loaded(file, served, way, during):
-    stock, _parallel, truth = served
+def test_stock_samples_the_weights_that_it_loaded(file, served_model, way, during):
+    stock, _parallel, truth = served_model
     if not during:
         file.change(way)
     image = run(stock, callback=file.during(way) if during else None)
@@ -103,9 +103,9 @@ def test_stock_samples_the_weights_that_it_loaded(file, served, way, during):
 
 @cases
 def test_a_pool_makes_the_image_of_what_was_loaded_or_says_one_sentence(
-    file, served, client, files, way, during
+    file, served_model, client, files, way, during
 ):
-    _stock, parallel, truth = served
+    _stock, parallel, truth = served_model
     if not during:
         file.change(way)
     for callback in (file.during(way) if during else None, None):  # the same again, no second fault
@@ -128,8 +128,8 @@ def test_groups_and_stages_say_the_same_sentence_and_their_run_keeps_it(file, cl
 
 @pytest.mark.cover(3)
 @cases
-def test_auto_mode_makes_stocks_image_or_says_one_sentence(file, served, auto, way, during):
-    stock, _parallel, truth = served
+def test_auto_mode_makes_stocks_image_or_says_one_sentence(file, served_model, auto_on, way, during):
+    stock, _parallel, truth = served_model
     if not during:
         file.change(way)
     made = image_or_sentence(truth, lambda: run(stock, callback=file.during(way) if during else None))
@@ -137,8 +137,8 @@ def test_auto_mode_makes_stocks_image_or_says_one_sentence(file, served, auto, w
     assert image_or_sentence(truth, lambda: run(stock)), "the next run"
 
 
-def test_what_a_node_wrote_and_what_comfyui_keeps_of_a_patched_weight_outlive_the_file(file, served):
-    stock, _parallel, truth = served
+def test_what_a_node_wrote_and_what_comfyui_keeps_of_a_patched_weight_outlive_the_file(file, served_model):
+    stock, _parallel, truth = served_model
     lora = write_lora(file.path.parent / "lora.safetensors", file.path, rank=4)
     patched = run(with_lora(stock, {"lora": str(lora)}, 1.0))
     file.change("cut short")

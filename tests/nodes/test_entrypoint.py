@@ -61,7 +61,7 @@ def without(*names):
     return take
 
 
-def on(platform):
+def on_system(platform):
     """Another system, without what only Linux has."""
 
     def take(monkeypatch):
@@ -75,8 +75,8 @@ def on(platform):
 NO_GLOO = f"PipeMesh needs torch.distributed with gloo, which torch {torch.__version__} is built without:"
 NO_HOST = "PipeMesh runs inside ComfyUI: put this folder into ComfyUI's custom_nodes and start ComfyUI."
 LACKING = {
-    "Windows": (on("win32"), LINUX.format("Windows")),
-    "macOS": (on("darwin"), LINUX.format("macOS")),
+    "Windows": (on_system("win32"), LINUX.format("Windows")),
+    "macOS": (on_system("darwin"), LINUX.format("macOS")),
     "memfd_create": (without("os.memfd_create"), CALL.format("os.memfd_create", VERSION)),
     "fcntl": (without("fcntl"), CALL.format("fcntl.ioctl", VERSION)),
     "torch.distributed": (

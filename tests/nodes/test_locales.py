@@ -34,7 +34,7 @@ def nodes():
     }
 
 
-def said(language, file):
+def texts_in(language, file):
     return json.loads((LOCALES / language / f"{file}.json").read_text(encoding="utf-8"))
 
 
@@ -59,7 +59,7 @@ def test_nodes_are_marked_as_experimental_until_the_table_of_what_ran_has_severa
 
 
 def test_the_texts_of_nodes_are_of_the_inputs_that_there_are(nodes):
-    texts = said("en", "nodeDefs")
+    texts = texts_in("en", "nodeDefs")
     assert {name: set(one["inputs"]) for name, one in texts.items()} == nodes
 
 
@@ -67,7 +67,7 @@ def test_the_texts_of_nodes_are_of_the_inputs_that_there_are(nodes):
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_text_is_translated_with_the_same_places_for_values(language, file):
     """Names and single words may stay as they are, sentences may not."""
-    texts, english = leaves(said(language, file)), leaves(said("en", file))
+    texts, english = leaves(texts_in(language, file)), leaves(texts_in("en", file))
     assert texts.keys() == english.keys()
     for place, text in texts.items():
         assert text.strip() and not VUE_I18N_SYNTAX & set(text), place
@@ -77,14 +77,14 @@ def test_every_text_is_translated_with_the_same_places_for_values(language, file
 
 def test_the_setting_is_called_in_the_script_as_in_its_texts():
     script = JOINED.sub("", (ROOT / "web" / "auto.js").read_text(encoding="utf-8"))
-    texts = {**leaves(said("en", "settings")), **leaves(said("en", "main")["settingsCategories"])}
+    texts = {**leaves(texts_in("en", "settings")), **leaves(texts_in("en", "main")["settingsCategories"])}
     assert not [text for text in texts.values() if f'"{text}"' not in script]
 
 
 def test_the_options_of_a_setting_are_those_of_the_script():
     script = (ROOT / "web" / "auto.js").read_text(encoding="utf-8")
     listed = [json.loads(options) for options in re.findall(r"options: (\[.*?\])", script)]
-    assert listed == [list(one["options"]) for one in said("en", "settings").values() if "options" in one]
+    assert listed == [list(one["options"]) for one in texts_in("en", "settings").values() if "options" in one]
 
 
 def made_names():
@@ -114,7 +114,7 @@ def test_every_text_that_the_pack_asks_for_is_there_and_no_other():
     files += (ROOT / "parallel_runtime" / "planner").glob("*.py")
     named = {name for file in files for name in re.findall(r'"([a-z_]+)"', file.read_text(encoding="utf-8"))}
     scripts = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "web").glob("*.js"))
-    texts = said("en", "main")["pipemesh"].keys()
+    texts = texts_in("en", "main")["pipemesh"].keys()
     assert made_names() | set(re.findall(r'\bt\("([a-z_]+)"', scripts)) <= texts
     assert texts - made_names() <= named
 
@@ -134,7 +134,7 @@ def rows_of_inputs(page):
 @pytest.mark.parametrize("node", sorted(HELP))
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_a_help_page_names_the_node_and_its_inputs_as_the_node_does_in_that_language(language, node):
-    texts, page = said(language, "nodeDefs")[node], page_in(language, node)
+    texts, page = texts_in(language, "nodeDefs")[node], page_in(language, node)
     assert page.startswith(f"# {texts['display_name']}\n")
     names = {part for row in rows_of_inputs(page) for part in re.split(", |、", row.replace("`", ""))}
     for given, text in texts["inputs"].items():

@@ -70,13 +70,13 @@ def made_nodes():
 
 
 @pytest.fixture(scope="module")
-def node():
+def pool_node():
     """PipeMesh Pool."""
     return made_nodes()["PipeMeshPool"]
 
 
 @pytest.fixture
-def complaints(node, monkeypatch):
+def complaints(pool_node, monkeypatch):
     """What ComfyUI has to say of these inputs when they are queued; a link is written as in a
     prompt.
     """
@@ -88,7 +88,7 @@ def complaints(node, monkeypatch):
         RETURN_TYPES, FUNCTION = ("*",), "run"
         INPUT_TYPES = staticmethod(lambda: {"required": {}})
 
-    for name, one in {**made_nodes(), "PipeMeshPool": node, "Source": Source}.items():
+    for name, one in {**made_nodes(), "PipeMeshPool": pool_node, "Source": Source}.items():
         monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, name, one)
 
     def validated(class_type="PipeMeshPool", **inputs):
@@ -165,9 +165,9 @@ def test_what_cannot_be_is_refused_when_queued_with_one_sentence(complaints, cha
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [*REFUSED, *UNLIKE])
-def test_what_a_link_brings_is_refused_when_it_runs_with_the_same_sentence(node, changes, sentence):
+def test_what_a_link_brings_is_refused_when_it_runs_with_the_same_sentence(pool_node, changes, sentence):
     with pytest.raises(LayoutError) as caught:
-        node.execute(**INPUTS | changes)
+        pool_node.execute(**INPUTS | changes)
     assert str(caught.value).endswith(sentence) and "\n" not in str(caught.value)
 
 
@@ -196,9 +196,9 @@ def test_what_a_link_may_put_right_is_queued_and_what_can_never_be_is_refused(
     assert [one.startswith(start) for one in said] == [True] if start else said == set()
 
 
-def test_inputs_stand_in_the_order_in_which_a_user_needs_them_and_none_has_to_be_given(node):
+def test_inputs_stand_in_the_order_in_which_a_user_needs_them_and_none_has_to_be_given(pool_node):
     """Saved workflows keep values by place: an input that is new comes last."""
-    sockets = node.GET_NODE_INFO_V1()["input"]
+    sockets = pool_node.GET_NODE_INFO_V1()["input"]
     assert not sockets.get("required")
     assert list(sockets["optional"]) == [
         *("devices", "layout", "quality", "weights"),

@@ -79,7 +79,7 @@ def one_runtime(setup):
 
 
 @pytest.fixture
-def runtime(one_runtime):
+def sampling_runtime(one_runtime):
     """What runs say of themselves is in ``said``."""
     one_runtime.said.clear()
     return one_runtime
@@ -95,22 +95,26 @@ def last_run(runtime, choice=None):
     return run_status(runtime, *runtime.last_run(choice)).figures.in_patches
 
 
-def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(runtime, files):
-    had = sum(pool.sessions.live.loads for _, pool in runtime.pools() if pool.sessions.live is not None)
+def test_other_patches_are_sampled_by_the_same_ranks_and_a_parallelized_model_takes_them(
+    sampling_runtime, files
+):
+    had = sum(
+        pool.sessions.live.loads for _, pool in sampling_runtime.pools() if pool.sessions.live is not None
+    )
     model = load(files["model"])
-    three, four = (runtime.choose(**STAGES, patches=patches, stages="2,2") for patches in (3, 4))
-    parallel = runtime.parallelize(model, three)
+    three, four = (sampling_runtime.choose(**STAGES, patches=patches, stages="2,2") for patches in (3, 4))
+    parallel = sampling_runtime.parallelize(model, three)
     run(parallel)
-    before = only_pool(runtime)
-    patched = last_run(runtime)
+    before = only_pool(sampling_runtime)
+    patched = last_run(sampling_runtime)
     assert (patched.mode, patched.patches, patched.whole) == ("free-running", 3, 1)
-    again = runtime.parallelize(parallel, four)
+    again = sampling_runtime.parallelize(parallel, four)
     run(again)
-    after = only_pool(runtime)
-    assert last_run(runtime, three).patches == 4
+    after = only_pool(sampling_runtime)
+    assert last_run(sampling_runtime, three).patches == 4
     assert [rank.pid for rank in after.ranks] == [rank.pid for rank in before.ranks]
     assert after.loads == before.loads == had + 1
-    assert runtime.parallelized(again, None) is again
+    assert sampling_runtime.parallelized(again, None) is again
 
 
 def test_a_variable_that_cannot_be_read_is_told_where_one_gpu_would_sample_by_itself_too(monkeypatch):
@@ -122,7 +126,7 @@ def test_a_variable_that_cannot_be_read_is_told_where_one_gpu_would_sample_by_it
     assert not broken.notices.latest()
 
 
-def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_warm(runtime, files):
+def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_warm(sampling_runtime, files):
     import comfy.hooks
     import comfy.utils
 
@@ -134,15 +138,15 @@ def test_weight_hooks_are_named_sampled_in_patches_all_the_same_and_stock_when_w
     truth = run(model, positive=hooked(), cfg=2.0)
     mode = "single-timeline, because of hooks on the positive conditioning"
     for warm_up in (100, 1):
-        choice = runtime.choose(**STAGES, warm_up=warm_up)
-        ours = run(runtime.parallelize(model, choice), positive=hooked(), cfg=2.0)
-        assert runtime.said.pop() == f"PipeMesh samples in patches, {mode}."
+        choice = sampling_runtime.choose(**STAGES, warm_up=warm_up)
+        ours = run(sampling_runtime.parallelize(model, choice), positive=hooked(), cfg=2.0)
+        assert sampling_runtime.said.pop() == f"PipeMesh samples in patches, {mode}."
         assert relative_error(ours, truth) <= BOUND or warm_up == 1
-    assert (last_run(runtime).whole, last_run(runtime).patches) == (2, 3)
+    assert (last_run(sampling_runtime).whole, last_run(sampling_runtime).patches) == (2, 3)
 
 
-def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(runtime, files, monkeypatch):
-    parallel = runtime.parallelize(load(files["model"]), runtime.choose(**STAGES))
+def test_how_much_memory_ranks_have_free_is_the_same_all_through_a_run(sampling_runtime, files, monkeypatch):
+    parallel = sampling_runtime.parallelize(load(files["model"]), sampling_runtime.choose(**STAGES))
     run(parallel)
     asked = []
     monkeypatch.setattr(Session, "free_bytes", property(lambda _: asked.append(1) or 1 << 40))

@@ -20,7 +20,7 @@ def now(monkeypatch):
 
 
 @pytest.fixture
-def times(now):
+def prompt_waits(now):
     return PromptTimes(lambda: now.prompt, lambda prompt: now.span if prompt == "p" else None)
 
 
@@ -28,53 +28,53 @@ def run_of(*evaluations):
     return Run(evaluations=[Evaluation(seconds, 0.0, 0.0, 0, began) for began, seconds in evaluations])
 
 
-def test_the_parts_of_a_prompt_add_up_and_what_ranks_do_not_compute_is_left(times, now):
-    times.note_vae("encode", 0.5, False)
+def test_the_parts_of_a_prompt_add_up_and_what_ranks_do_not_compute_is_left(prompt_waits, now):
+    prompt_waits.note_vae("encode", 0.5, False)
     ours, other = run_of((103.0, 2.0), (105.5, 1.0)), run_of((1.0, 1.0))
-    assert times.of(ours, 2.0) is None, "it goes on"
-    times.note_run(ours, 100.0, 110.0)
-    times.note_vae("decode", 1.0, True)
-    found = times.of(ours, 2.0)
+    assert prompt_waits.of(ours, 2.0) is None, "it goes on"
+    prompt_waits.note_run(ours, 100.0, 110.0)
+    prompt_waits.note_vae("decode", 1.0, True)
+    found = prompt_waits.of(ours, 2.0)
     assert (found.loading_s, found.first_s, found.sampling_s) == (3.0, 2.0, 5.0)
     assert found.vae == (VAEWork("encode", 0.5, False), VAEWork("decode", 1.0, True))
     assert (found.before_s, found.total_s, found.left_s) == (None, None, 3.5)
     assert found.speedup == (3.5 + 2 * 8) / 11.5 and found.at_most == (3.5 + 2 * 8) / 3.5
     now.span = 1000.0, 1020.0  # ComfyUI has ended it
-    found = times.of(ours, None)
+    found = prompt_waits.of(ours, None)
     assert (found.before_s, found.total_s, found.left_s) == (5.0, 20.0, 12.0)
     assert found.speedup is found.at_most is None
-    times.note_run(other, 0.0, 4.0)  # a second sampler of the prompt
-    assert times.of(ours, None).left_s == 12.0 - 3.0 == times.of(other, None).left_s
+    prompt_waits.note_run(other, 0.0, 4.0)  # a second sampler of the prompt
+    assert prompt_waits.of(ours, None).left_s == 12.0 - 3.0 == prompt_waits.of(other, None).left_s
     now.prompt = "another"
-    times.note_run(fresh := run_of((1.0, 1.0)), 0.0, 4.0)
-    assert (times.of(fresh, None).left_s, times.of(fresh, None).vae) == (1.0, ())
-    times.note_run(empty := run_of(), 0.0, 1.0)
-    assert times.of(empty, None) is None
+    prompt_waits.note_run(fresh := run_of((1.0, 1.0)), 0.0, 4.0)
+    assert (prompt_waits.of(fresh, None).left_s, prompt_waits.of(fresh, None).vae) == (1.0, ())
+    prompt_waits.note_run(empty := run_of(), 0.0, 1.0)
+    assert prompt_waits.of(empty, None) is None
 
 
-def test_figures_can_be_asked_for_while_runs_and_decodings_are_noted(times):
+def test_figures_can_be_asked_for_while_runs_and_decodings_are_noted(prompt_waits):
     runs, noted = [run_of((103.0, 2.0)) for _ in range(1000)], threading.Event()
-    times.note_run(runs[0], 100.0, 110.0)
-    times.note_vae("decode", 1.0, True)
+    prompt_waits.note_run(runs[0], 100.0, 110.0)
+    prompt_waits.note_vae("decode", 1.0, True)
 
     def note():
         for run in runs:
-            times.note_run(run, 100.0, 110.0)
-            times.note_vae("encode", 1.0, True)
+            prompt_waits.note_run(run, 100.0, 110.0)
+            prompt_waits.note_vae("encode", 1.0, True)
         noted.set()
 
     def ask():
         while not noted.is_set():
-            assert times.of(runs[0], None).vae
+            assert prompt_waits.of(runs[0], None).vae
 
     at_once(note, ask)
 
 
-def test_the_report_says_what_was_waited_for_and_the_bound_beside_the_speed(times):
-    times.note_vae("decode", 1.0, True)
-    times.note_vae("encode", 0.25, False)
-    times.note_run(ours := run_of((103.0, 2.0)), 100.0, 110.0)
-    text = [" ".join(line.split()) for line in prompt_text(times.of(ours, 2.0)).splitlines()]
+def test_the_report_says_what_was_waited_for_and_the_bound_beside_the_speed(prompt_waits):
+    prompt_waits.note_vae("decode", 1.0, True)
+    prompt_waits.note_vae("encode", 0.25, False)
+    prompt_waits.note_run(ours := run_of((103.0, 2.0)), 100.0, 110.0)
+    text = [" ".join(line.split()) for line in prompt_text(prompt_waits.of(ours, 2.0)).splitlines()]
     assert text == [
         "What the prompt waited for, without other nodes",
         "loading, until it computes 3.00 s",
@@ -85,4 +85,4 @@ def test_the_report_says_what_was_waited_for_and_the_bound_beside_the_speed(time
         "left if workers took no time 3.25 s",
         "in all 1.71 times as fast as one device, at most 5.92 times",
     ]
-    assert "one device, at most" not in prompt_text(times.of(ours, None))
+    assert "one device, at most" not in prompt_text(prompt_waits.of(ours, None))

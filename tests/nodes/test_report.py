@@ -50,7 +50,7 @@ def kept(title, how="whole", why=""):
     return ModelStatus(title, title, "ready", how, why)
 
 
-def pool(*, ulysses=2, ring=2, state="ready", **changes):
+def pool_of_figures(*, ulysses=2, ring=2, state="ready", **changes):
     layout = Layout(ulysses=ulysses, ring=ring)
     devices = [f"cuda:{rank}" for rank in range(layout.world_size)]
     memory = MemoryFigures(10 * GIB, 24 * GIB, 300 << 20)
@@ -61,18 +61,18 @@ def pool(*, ulysses=2, ring=2, state="ready", **changes):
     return PoolStatus(id=called, state=state, layout=called, **told)
 
 
-def ran(of, speed=None, causes=(), **changes):
+def run_of_figures(of, speed=None, causes=(), **changes):
     """A run of this pool."""
     figures = replace(RUN, **changes)
     return RunStatus(of.id, "model", "model", figures.began, 2.0, figures, speed, causes)
 
 
 def text_of(of=None, *others, **changes):
-    of = of or pool()
-    return report_text([*others, of], ran(of, **changes))
+    of = of or pool_of_figures()
+    return report_text([*others, of], run_of_figures(of, **changes))
 
 
-def said(text):
+def lines_of(text):
     """What a line says, without the blanks that line it up."""
     return [" ".join(line.split()) for line in text.splitlines()]
 
@@ -86,9 +86,10 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
     shares = (Text("share_stage", ("1", "2.3")),)
     whole = kept("model"), kept("other", "offloaded", "it does not fit")
     text = text_of(
-        pool(kernels=kernels, shares=shares, models=whole), causes=(Text("slowed_imbalance", ("3",)),)
+        pool_of_figures(kernels=kernels, shares=shares, models=whole),
+        causes=(Text("slowed_imbalance", ("3",)),),
     )
-    assert said(text) == [
+    assert lines_of(text) == [
         "ulysses 2 x ring 2 = 4 ranks, gloo, ready",
         "ring 0: 0 cuda:0 1 cuda:1",
         "ring 1: 2 cuda:2 3 cuda:3",
@@ -119,13 +120,13 @@ def test_the_text_says_everything_that_is_known_of_the_last_run():
 
 def test_the_text_says_what_ranks_replayed_as_cuda_graphs_and_why_not_all():
     def lines(*recorded):
-        here = pool()
+        here = pool_of_figures()
         held = RankFigures(0, "cuda:0", 1, "waiting", MemoryFigures(10 * GIB, 24 * GIB, 0, graphs=200 << 20))
         models = (replace(kept("model"), graphs=as_graphs(recorded)),)
         text = text_of(replace(here, models=models, ranks=(held, *here.ranks[1:])))
-        assert "rank device models CUDA graphs free total" in said(text)
-        assert "0 cuda:0 0.0 MiB 200.0 MiB 10.0 GiB 24.0 GiB" in said(text)
-        return [line for line in said(text) if line.startswith("model: ")]
+        assert "rank device models CUDA graphs free total" in lines_of(text)
+        assert "0 cuda:0 0.0 MiB 200.0 MiB 10.0 GiB 24.0 GiB" in lines_of(text)
+        return [line for line in lines_of(text) if line.startswith("model: ")]
 
     on, off = Recorded(20, 17), Recorded(0, 0, NOT_ASKED)
     refused = Recorded(20, 0, "aten::randn draws random numbers\nmore")
@@ -139,7 +140,7 @@ def test_the_text_says_what_ranks_replayed_as_cuda_graphs_and_why_not_all():
 
 
 def test_tables_line_up_in_a_monospaced_font_and_a_long_value_makes_no_other_line_long():
-    _head, run, held, memory = text_of(pool(ulysses=12, ring=1)).split("\n\n")
+    _head, run, held, memory = text_of(pool_of_figures(ulysses=12, ring=1)).split("\n\n")
     for table in (run.splitlines()[1:], held.splitlines()[1:], memory.splitlines()):
         assert len({len(line) for line in table}) == 1
     run = text_of(exchange_by_axis={name: 0.1 for name in COUNTED}).split("\n\n")[1]
@@ -148,14 +149,18 @@ def test_tables_line_up_in_a_monospaced_font_and_a_long_value_makes_no_other_lin
 
 
 def test_other_pools_with_workers_are_named():
-    text = text_of(pool(ulysses=3, ring=1), pool(), pool(ulysses=1, ring=1, state="closed"))
+    text = text_of(
+        pool_of_figures(ulysses=3, ring=1),
+        pool_of_figures(),
+        pool_of_figures(ulysses=1, ring=1, state="closed"),
+    )
     assert text.startswith("ulysses 3 = 3 ranks")
-    assert said(text)[-2:] == ["", "Another pool: ulysses 2 x ring 2 = 4 ranks, ready"]
+    assert lines_of(text)[-2:] == ["", "Another pool: ulysses 2 x ring 2 = 4 ranks, ready"]
 
 
 def test_without_a_run_one_sentence_says_the_next_move():
     assert report_text([], None) == NO_POOL
-    text = report_text([pool(state="failed")], None)
+    text = report_text([pool_of_figures(state="failed")], None)
     assert text.startswith("The pool ulysses 2 x ring 2 = 4 ranks is failed and has no run to report: run a")
     text = report_text([], None, asked=place(Layout(ulysses=3), "cpu", "gloo", ()))
     assert text.startswith("The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing: connect the same")
@@ -163,10 +168,10 @@ def test_without_a_run_one_sentence_says_the_next_move():
 
 
 def test_what_is_not_known_is_said_and_no_figure_is_made_up():
-    text = text_of(pool(ranks=(RankFigures(0, "cuda:0"),)), exchange_share=None, evaluations=1)
-    assert "share of communication not measured with nccl" in said(text)
-    assert "0 cuda:0 - - -" in said(text)
-    assert "Last run: 1 evaluation of the model" in said(text)
+    text = text_of(pool_of_figures(ranks=(RankFigures(0, "cuda:0"),)), exchange_share=None, evaluations=1)
+    assert "share of communication not measured with nccl" in lines_of(text)
+    assert "0 cuda:0 - - -" in lines_of(text)
+    assert "Last run: 1 evaluation of the model" in lines_of(text)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ def test_how_a_pipeline_sampled_is_said_without_figures_that_overlapping_patches
     patches, mode, sentence
 ):
     text = text_of(in_patches=InPatches(mode, patches, 2), busy=[0.3, 0.98], **UNKNOWN)
-    assert said(text.split("\n\n")[1]) == [
+    assert lines_of(text.split("\n\n")[1]) == [
         f"Last run: 6 evaluations of the model, sampled {sentence}",
         "whole evaluations (warm-up) 2",
         "time per evaluation (mean) 320.0 ms",
@@ -223,7 +228,9 @@ def test_the_share_of_communication_is_of_the_whole_run_by_axis_and_unknown_unde
     figures = summed(run)
     assert figures.exchange_share == pytest.approx(0.25)
     assert figures.exchange_by_axis == pytest.approx({"ulysses": 0.13 / 0.6, "gather": 0.02 / 0.6})
-    assert "of it ulysses 21.7 %, gather 3.3 %" in said(text_of(exchange_by_axis=figures.exchange_by_axis))
+    assert "of it ulysses 21.7 %, gather 3.3 %" in lines_of(
+        text_of(exchange_by_axis=figures.exchange_by_axis)
+    )
     assert (figures.step_ms_p50, figures.hop_ms_p50, figures.bytes_per_evaluation) == (200.0, 2.0, 30)
     unknown = summed(run, "nccl")
     assert (unknown.exchange_share, unknown.exchange_by_axis) == (None, {})
@@ -250,7 +257,9 @@ def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
     assert [one.spans[1].waited_s for one in run] == [pytest.approx(0.5), pytest.approx(0.1)]
     figures = summed(run)
     assert figures.exchange_by_axis == pytest.approx({"ulysses": 0.1, "pipefusion": 0.15, "ring": 0.05})
-    text = said(text_of(in_patches=figures.in_patches, exchange_by_axis=figures.exchange_by_axis, **UNKNOWN))
+    text = lines_of(
+        text_of(in_patches=figures.in_patches, exchange_by_axis=figures.exchange_by_axis, **UNKNOWN)
+    )
     assert "waited for messages pipefusion 15.0 %, ulysses 10.0 %, ring 5.0 %" in text
     assert summed(run, "nccl").exchange_by_axis == {}
 
@@ -299,15 +308,15 @@ def test_a_layout_says_what_it_is_good_for():
 
 
 def test_what_was_on_one_device_after_the_last_run_is_told_first_and_a_vae_whatever_is_sampled_after_it():
-    here, first = pool(), "Last prompt, node 7\nOn one GPU: it has no plan."
+    here, first = pool_of_figures(), "Last prompt, node 7\nOn one GPU: it has no plan."
     notice = Notice(RUN.began + 1, "7", "prompt", "On one GPU: it has no plan.")
     vae = Notice(RUN.began - 1, "9", "prompt", "it has weight patches.", stays=True)
 
     def told(*notices):
-        return report_text([here], ran(here), notices)
+        return report_text([here], run_of_figures(here), notices)
 
     assert told(notice).startswith(f"{first}\n\nulysses 2")
-    assert report_text([pool(state="closed")], None, [notice]) == first
+    assert report_text([pool_of_figures(state="closed")], None, [notice]) == first
     for other in ({"at": RUN.began - 1}, {"node": ""}, {"one_gpu": False}):
         assert told(replace(notice, **other)) == text_of(), "it is an earlier one, or of no sampling"
     assert told(vae).startswith(f"Last prompt, node 9\n{vae.text}\n\nulysses 2")

@@ -23,7 +23,7 @@ from ..kit.models import run
 SIZE = torch.zeros(1, 16, 8, 10)
 
 
-def guider(file="flux.safetensors", dtype="default", cfg=1.0, tokens=256, others=(), **cond):
+def stand_in(file="flux.safetensors", dtype="default", cfg=1.0, tokens=256, others=(), **cond):
     patcher = SimpleNamespace(
         cached_patcher_init=(None, (file, dtype)), get_additional_models_with_key=lambda key: others
     )
@@ -43,7 +43,7 @@ def times(clock):
 
 def sampled(times, clock, step_s, *, pool_run=None, first_s=100.0, steps=4, **what):
     """A sampling whose first step waits for a load."""
-    watched = times.watch(guider(**what), SIZE, None, None)
+    watched = times.watch(stand_in(**what), SIZE, None, None)
     for step in range(steps):
         clock.now += first_s if step == 0 else step_s
         watched(step)

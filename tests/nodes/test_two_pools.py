@@ -35,7 +35,7 @@ def handle_of(runtime, choice):
     return next(handle for handle, one in runtime.pools(choice) if one is pool)
 
 
-def notices(runtime):
+def told_of(runtime):
     return [(notice.prompt, notice.node, notice.text, notice.count) for notice in runtime.notices.latest()]
 
 
@@ -50,7 +50,7 @@ def notices(runtime):
 def test_auto_mode_and_a_pool_of_the_same_layout_on_the_same_devices_share_their_workers(runtime, chosen):
     first = handle_of(runtime, runtime.choose(**chosen)).ensure()
     assert handle_of(runtime, runtime.default_choice()).ensure() is first
-    assert not notices(runtime)
+    assert not told_of(runtime)
 
 
 def test_what_is_running_is_no_layout_of_an_exact_choice_nor_of_a_model_that_cannot_have_it(runtime):
@@ -98,7 +98,7 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
     pipeline, shared = "pipefusion 2 = 2 ranks", "ulysses 2 = 2 ranks"
     move = "If one workflow uses both, connect one pool to all samplers."
     told = "Workers are started anew: {} needs the devices of {}. " + move
-    assert notices(runtime) == [
+    assert told_of(runtime) == [
         ("prompt", "2", told.format(shared, pipeline), 2),
         ("prompt", "3", told.format(pipeline, shared), 1),
     ]
@@ -109,7 +109,7 @@ def test_another_layout_on_the_same_devices_has_the_workers_started_anew_and_say
 def test_more_ranks_than_cores_are_told_of(runtime, monkeypatch):
     monkeypatch.setattr("pipemesh.pool.devices.own_cores", lambda: [0, 1])
     runtime.choose(layout="by hand", ulysses=2)
-    assert not notices(runtime)
+    assert not told_of(runtime)
     runtime.choose(layout="by hand", ulysses=3)
     (notice,) = runtime.notices.latest()
     assert (

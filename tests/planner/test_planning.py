@@ -78,7 +78,7 @@ def planning(count=lambda *_: FLUX):
     return Planning(StepTimes(), SimpleNamespace(of=count), NOWHERE)
 
 
-def gpus(title="NVIDIA L40", count=2, gib=48, **how):
+def box_of_gpus(title="NVIDIA L40", count=2, gib=48, **how):
     return machine_box([RankDevice(title, gib << 30)] * count, **how)
 
 
@@ -312,12 +312,14 @@ def test_a_gpu_has_the_published_figures_of_its_name(title, kind):
 
 
 def test_how_the_speeds_of_a_box_are_known_is_said():
-    linked = gpus("NVIDIA H100 80GB HBM3")
+    linked = box_of_gpus("NVIDIA H100 80GB HBM3")
     assert (linked.known, linked.box.name) == ("published", "2xH100-NVLink")
-    assert gpus("NVIDIA H100 PCIe").box.name == "2xH100-PCIe"
-    staged, direct = (gpus("NVIDIA RTX A6000", staged=staged).box.levels[0] for staged in (True, False))
+    assert box_of_gpus("NVIDIA H100 PCIe").box.name == "2xH100-PCIe"
+    staged, direct = (
+        box_of_gpus("NVIDIA RTX A6000", staged=staged).box.levels[0] for staged in (True, False)
+    )
     assert staged.bytes_per_s < direct.bytes_per_s
-    strange = gpus("Strange GPU", gib=8)
+    strange = box_of_gpus("Strange GPU", gib=8)
     assert strange.known == "plain"
     assert f"no figures of Strange GPU are known, and those of {PLAIN_GPU}" in strange.said
     assert strange.box.devices[0].memory_bytes == 8 << 30
@@ -366,11 +368,11 @@ def test_the_way_to_keep_weights_is_part_of_the_choice_where_whole_ones_have_no_
     assert chosen("auto")[1] == "auto", "the ranks see what is free"
 
 
-def test_where_the_planner_itself_finds_one_device_faster_stock_runs(auto, known):
+def test_where_the_planner_itself_finds_one_device_faster_stock_runs(made_auto, known):
     """Links so slow that no layout of two ranks gains anything."""
     known(box(2, port=1e3, latency=1.0))
     runtime, stock = PoolsHere(stock_model(5)), run(stock_model(5))
-    made = auto(runtime)
+    made = made_auto(runtime)
     made.switch.fixed = True
     assert torch.equal(run(stock_model(5)), stock)
     (notice,) = made._notices.latest()
@@ -409,7 +411,7 @@ class PoolsHere:
 
 
 @pytest.fixture
-def auto(request):
+def made_auto(request):
     def made(runtime):
         auto = Auto(lambda: runtime, Switch({"PIPEMESH_AUTO": "0"}, lambda: None), Notices(), StepTimes())
         auto.install()
@@ -420,10 +422,10 @@ def auto(request):
 
 
 @pytest.mark.parametrize("by_node", [True, False])
-def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_stocks_own(auto, by_node):
+def test_each_sampling_has_the_layout_that_is_chosen_for_it_and_the_image_is_stocks_own(made_auto, by_node):
     """Of a pool node whose layout is auto, and of auto mode."""
     runtime, model, stock = PoolsHere(stock_model(5)), stock_model(5), stock_model(5)
-    made = auto(runtime)
+    made = made_auto(runtime)
     ours = runtime.parallelize(model, OPEN) if by_node else model
 
     def sampled(one):

@@ -92,7 +92,7 @@ def holder(target: ast.AST) -> str:
 
 
 @cache
-def served() -> tuple[str, ...]:
+def files_served() -> tuple[str, ...]:
     """Every file that ComfyUI's process can import, from the entry point on, inside functions
     too.
     """
@@ -102,7 +102,7 @@ def served() -> tuple[str, ...]:
 def test_no_file_that_comfyui_imports_replaces_anything_of_comfyuis_or_torchs():
     found = {
         (path, name): line
-        for path in served()
+        for path in files_served()
         for name, line in replacing((ROOT / path).read_text(encoding="utf-8"))
     }
     assert {place: line for place, line in found.items() if place not in SEAMS} == {}
@@ -115,8 +115,8 @@ def test_every_seam_is_needed():
 
 def test_the_files_that_replace_functions_are_not_among_those_that_comfyui_imports():
     replace = {"planner/dry_device", "planner/counting", "planner/host_call"}
-    assert "nodes/planning.py" in served() and "pool/counter.py" in served()
-    assert not {f"parallel_runtime/{name}.py" for name in replace} & set(served())
+    assert "nodes/planning.py" in files_served() and "pool/counter.py" in files_served()
+    assert not {f"parallel_runtime/{name}.py" for name in replace} & set(files_served())
 
 
 REPLACING = [
