@@ -31,12 +31,12 @@ def main() -> None:
     server = above(int(control))
     forget_the_pack()
     os.chdir(root)
-    sys.path[0] = root  # as `python -m pytest` has it
     if options[:1] == ["--serve"]:
         sys.argv = [str(Path(root, "pool", "fork_server_main.py")), control, parent, AT_HAND]
         sys.path[0] = os.path.dirname(sys.argv[0])
         runpy.run_path(sys.argv[0], run_name="__main__")
         return
+    sys.path[:2] = [sys.path[1], root]  # ComfyUI's folder first, which has a `nodes` too
     import pytest
 
     def ranks_server() -> tuple[int, socket.socket]:

@@ -77,7 +77,7 @@ def test_switched_on_and_off_in_turn_the_images_are_equal_and_only_those_of_on_a
 ):
     """What ranks held is freed while it is off."""
     truth = run(plain, cfg=2.0)
-    for number in range(50 if ALL else 4):
+    for number in range(50 if ALL else 3):
         settings(number % 2 == 0)
         requests.clear()
         image = run(plain, cfg=2.0)

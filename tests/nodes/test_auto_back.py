@@ -93,6 +93,7 @@ ERRORS = (
 )
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_what_fails_after_a_step_is_raised_as_it_is_and_the_next_prompt_samples_without_the_pool(
     auto, settings, requests, notices, plain, error

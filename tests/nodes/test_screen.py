@@ -16,22 +16,20 @@ WAITED = Waited(node="3", prompt="a prompt", text="loading", done=1, total=2, se
 NOTICE = Notice(at=0.0, text="On one GPU", node="3", prompt="a prompt")
 
 
-class Server:
-    def __init__(self, client, flags):
-        self.client_id, self.sent = client, []
-        self.sockets_metadata = {client: {"feature_flags": flags}} if client else {}
-
-    def send_progress_text(self, text, node, sid=None):
-        self.sent.append((text, sid))
-
-    def send_sync(self, event, data, sid=None):
-        self.sent.append((event, sid))
-
-
 @pytest.fixture
 def server(monkeypatch):
+    """(client, flags) -> ComfyUI's server in a prompt of this client, with what it sent to whom."""
+
     def made(client, **flags):
-        found = Server(client, flags or {screen.SHOWS_TEXT: True})
+        sent = []
+        known = {client: {"feature_flags": flags or {screen.SHOWS_TEXT: True}}} if client else {}
+        found = SimpleNamespace(
+            client_id=client,
+            sent=sent,
+            sockets_metadata=known,
+            send_progress_text=lambda text, node, sid=None: sent.append((text, sid)),
+            send_sync=lambda event, data, sid=None: sent.append((event, sid)),
+        )
         monkeypatch.setattr(screen.PromptServer, "instance", found, raising=False)
         return found
 
@@ -64,13 +62,10 @@ def test_the_page_that_has_queued_a_prompt_is_shown_it_alone(server):
 
 @pytest.fixture
 def bar():
-    class Prompt:
-        def get_node(self, node):
-            return None
-
-    reset_progress_state("a prompt", Prompt())
+    prompt = SimpleNamespace(get_node=lambda node: None)
+    reset_progress_state("a prompt", prompt)
     yield lambda done, total: get_progress_state().update_progress("3", done, total)
-    reset_progress_state("another", Prompt())
+    reset_progress_state("another", prompt)
 
 
 def test_steps_are_the_samplers_own_also_where_as_many_ranks_were_waited_for(server, bar):
