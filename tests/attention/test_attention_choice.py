@@ -20,6 +20,8 @@ from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_mode
 from pipemesh.parallel_runtime.attention.hosts import inexact
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.crossing.attention import why_no_parts
+from pipemesh.parallel_runtime.crossing.block_code import IN_BLOCK, put_patches
+from pipemesh.parallel_runtime.crossing.named_code import chosen as in_a_rank
 from pipemesh.parallel_runtime.crossing.options import crossing_options
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import plan_for
@@ -30,7 +32,6 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 from pipemesh.pool.supervisor import process_of_its_own
 
-from ..comm.test_collectives import Rank
 from ..crossing.test_patches_by_name import as_comfyui_chooses, halved, with_override
 from ..fixtures import running_clients
 from ..kit import joint_model
@@ -38,7 +39,7 @@ from ..kit.collectives import outputs_of
 from ..kit.fake_pools import fake_setup
 from ..kit.in_ranks import CPU, Crossed, across, evaluated_in_ranks
 from ..kit.joint_model import HEADS
-from ..kit.models import asked_of, load, run
+from ..kit.models import IdleRank, asked_of, load, run
 
 # Its blocks hand over q, k and v in containers
 H3 = next(
@@ -102,10 +103,8 @@ def test_ranks_attend_by_sage_attention_where_comfyui_was_started_with_it(setup,
 
 def test_what_an_attention_computes_is_told_by_its_name_and_by_what_the_model_asks_of_it():
     for name in ("basic", "sub_quad", "split", "pytorch"):
-        assert (
-            inexact(attention.REGISTERED_ATTENTION_FUNCTIONS.get(name, attention.attention_basic), {}, False)
-            == ""
-        )
+        function = attention.REGISTERED_ATTENTION_FUNCTIONS.get(name, attention.attention_basic)
+        assert inexact(function, {}, False) == ""
     sage_ = attention.attention_sage
     assert inexact(sage_, {}, False) == "attention_sage" == inexact(sage_.__wrapped__, {}, False)
     assert inexact(sage_, {"low_precision_attention": False}, False) == ""
@@ -124,10 +123,8 @@ def test_a_ring_refuses_by_name_what_it_cannot_merge_before_anything_is_sent(
     assert relative_error(run(with_override(parallel, exact)), run(with_override(stock, exact))) <= BOUND
     for name in ("halved", "sage"):
         chosen = attention.REGISTERED_ATTENTION_FUNCTIONS[name]
-        with pytest.raises(
-            Refused,
-            match=rf"attends by (attention_)?{name}, which ranks cannot compute in parts: set ring to 1",
-        ):
+        sentence = rf"attends by (attention_)?{name}, which ranks cannot compute in parts: set ring to 1"
+        with pytest.raises(Refused, match=sentence):
             run(with_override(parallel, as_comfyui_chooses(chosen)))
     monkeypatch.setattr(attention, "optimized_attention", attention.attention_sage)
     with pytest.raises(Refused, match="attends by attention_sage"):
@@ -248,9 +245,9 @@ optimized_attention = in_containers("the model's", 0.9)
 
 
 class Asking(joint_model.Block):
-    """Hands over q, k and v as MiniMax-H3 does."""
+    """Hands over q, k and v as MiniMax-H3 does, or ``how`` else: see the test."""
 
-    contained = True
+    how = "in containers"
 
     def __init__(self):
         super().__init__()
@@ -259,7 +256,7 @@ class Asking(joint_model.Block):
     def forward(self, txt, img, mask, options):
         x = torch.cat((txt, img), 1)
         qkv = self.qkv(x).chunk(3, -1)
-        if self.contained:
+        if self.how == "in containers":
             qkv = tuple(AttentionTensorContainer(part) for part in qkv)
         out = optimized_attention(
             *qkv, HEADS, mask, preferred_attention=self.comfy_attention, transformer_options=options
@@ -296,7 +293,7 @@ def chosen_by_a_node(function):
 @pytest.mark.parametrize("node", ["", "plain", "in containers"])
 @pytest.mark.parametrize("preferred", ["", "plain", "in containers"])
 def test_ranks_call_what_comfyui_would_call(preferred, node, how, monkeypatch):
-    monkeypatch.setattr(Asking, "contained", how == "in containers")
+    monkeypatch.setattr(Asking, "how", how)
     made = {"": None, "plain": double("preferred", 0.5), "in containers": in_containers("preferred", 0.6)}
     nodes = {"": None, "plain": double("node", 0.3), "in containers": in_containers("node", 0.2)}
     monkeypatch.setattr(ComfyAttention, "function", made[preferred] and staticmethod(made[preferred]))
@@ -319,8 +316,6 @@ def test_ranks_call_what_comfyui_would_call(preferred, node, how, monkeypatch):
     CALLS.clear()
 
     def compute(mesh):
-        from pipemesh.parallel_runtime.crossing.named_code import chosen as in_a_rank
-
         own = model()
         method = SequenceParallel(own, joint_model.PLAN, mesh.sequence)
         method.attach()
@@ -374,14 +369,13 @@ class Sparse:
         self.dense, self.seen, self.installed = dense, set(), set()
 
 
-def sparse_override(sparse, previous):
+def sparse_override(sparse):
     """Each query looks at its own run of four tokens, in the order of the sequence, and at the first."""
 
     def override(func, q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
         options = kwargs["transformer_options"]
         if options.get("block_index") in sparse.dense:
-            call = func if previous is None else lambda *a, **kw: previous(func, *a, **kw)
-            return call(q, k, v, heads, mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs)
+            return func(q, k, v, heads, mask, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs)
         places = torch.arange(q.shape[2] if skip_reshape else q.shape[1])
         near = (places[:, None] // 4 == places[None] // 4) | (places[None] < 4)
         sparse.seen.add(len(places))
@@ -447,20 +441,15 @@ def pack(tmp_path, monkeypatch):
     return module
 
 
-def evaluation(override):
+def evaluation_under(override):
     """A MODEL of two streams with an override, one evaluation of it, and what stock makes of it,
     with the override and without.
     """
     patcher = with_override(stock_model(3), override)
     forward, (asked, *_) = asked_of(patcher, Case(PLAIN, "ulysses1", "odd", 3, 1.0, False, "euler"))
-    plain = {
-        **asked,
-        "transformer_options": {
-            name: value
-            for name, value in asked["transformer_options"].items()
-            if name != "optimized_attention_override"
-        },
-    }
+    options = asked["transformer_options"].copy()
+    del options["optimized_attention_override"]
+    plain = {**asked, "transformer_options": options}
     with torch.inference_mode():
         truth, without = forward(**asked), forward(**plain)
     assert relative_error(truth, without) > 100 * BOUND, "the override does nothing"
@@ -469,7 +458,7 @@ def evaluation(override):
 
 def test_an_override_that_looks_at_places_gets_all_tokens_in_comfyuis_order(pack, monkeypatch):
     """Those of the heads that a rank has: 2 and 1 of 3."""
-    patcher, asked, truth = evaluation(pack.sparse_override(pack.Sparse({1}), None))
+    patcher, asked, truth = evaluation_under(pack.sparse_override(pack.Sparse({1})))
     ((heads, tokens),) = {tuple(line.split()) for line in pack.SEEN.read_text().splitlines()}
     pack.SEEN.unlink()
     (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, [asked], monkeypatch)
@@ -477,17 +466,14 @@ def test_an_override_that_looks_at_places_gets_all_tokens_in_comfyuis_order(pack
     assert heads == "3" and {*pack.SEEN.read_text().splitlines()} == {f"{count} {tokens}" for count in (1, 2)}
 
 
-@pytest.mark.parametrize("layout", [Layout(pipefusion=2), Layout(ulysses=2, pipefusion=2)])
-def test_so_does_a_pipeline_whose_evaluations_are_whole(pack, layout, monkeypatch):
-    patcher, asked, truth = evaluation(pack.sparse_override(pack.Sparse(set()), None))
+def test_so_does_a_pipeline_whose_evaluations_are_whole(pack, monkeypatch):
+    patcher, asked, truth = evaluation_under(pack.sparse_override(pack.Sparse(set())))
+    layout, rank = Layout(ulysses=2, pipefusion=2), IdleRank()
 
     def compute(mesh):
-        rank = Rank([Part(1, 0)], ahead=False)
-        rank.count, rank.note = lambda done, total: None, lambda phase: None
         sent = Crossed(patcher).sent
-        resident = ResidentModel(
-            stock_model(3), CPU, mesh, rank, SimpleNamespace(stages=(), weights="whole", budget=0)
-        )
+        load = SimpleNamespace(stages=(), weights="whole", budget=0)
+        resident = ResidentModel(stock_model(3), CPU, mesh, rank, load)
         resident.patch("set", {}, across(sent.objects), rank)
         options = across(crossing_options(asked["transformer_options"], sent))
         resident.method.begin(Part(1, 0))
@@ -497,15 +483,14 @@ def test_so_does_a_pipeline_whose_evaluations_are_whole(pack, layout, monkeypatc
 
 
 def test_an_override_that_looks_at_places_is_refused_where_ranks_have_parts(pack):
-    patcher = with_override(stock_model(3), pack.sparse_override(pack.Sparse(set()), None))
-    assert (
-        why_no_parts(patcher) == f"{Path(pack.__file__).parent.name}.nodes.sparse_override.<locals>.override"
-    )
+    patcher = with_override(stock_model(3), pack.sparse_override(pack.Sparse(set())))
+    folder = Path(pack.__file__).parent.name
+    assert why_no_parts(patcher) == f"{folder}.nodes.sparse_override.<locals>.override"
 
 
 @pytest.mark.parametrize("mode", ["auto", "another"])
 def test_a_packs_own_use_of_a_kernel_is_the_ranks_too(pack, sage, mode, monkeypatch):
-    patcher, asked, truth = evaluation(pack.sage_override(mode))
+    patcher, asked, truth = evaluation_under(pack.sage_override(mode))
     ((heads, tokens, smooth),) = {tuple(line.split()) for line in sage.seen()}
     sage.SEEN.unlink()
     (ours,) = evaluated_in_ranks(Layout(ulysses=2), patcher, [asked], monkeypatch)
@@ -514,24 +499,12 @@ def test_a_packs_own_use_of_a_kernel_is_the_ranks_too(pack, sage, mode, monkeypa
 
 
 def test_a_kernels_package_of_another_version_is_named(pack, sage, monkeypatch):
-    patcher, *_ = evaluation(pack.sage_override("another"))
+    patcher, *_ = evaluation_under(pack.sage_override("another"))
     sent = Crossed(patcher).sent
     Path(sage.__file__).write_text(SAGE + "\n")
-    from pipemesh.parallel_runtime.crossing.block_code import IN_BLOCK, put_patches
-
-    with pytest.raises(
-        Refused, match="another version of sageattention than ComfyUI: install the same version"
-    ):
+    sentence = "another version of sageattention than ComfyUI: install the same version"
+    with pytest.raises(Refused, match=sentence):
         put_patches(patcher.model, across(sent.objects)[IN_BLOCK], CPU)
-
-
-def test_a_pack_that_was_not_opted_in_is_named_with_the_next_move(pack, monkeypatch):
-    monkeypatch.delenv("PIPEMESH_PATCH_PACKS")
-    patcher = with_override(stock_model(3), pack.sparse_override(pack.Sparse(set()), None))
-    with pytest.raises(
-        Refused, match=r"override.*PIPEMESH_PATCH_PACKS.*nodes\.py is neither.*remove the node"
-    ):
-        Crossed(patcher)
 
 
 def test_auto_mode_tries_no_ring_for_what_it_cannot_merge(monkeypatch, pack):
@@ -539,7 +512,7 @@ def test_auto_mode_tries_no_ring_for_what_it_cannot_merge(monkeypatch, pack):
 
     runtime, asked = Runtime(fake_setup()), []
     monkeypatch.setattr(runtime.planning, "choose", lambda *_args, merges, **_kwargs: asked.append(merges))
-    for override in (None, pack.sparse_override(pack.Sparse(set()), None)):
+    for override in (None, pack.sparse_override(pack.Sparse(set()))):
         model = stock_model(3) if override is None else with_override(stock_model(3), override)
         runtime.plan(model, runtime.choose(layout="auto", devices="cpu"), lambda: None)
     assert asked == [True, False]

@@ -1,68 +1,32 @@
 """The groups through a rank are those of the layout, and what travels between them: how many
-messages, and when.
+messages, when, with as many kernels for eight ranks as for two; and it arrives as it was.
 """
 
 import weakref
-from itertools import count
+from itertools import accumulate, count
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pipemesh.lab.bench.forwards import StandinExchange, StandinRing, standin
 from pipemesh.lab.commands.parity import stock_model
 from pipemesh.lab.dry_run.ranks import joined as lone_rank
 from pipemesh.parallel_runtime.comm import exchange as exchange_module
 from pipemesh.parallel_runtime.comm import ring as ring_module
 from pipemesh.parallel_runtime.comm.exchange import Comparison
-from pipemesh.parallel_runtime.comm.mesh import connect, open_weights
-from pipemesh.parallel_runtime.comm.parts import to_all
+from pipemesh.parallel_runtime.comm.mesh import open_weights
+from pipemesh.parallel_runtime.comm.parts import Parts, counts_of, flags_of, padded, runs_of, to_all
 from pipemesh.parallel_runtime.comm.ring import Ring
 from pipemesh.parallel_runtime.comm.shares import EVEN
 from pipemesh.parallel_runtime.comm.traffic import no_wish
-from pipemesh.parallel_runtime.layout import Layout
+from pipemesh.parallel_runtime.layout import Layout, Split
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..kit.models import evaluate
-from .test_parts import Kernels
-
-# -- one mesh
-
-PLACES = [
-    (Layout(ulysses=u, ring=r), rank) for u, r in ((2, 3), (3, 2), (4, 1), (1, 3)) for rank in range(u * r)
-]
-
-
-@pytest.fixture
-def joined():
-    """layout, rank -> that rank's groups, in a world that has no other ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def join(layout, rank):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-        return connect(layout, rank, via_cpu=False, wants_stop=lambda: False).sequence
-
-    yield join
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("layout", "rank"), PLACES, ids=str)
-def test_a_rank_joins_the_groups_that_the_grid_shows(joined, layout, rank):
-    comm = joined(layout, rank)
-    shown = [[int(cell) for cell in line.split(":")[1].split()] for line in layout.grid().splitlines()]
-    assert shown[comm.ring.index][comm.ulysses.rank] == rank == comm.world.rank
-    if layout.ulysses > 1:
-        assert dist.get_process_group_ranks(comm.ulysses.group) == shown[comm.ring.index]
-    if layout.ring > 1:
-        assert dist.get_process_group_ranks(comm.ring._group) == [row[comm.ulysses.rank] for row in shown]
-    assert comm.ring._ranks[comm.ring._next] == shown[(comm.ring.index + 1) % layout.ring][comm.ulysses.rank]
-    assert comm.ring._ranks[comm.ring._previous] == shown[comm.ring.index - 1][comm.ulysses.rank]
-    assert (comm.ulysses.size, comm.ring.size, comm.world.size) == (
-        layout.ulysses,
-        layout.ring,
-        layout.world_size,
-    )
 
 
 def test_the_group_of_all_ranks_serves_an_axis_that_has_them_all_and_weights_have_their_own(monkeypatch):
@@ -238,10 +202,6 @@ def test_a_walk_of_any_number_of_ranks_is_the_kernels_of_two_and_tells_of_the_la
         assert walked(monkeypatch, size, wishing) == (of_two, float(wishing > 0))
 
 
-def test_queries_that_share_keys_and_values_are_exact_over_two_ranks(ranks):
-    assert max(ranks(Layout(ulysses=2), "grouped")) <= 1e-5
-
-
 @pytest.mark.cover(3)
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (2, 1), (1, 2)])
 def test_real_ranks_with_unlike_tokens_or_shares_all_say_so_and_compute_on(ranks, ulysses, ring):
@@ -250,16 +210,14 @@ def test_real_ranks_with_unlike_tokens_or_shares_all_say_so_and_compute_on(ranks
     """
     of_all = ranks(Layout(ulysses=ulysses, ring=ring), "unlike")
     start, end = "The workers of one image differ in ", ": queue again, and if they differ again, bypass"
-    fewer, more = (
-        f"the tokens that they compute ({least} on one, {most} on another)"
-        for least, most in ((9, 13), (13, 15))
-    )
-    assert [
-        [one.removeprefix(start).partition(end)[0] if isinstance(one, str) else one <= 1e-5 for one in said]
-        for said in of_all
-    ] == [[fewer, more, "the shares that each takes", True, True, fewer, True, True, more, True]] * len(
-        of_all
-    )
+    tokens = "the tokens that they compute ({} on one, {} on another)"
+    fewer, more = tokens.format(9, 13), tokens.format(13, 15)
+    due = [fewer, more, "the shares that each takes", True, True, fewer, True, True, more, True]
+    for said in of_all:
+        told = [
+            one.removeprefix(start).partition(end)[0] if isinstance(one, str) else one <= 1e-5 for one in said
+        ]
+        assert told == due
 
 
 def counting(calls, real):
@@ -289,9 +247,86 @@ def test_the_next_block_is_on_its_way_while_the_current_one_is_computed_with(mon
     for number, block in enumerate(ring.walk(torch.full((2, 1, 1, 3, 4), -1.0), [3] * size, no_wish)):
         assert block.source == -number % size
         events.append(f"computed {number}")
-    expected = [
-        event
-        for step in range(size - 1)
-        for event in (f"posted {step}", f"computed {step}", f"waited {step}")
-    ]
-    assert events == [*expected, f"computed {size - 1}"]
+    due = [f"{what} {step}" for step in range(size) for what in ("posted", "computed", "waited")]
+    assert events == [*due[:-3], f"computed {size - 1}"]
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def parts(counts, is_flagged, dtype):
+    sizes = padded(counts, is_flagged, dtype)
+    buffer = torch.full((sum(sizes),), torch.nan, dtype=dtype)
+    return Parts(buffer, sizes, flags_of(buffer, sizes) if is_flagged else [], {})
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=2, max_size=5),
+    st.integers(1, 3),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
+def test_each_rank_gets_its_heads_of_all_tokens_whatever_the_split(sizes, tensors, dtype, is_flagged):
+    heads, tokens = zip(*sizes, strict=True)
+    whole = torch.randn(tensors, 2, sum(heads), sum(tokens), 3).to(dtype)
+    local = whole.split(tokens, 3)
+    sent = [parts(counts_of([runs_of(t, 1, heads) for t in own]), is_flagged, dtype) for own in local]
+    for rank, (to, own) in enumerate(zip(sent, local, strict=True)):
+        to.put([runs_of(t, 1, heads) for t in own])
+        for flags in to.flags:
+            flags.fill_(rank)
+    for rank, start in enumerate(accumulate(heads[:-1], initial=0)):
+        into = torch.full((tensors, 2, heads[rank], sum(tokens), 3), torch.nan, dtype=dtype)
+        came = parts(counts_of([runs_of(into, 3, tokens)]), is_flagged, dtype)
+        pieces = [to.buffer.split(to.sizes)[rank] for to in sent]
+        assert [len(piece) for piece in pieces] == came.sizes
+        came.buffer.copy_(torch.cat(pieces))
+        came.take(runs_of(into, 3, tokens))
+        assert torch.equal(into, whole[:, :, start : start + heads[rank]])
+        assert is_flagged == (came.flags != [])
+        if is_flagged:
+            assert torch.cat(came.flags).tolist() == [*range(len(heads))]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.booleans(), st.sampled_from(DTYPES))
+def test_every_part_begins_at_an_aligned_place_and_has_room_for_its_flag(counts, is_flagged, dtype):
+    sizes = padded(counts, is_flagged, dtype)
+    assert all(start * dtype.itemsize % 128 == 0 for start in accumulate(sizes))
+    assert all(
+        count + is_flagged <= size < count + is_flagged + 128
+        for count, size in zip(counts, sizes, strict=True)
+    )
+
+
+class Kernels(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.count += func._schema.is_mutable or not (
+            func.is_view or "empty" in func._opname or "new_" in func._opname
+        )
+        return made
+
+
+def kernels_of(ranks, heads, tokens):
+    """Of the exchange of q, k and v on the last rank."""
+    split = Split.even(heads, ranks)
+    q = torch.randn(1, heads, tokens[-1], 4)
+    exchange = StandinExchange(ranks - 1, ranks)
+    into = torch.empty(3, 1, split.sizes[-1], sum(tokens), 4)
+    with Kernels() as kernels:
+        exchange.all_to_all(
+            [runs_of(t, 1, split.sizes) for t in (q, q, q)], runs_of(into, 3, tokens), no_wish
+        )
+    return kernels.count - ranks  # the stand-in writes each part's flag
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_an_exchange_of_any_number_of_ranks_is_the_kernels_of_two_and_twice_that_where_it_is_uneven(ranks):
+    of_two = kernels_of(2, 24, [6, 6])
+    assert of_two == kernels_of(ranks, 24, [6] * ranks)
+    assert of_two < kernels_of(ranks, 25, [7] + [6] * (ranks - 1)) <= 2 * of_two

@@ -1,5 +1,6 @@
-"""Between ComfyUI's process and ranks on late GPUs nothing is read before it is there, nor
-overwritten while it is needed: with evaluations in flight, where one is stopped, where one fails.
+"""A late GPU shows what a real one need not. Between ComfyUI's process and ranks on such GPUs
+nothing is read before it is there, nor overwritten while it is needed: with evaluations in flight,
+where one is stopped, where one fails.
 """
 
 from collections import defaultdict, deque
@@ -12,11 +13,14 @@ from greenlet import getcurrent
 from pipemesh.parallel_runtime.client.branch import Branch
 from pipemesh.parallel_runtime.client.evaluations import Work
 from pipemesh.parallel_runtime.client.patched_weights import drop_sets
+from pipemesh.parallel_runtime.comm.device_copies import LateValue, Reached, to_cpu, to_device
 from pipemesh.parallel_runtime.errors import ModelError, RunCancelled
 from pipemesh.parallel_runtime.layout import Layout
 
 from ..kit.joint_model import CONDS, Model
+from ..kit.late_device import late_device
 from ..kit.late_pool import pooled
+from ..kit.late_queues import DEVICE, Op, Stuck
 from ..methods.test_late_methods import on_gpu
 
 STEPS, IN_FLIGHT = 3, 3
@@ -80,15 +84,15 @@ class Sampler:
 
 
 @cache
-def at_once(layout):
+def expected_of(layout):
     sampler = Sampler(layout, runs=1)
     pooled(layout, sampler, at_once=True)
     return sampler.runs[0]
 
 
-def assert_same(outputs, expected):
+def assert_run(outputs, expected):
+    """One run's outputs are these to the bit."""
     assert isinstance(outputs, list), outputs
-    assert len(outputs) == len(expected)
     for place, (one, other) in enumerate(zip(outputs, expected, strict=True)):
         assert torch.equal(one, other), place
 
@@ -116,11 +120,10 @@ def test_amid_a_run_ranks_wait_for_nothing_behind_which_their_gpu_is_idle(layout
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.equation)
 def test_evaluations_in_flight_read_and_write_what_is_theirs(layout, seed):
-    sampler, expected = Sampler(layout), at_once(layout)
+    sampler, expected, model = Sampler(layout), expected_of(layout), Model(4)
     pooled(layout, sampler, seed)
     for outputs in sampler.runs:
-        assert_same(outputs, expected)
-    model = Model(4)
+        assert_run(outputs, expected)
     for (step, branch, patch), output in zip(asked(layout), expected, strict=True):
         if patch is None:
             with torch.inference_mode():
@@ -130,7 +133,7 @@ def test_evaluations_in_flight_read_and_write_what_is_theirs(layout, seed):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.equation)
 def test_after_a_run_that_is_stopped_or_fails_the_next_is_right(layout):
-    expected = at_once(layout)
+    expected = expected_of(layout)
     for seed, error in enumerate((RunCancelled, ModelError)):
 
         def prepare(rank, model, error=error):
@@ -146,7 +149,7 @@ def test_after_a_run_that_is_stopped_or_fails_the_next_is_right(layout):
         sampler = Sampler(layout, stops=3 if error is RunCancelled else -1)
         pooled(layout, sampler, seed, prepare=prepare)
         assert sampler.runs[0] is error
-        assert_same(sampler.runs[1], expected)
+        assert_run(sampler.runs[1], expected)
 
 
 def test_a_sampler_that_writes_in_place_and_an_output_larger_than_the_latent():
@@ -206,7 +209,7 @@ def test_ranks_replay_in_a_pool_whose_gpus_wait_for_their_processes(layout, stop
         gpus = pooled(layout, sampler, seed, worth=3)
         assert [gpu.replays > 0 for gpu in gpus] == [replays] * layout.world_size, seed
         for outputs in sampler.runs[stops >= 0 :]:
-            assert_same(outputs, expected.runs[0])
+            assert_run(outputs, expected.runs[0])
     assert stops < 0 or sampler.runs[0] is RunCancelled
 
 
@@ -233,7 +236,7 @@ def test_recordings_are_freed_for_others_and_none_are_made_after_a_lack_of_memor
     first, dropped, second, again = sampler.told
     assert all(first) and dropped == [True, False]
     assert any(second) != is_short and again == [not is_short, False]
-    assert_same(sampler.runs[1], sampler.runs[0])
+    assert_run(sampler.runs[1], sampler.runs[0])
 
 
 class Alternating(Steps):
@@ -260,3 +263,54 @@ def test_a_prompt_that_is_replayed_does_not_keep_the_other_one_from_being_record
         sampler.lengths = lengths
         counts.append(pooled(Layout(), sampler, 1, worth=5)[0].recordings)
     assert counts[1] == 2 * counts[0] > 0
+
+
+def test_what_is_not_waited_for_is_not_there():
+    with late_device() as box:
+        numbers = to_device(torch.arange(3.0), DEVICE)
+        place, reached = to_cpu(numbers * 2), Reached(DEVICE)
+        assert place.isnan().all() and not box.gpu.waits
+        reached.wait()
+        assert place.tolist() == [0, 2, 4] and box.gpu.waits == {"Event.synchronize": 1}
+        late = LateValue(numbers.sum())
+        assert late.read() == 3
+
+
+def test_what_lies_in_pinned_memory_is_read_when_the_gpu_comes_to_it():
+    with late_device():
+        staged = torch.empty(3, pin_memory=True)
+        moved = staged.copy_(torch.arange(3.0)).to(DEVICE, non_blocking=True)
+        staged.fill_(7)
+        assert moved.tolist() == [7, 7, 7]
+
+
+def test_memory_that_is_not_pinned_is_waited_for():
+    with late_device() as box:
+        pageable = torch.arange(3.0)
+        moved = pageable.to(DEVICE, non_blocking=True)
+        pageable.fill_(7)
+        assert moved.tolist() == [0, 1, 2] and box.gpu.waits["copy"] == 2
+
+
+def test_memory_that_is_free_is_written_behind_what_its_stream_was_asked_for_before():
+    with late_device():
+        freed = torch.ones(3, device=DEVICE)
+        content, read = freed.content, freed + 1
+        del freed
+        assert read.tolist() == [2, 2, 2]
+        assert content.isnan().all(), "another stream that reads it has no right to it"
+
+
+def test_a_wait_for_what_never_comes_is_an_error():
+    with late_device() as box, pytest.raises(Stuck):
+        box.gpu.wait_for(box.queue().push(needs=(Op(),)), "nothing")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:2"])
+def test_a_process_that_asks_for_another_gpu_or_for_none_by_number_is_told(device):
+    with late_device() as box:
+        box.own.device = torch.device("cuda", 1)
+        for ask in (lambda: torch.ones(2, device=device), lambda: torch.ones(2).to(device)):
+            with pytest.raises(RuntimeError, match=f"{device} in a process that computes on cuda:1"):
+                ask()
+        assert torch.ones(2, device="cuda:1").device == box.own.device

@@ -52,24 +52,17 @@ LAYOUTS = st.integers(1, 12).flatmap(lambda ranks: st.sampled_from(list(layouts_
 
 
 @given(LAYOUTS)
-def test_groups_share_out_the_ranks_and_each_has_one_writer(layout):
+def test_groups_share_out_the_ranks_and_such_as_join_are_one_sequence_with_one_writer(layout):
     for width in layout.widths:
         groups = [layout.members(group, width) for group in range(layout.groups // width)]
         assert [rank for group in groups for rank in group] == list(range(layout.world_size))
         joined = layout.joined(width)
-        assert (joined.world_size, joined.groups) == (layout.world_size, len(groups))
+        assert (joined.world_size, joined.groups * width) == (layout.world_size, layout.groups)
+        assert joined.pipefusion == layout.pipefusion
+        assert joined.ulysses * joined.ring == layout.sequence_size * width
         for number, group in enumerate(groups):
             assert group == joined.members(number) and sum(map(joined.writes, group)) == 1
         assert joined.writes(layout.writer if width == 1 else 0)
-
-
-@given(LAYOUTS)
-def test_groups_that_join_are_whole_groups_of_before_in_one_sequence(layout):
-    for width in layout.widths:
-        joined = layout.joined(width)
-        assert joined.pipefusion == layout.pipefusion
-        assert joined.ulysses * joined.ring == layout.sequence_size * width
-        assert layout.groups % width == 0
 
 
 @given(LAYOUTS, st.integers(1, 12))
@@ -77,21 +70,6 @@ def test_the_nearest_layouts_have_as_many_ranks_and_the_nearest_of_the_same_numb
     nearest = layout.nearest(ranks)
     assert nearest and all(one.world_size == ranks for one in nearest)
     assert layout.nearest(layout.world_size)[0] == layout
-
-
-@given(st.integers(1, 8), st.integers(1, 8), st.data())
-def test_every_rank_has_a_place_of_its_own_and_its_groups_meet_only_there(ulysses, ring, data):
-    layout = Layout(ulysses=ulysses, ring=ring)
-    places = [tuple(layout.coordinates(rank).items()) for rank in range(layout.world_size)]
-    assert len(set(places)) == layout.world_size
-    rank = data.draw(st.integers(0, layout.world_size - 1))
-    across, along = layout.group("ulysses", rank), layout.group("ring", rank)
-    assert (len(across), len(along)) == (ulysses, ring)
-    assert set(across) & set(along) == {rank}
-    assert (
-        across.index(rank) == layout.coordinates(rank)["ulysses"]
-        and along.index(rank) == layout.coordinates(rank)["ring"]
-    )
 
 
 @pytest.mark.parametrize("degree", [0, -1])
@@ -105,24 +83,16 @@ TOTALS, PARTS = st.integers(0, 300), st.integers(1, 40)
 
 @settings(deadline=None)
 @given(TOTALS, PARTS)
-def test_an_even_split_covers_everything_once_in_order_and_the_first_parts_get_one_more(total, parts):
+def test_an_even_split_covers_everything_once_in_order_and_a_rank_carries_its_own_rows_or_one_anchor(
+    total, parts
+):
     split = Split.even(total, parts)
-    covered = [
-        row
-        for start, size in zip(split.starts, split.sizes, strict=True)
-        for row in range(start, start + size)
-    ]
-    assert covered == list(range(total))
+    places = [*zip(split.starts, split.sizes, strict=True)]
+    assert [row for start, size in places for row in range(start, start + size)] == [*range(total)]
     assert (split.total, len(split.sizes)) == (total, parts)
     assert max(split.sizes) - min(split.sizes) <= 1
     assert list(split.sizes) == sorted(split.sizes, reverse=True)
-
-
-@settings(deadline=None)
-@given(TOTALS, PARTS)
-def test_every_rank_carries_its_own_rows_or_one_anchor(total, parts):
-    split = Split.even(total, parts)
-    for part, (start, size) in enumerate(zip(split.starts, split.sizes, strict=True)):
+    for part, (start, size) in enumerate(places):
         local = Division({"img": total}, part, parts).local["img"]
         assert local == ((start, size) if size else (0, min(1, total)))  # of nothing there is no anchor
 

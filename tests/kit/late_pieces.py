@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -43,11 +43,6 @@ def given(family, number, **shapes):
         name: torch.randn(shape, generator=generator) for name, shape in {**GIVEN[family], **shapes}.items()
     }
     return {**tensors, "timestep": torch.rand(1, generator=generator), "transformer_options": {}}
-
-
-@cache
-def stock(family):
-    return stock_model(2, family=family).model.diffusion_model
 
 
 class Asked(NamedTuple):

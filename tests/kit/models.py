@@ -154,3 +154,8 @@ def evaluate(model, comm, size=(13, 12)):
             return method.forward(model._forward, arguments, 1)
     finally:
         method.detach()
+
+
+def in_one(output):
+    """One tensor of an output that may be a list, such as video and audio."""
+    return output if isinstance(output, torch.Tensor) else torch.cat([one.flatten() for one in output])

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from as_worker import register, run_worker
-from mutants import patches, sequence, stages
+from mutants import sequence, stages
 from mutants.seams import models, put, rooms
 
-MUTANTS = {**vars(sequence), **vars(stages), **vars(patches)}
+MUTANTS = {**vars(sequence), **vars(stages)}
 
 
 def break_at_every_load(named_in):

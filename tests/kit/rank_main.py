@@ -97,17 +97,6 @@ PLAN = TokenPlan(
 )
 
 
-def grouped(_layout, comm):
-    """How far from the whole the parallel forward is."""
-    torch.manual_seed(1)
-    model, x = Model(), torch.randn(2, 13, 96)
-    alone = model(x, {})
-    method = SequenceParallel(model, PLAN, comm)
-    method.attach()
-    together = method.forward(model, {"x": x, "transformer_options": {}}, 1)
-    return float((together - alone).abs().max()) if comm.world.rank == 0 else 0.0
-
-
 def unlike(layout, comm):
     """What comes of evaluations, in some of which the last rank has other tokens or shares: how far
     from the whole the output is, or the error.
@@ -140,8 +129,6 @@ dist.init_process_group(
 )
 groups = connect(layout, int(rank), via_cpu=False, wants_stop=lambda: False).sequence
 with torch.inference_mode():
-    print(
-        json.dumps({"calls": calls, "grouped": grouped, "unlike": unlike}[task](layout, groups)), flush=True
-    )
+    print(json.dumps({"calls": calls, "unlike": unlike}[task](layout, groups)), flush=True)
 dist.barrier()
 os._exit(0)  # as ranks do

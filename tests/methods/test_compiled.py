@@ -1,9 +1,16 @@
-"""Blocks that ranks compile: one graph each, and the same result."""
+"""Blocks that ranks compile: one graph each, and the same result. And ComfyUI's model compiler,
+which newer ones have, told by doubles: it records nothing of a run that is computed elsewhere, and
+blocks that it replays are no wrong image.
+"""
 
 import gc
 import inspect
+import threading
 import weakref
+from random import Random
 
+import comfy.cli_args
+import comfy.model_prefetch
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -12,9 +19,10 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWA
 from pipemesh.lab.bench.forwards import standin
 from pipemesh.lab.commands.parity import BOUND, PLAIN, Case, relative_error, sample, stock_model
 from pipemesh.nodes.status.sums import run_figures
+from pipemesh.parallel_runtime.client.remote_forward import NO_COMPILER
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.crossing.options import hand_over_compilation
-from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES, SAMPLES
 from pipemesh.parallel_runtime.families.plan import COMPILE, LEFT_OUT
@@ -31,6 +39,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
 from ..fixtures import ALL
+from ..kit import joint_model
+from ..kit.collectives import World
 from ..kit.joint_model import attention_basic
 from ..kit.models import load, run
 from ..kit.patched import ALL_WARM, execute
@@ -62,8 +72,8 @@ def no_graphs():
     torch._dynamo.reset()
 
 
-class Rank:
-    """What a rank notes, in order."""
+class Noting:
+    """A rank that notes what it is told, in order."""
 
     def __init__(self):
         self.noted = []
@@ -75,17 +85,19 @@ class Rank:
         self.noted.append(phase)
 
 
-class OneRank:
-    """A stock MODEL of a sample whose evaluations run as a rank alone runs them. ``options``: added
-    to those of every evaluation.
-    """
+class LoneRank:
+    """A stock MODEL of a sample whose evaluations run as a rank alone runs them."""
 
-    def __init__(self, name, heads):
-        self.patcher = stock_model(heads, family=name)
+    def __init__(self, name=PLAIN):
+        one = SAMPLES[name]
+        self.case = Case(name, "ulysses1", "odd", one.heads[-1], 1.0, one.masks is not None, "euler")
+        self.patcher = stock_model(self.case.heads, family=name)
         self.module = self.patcher.model.diffusion_model
-        self.plan = plan_for(type(self.module))
-        self.method = SequenceParallel(self.module, self.plan, standin(Layout(), 0))
+        plan = plan_for(type(self.module))
+        self.method = SequenceParallel(self.module, plan, standin(Layout(), 0))
         self.method.attach()
+        self.path = plan.blocks[0].path
+        self.groups = [(container[index], group) for container, index, group in blocks_of(self.module, plan)]
         self.options = {}
         own = getattr(self.module, forward_name(self.module))
         signature = inspect.signature(own)
@@ -98,10 +110,14 @@ class OneRank:
 
         setattr(self.module, forward_name(self.module), forward)
 
+    def sampled(self, compiled=None, **options):
+        """What comes of a run with these options in every evaluation."""
+        self.options = {**options, **({} if compiled is None else {COMPILE: compiled})}
+        return sample(self.patcher, self.case, steps=1)
 
-def case_of(name):
-    one = SAMPLES[name]
-    return Case(name, "ulysses1", "odd", one.heads[-1], 1.0, one.masks is not None, "euler")
+    def compiled(self):
+        """The places of the blocks that are compiled."""
+        return [place for place, (block, _) in enumerate(self.groups) if "forward" in vars(block)]
 
 
 @pytest.mark.parametrize("name", samples())
@@ -110,39 +126,25 @@ def test_every_block_is_one_graph_around_an_opaque_attention(name):
     or for all but the first, whose input may lie otherwise in memory.
     Local attention without options is the host's own, whose kernel for CPUs asks for free memory.
     """
-    case = case_of(name)
-    rank = OneRank(name, case.heads)
-    truth = sample(rank.patcher, case)
-    cut = any(
-        group.without_options and hasattr(container[index], "cross_attn")
-        for container, index, group in blocks_of(rank.module, rank.plan)
-    )
-    rank.options[COMPILE] = {**WHOLE, "kwargs": {"backend": "eager", "fullgraph": not cut}}
-    assert relative_error(sample(rank.patcher, case), truth) <= BOUND
+    rank = LoneRank(name)
+    truth = rank.sampled()
+    cut = any(group.without_options and hasattr(block, "cross_attn") for block, group in rank.groups)
+    whole = {**WHOLE, "kwargs": {"backend": "eager", "fullgraph": not cut}}
+    assert relative_error(rank.sampled(whole), truth) <= BOUND
     graphs = counters["stats"]["unique_graphs"]
-    kinds = {
-        (type(container[index]), *container[index].state_dict())
-        for container, index, _ in blocks_of(rank.module, rank.plan)
-    }
+    kinds = {(type(block), *block.state_dict()) for block, _ in rank.groups}
     assert 1 <= graphs <= 2 * len(kinds) or cut
-    again = sample(rank.patcher, case)
+    assert relative_error(rank.sampled(whole), truth) <= BOUND
     assert counters["stats"]["unique_graphs"] == graphs, "compiled again for the same shape"
-    assert relative_error(again, truth) <= BOUND
 
 
 def test_only_the_named_modules_are_compiled_and_detaching_leaves_none():
-    case = case_of(PLAIN)
-    rank = OneRank(PLAIN, case.heads)
-    first, *others = [container[index] for container, index, _ in blocks_of(rank.module, rank.plan)]
-    rank.options[COMPILE] = {**WHOLE, "paths": [f"{rank.plan.blocks[0].path}.0"]}
-    sample(rank.patcher, case)
-    assert "forward" in vars(first)
-    assert not any("forward" in vars(block) for block in others)
-    rank.options[COMPILE] = {**WHOLE, "paths": [f"{rank.plan.blocks[0].path}.1"]}
-    sample(rank.patcher, case)
-    assert "forward" in vars(others[0]) and "forward" not in vars(first), "others are named now"
+    rank = LoneRank()
+    for place in (0, 1):  # others are named now
+        rank.sampled({**WHOLE, "paths": [f"{rank.path}.{place}"]})
+        assert rank.compiled() == [place]
     rank.method.detach()
-    assert "forward" not in vars(others[0])
+    assert not rank.compiled()
 
 
 def test_a_name_is_of_a_module_and_of_what_is_in_it():
@@ -151,20 +153,17 @@ def test_a_name_is_of_a_module_and_of_what_is_in_it():
 
 
 def test_a_block_that_is_left_out_is_compiled_again_where_it_is_not():
-    case = case_of(PLAIN)
-    rank = OneRank(PLAIN, case.heads)
-    truth = sample(rank.patcher, case)
-    rank.options = {COMPILE: WHOLE, LEFT_OUT: [("double_block", 0)]}
-    assert relative_error(sample(rank.patcher, case), truth) > 100 * BOUND
-    rank.options = {COMPILE: WHOLE}
-    assert relative_error(sample(rank.patcher, case), truth) <= BOUND
-    first, *_ = (container[index] for container, index, _ in blocks_of(rank.module, rank.plan))
-    assert "forward" in vars(first)
+    rank = LoneRank()
+    truth = rank.sampled()
+    left_out = {LEFT_OUT: [("double_block", 0)]}
+    assert relative_error(rank.sampled(WHOLE, **left_out), truth) > 100 * BOUND
+    assert relative_error(rank.sampled(WHOLE), truth) <= BOUND
+    assert 0 in rank.compiled()
 
 
 def test_compiling_is_a_phase_of_its_own_with_progress(monkeypatch):
     monkeypatch.setattr(compiling, "TICK_S", 0.0)
-    rank = Rank()
+    rank = Noting()
     with compiling.compilation_noted(rank):
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         torch.ones(2) + 1
@@ -176,28 +175,17 @@ def test_compiling_is_a_phase_of_its_own_with_progress(monkeypatch):
     assert not rank.noted, "noted after its evaluation"
 
 
-def test_a_compiler_that_fails_is_named_with_the_next_move():
-    def backend(graph, inputs):
-        raise RuntimeError("no C++ compiler here")
-
-    sentence = r"torch.compile failed in a rank .*no C\+\+ compiler here.*remove the node that compiles"
-    with pytest.raises(Refused, match=sentence), compiling.compilation_noted(Rank()):
-        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-
-
 def test_a_graph_of_one_model_serves_another_with_that_ones_attention():
-    case = case_of(PLAIN)
+    graphs = []
     for _ in range(2):
-        rank = OneRank(PLAIN, case.heads)
-        truth = sample(rank.patcher, case)
-        rank.options[COMPILE] = WHOLE
-        assert relative_error(sample(rank.patcher, case), truth) <= BOUND
-        graphs = counters["stats"]["unique_graphs"]
+        rank = LoneRank()
+        truth = rank.sampled()
+        assert relative_error(rank.sampled(WHOLE), truth) <= BOUND
+        graphs.append(counters["stats"]["unique_graphs"])
         rank.method.end_run()
         del rank
-        attention = opaque_attention()
-        assert attention.override is None, "the model is kept"
-    assert graphs == counters["stats"]["unique_graphs"] <= 2
+        assert opaque_attention().override is None, "the model is kept"
+    assert graphs[0] == graphs[1] <= 2
 
 
 def test_a_function_that_a_model_brought_goes_with_the_model():
@@ -236,15 +224,15 @@ def test_a_function_that_a_model_brought_goes_with_the_model():
 
 def test_no_cuda_graph_records_an_attention():
     """Replayed, it would send what it sent then, and see no cancel: torch is told to leave it."""
-    case, left_out = case_of(PLAIN), []
+    left_out = []
 
     def compiler(graph, _inputs):
         left_out.append(get_first_incompatible_cudagraph_node(graph))
         return graph.forward
 
-    rank = OneRank(PLAIN, case.heads)
-    rank.options[COMPILE] = {"paths": [""], "kwargs": {"backend": aot_autograd(fw_compiler=compiler)}}
-    sample(rank.patcher, case)
+    rank = LoneRank()
+    backend = aot_autograd(fw_compiler=compiler)
+    rank.sampled({"paths": [f"{rank.path}.0"], "kwargs": {"backend": backend}})
     assert left_out and all("attend" in str(node) for node in left_out)
 
 
@@ -259,12 +247,9 @@ def test_no_cuda_graph_records_an_attention():
 )
 def test_a_torch_that_cannot_be_told_refuses_cuda_graphs(monkeypatch, kwargs, refused):
     monkeypatch.setattr(compiled_blocks, "UNSAFE", ())
-    case = case_of(PLAIN)
-    rank = OneRank(PLAIN, case.heads)
-    rank.options[COMPILE] = {"paths": [""], "kwargs": kwargs}
     if refused:
         with pytest.raises(Refused, match=r"into CUDA graphs: have the node compile with inductor"):
-            sample(rank.patcher, case)
+            LoneRank().sampled({"paths": [""], "kwargs": kwargs})
     else:
         assert not compiled_blocks.records_graphs(**kwargs)
 
@@ -320,38 +305,31 @@ def kj_guards(entries):
 def as_kjnodes(model, keys):
     """As its TorchCompileModelAdvanced compiles: the modules are in a mapping of its module."""
     made = model.clone()
-    settings = {
-        "backend": "eager",
-        "options": {"guard_filter_fn": kj_guards},
-        "mode": None,
-        "fullgraph": True,
-        "dynamic": False,
-    }
+    settings = {"backend": "eager", "options": {"guard_filter_fn": kj_guards}, "mode": None}
+    settings |= {"fullgraph": True, "dynamic": False}
     if keys:
-        COMPILED_BY_MODEL[made.model] = {
-            key: torch.compile(made.get_model_object(key), **settings) for key in keys
-        }
+        modules = {key: torch.compile(made.get_model_object(key), **settings) for key in keys}
+        COMPILED_BY_MODEL[made.model] = modules
     made.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, kj_wrapper)
     made.model_options[TORCH_COMPILE_KWARGS] = settings
     return made
 
 
 def test_ranks_compile_what_kjnodes_node_names_and_no_other_models(caplog):
-    model, other = stock_model(1), stock_model(1)
-    keys = ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.1"]
-    made = as_kjnodes(model, keys)
-    options = made.model_options | {"transformer_options": {"wrappers": made.wrappers}}
-    assert hand_over_compilation(options, made.model)
-    assert options["transformer_options"][COMPILE] == {
+    def handed_over(*paths):
+        made = as_kjnodes(stock_model(1), [f"diffusion_model.{path}" for path in paths])
+        options = made.model_options | {"transformer_options": {"wrappers": made.wrappers}}
+        assert hand_over_compilation(options, made.model)
+        return options["transformer_options"]
+
+    options = handed_over("double_blocks.0", "single_blocks.1")
+    assert options[COMPILE] == {
         "paths": ["double_blocks.0", "single_blocks.1"],
         "kwargs": {"backend": "eager", "options": {}, "mode": None, "fullgraph": True, "dynamic": False},
     }
-    assert COMPILE_KEY not in options["transformer_options"]["wrappers"][WrappersMP.APPLY_MODEL]
+    assert COMPILE_KEY not in options["wrappers"][WrappersMP.APPLY_MODEL]
     assert "torch.compile" not in caplog.text
-    made = as_kjnodes(other, [])
-    options = made.model_options | {"transformer_options": {"wrappers": made.wrappers}}
-    assert hand_over_compilation(options, made.model)
-    assert COMPILE not in options["transformer_options"]
+    assert COMPILE not in handed_over()
     assert "torch.compile is left out: which modules of the transformer" in caplog.text
     assert "test_compiled.kj_wrapper compiles is not known" in caplog.text
 
@@ -369,3 +347,80 @@ def test_inductor_in_the_ranks_is_as_exact_as_eager(files, client):
         execute("nodes_torch_compile", "TorchCompileModel", load(files["model"]), "inductor"), client, 0.0
     )
     assert relative_error(run(parallel), truth) <= BOUND
+
+
+class Recording:
+    """As ComfyUI keeps one for each thread."""
+
+    def __init__(self):
+        self.paused: set[int] = set()
+        self.begun: list[bool] = []
+
+    def __enter__(self):
+        self.paused.add(threading.get_ident())
+
+    def __exit__(self, *_error):
+        self.paused.discard(threading.get_ident())
+
+    def begin(self, executor, *args, **kwargs):
+        """A forward that is recorded unless the option says otherwise."""
+        self.begun.append(not getattr(comfy.cli_args.args, NO_COMPILER))
+        return executor(*args, **kwargs)
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    made = Recording()
+    monkeypatch.setattr(comfy.cli_args.args, NO_COMPILER, False, raising=False)
+    monkeypatch.setattr(comfy.model_prefetch, "pause_malloc_graph", lambda: made, raising=False)
+    return made
+
+
+def test_nothing_is_recorded_of_a_run_in_the_pool_and_all_of_others(pair, client, recording, monkeypatch):
+    stock, parallel = (one.clone() for one in pair)
+    for one in (stock, parallel):
+        one.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "compiler", recording.begin)
+    client.sessions.open(lambda: False)
+    pool, asked = client.sessions.live.pool, []
+    real = type(pool).submit
+
+    def submit(self, request, *args):
+        if type(request).__name__ == "Forward":
+            asked.append(threading.get_ident() in recording.paused)
+        return real(self, request, *args)
+
+    monkeypatch.setattr(type(pool), "submit", submit)
+    truth = run(stock)
+    assert all(recording.begun) and not recording.paused
+    recording.begun.clear()
+    assert relative_error(run(parallel), truth) <= BOUND
+    assert asked and all(asked) and not any(recording.begun) and not recording.paused
+    assert getattr(comfy.cli_args.args, NO_COMPILER) is False, "the user's option is put back"
+
+
+def test_the_option_is_put_back_after_an_error_too(pair, recording):
+    def fail(*_args, **_kwargs):
+        raise ZeroDivisionError
+
+    parallel = pair[1].clone()
+    parallel.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "fails", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(parallel)
+    assert getattr(comfy.cli_args.args, NO_COMPILER) is False
+
+
+def test_blocks_that_are_replayed_without_their_hooks_are_an_error_by_name(monkeypatch):
+    outputs = []
+
+    def work(mesh, _run):
+        model = joint_model.Model(3)
+        method = SequenceParallel(model, joint_model.PLAN, mesh.sequence)
+        method.attach()
+        outputs.append(method.forward(model, joint_model.inputs(5), 1))
+        monkeypatch.setattr(model.blocks[1], "_call_impl", model.blocks[1].forward)  # no hooks any more
+        with pytest.raises(ModelError, match=r"1 of 3 blocks of Model ran without the ranks' hooks"):
+            method.forward(model, joint_model.inputs(5), 2)
+
+    with torch.inference_mode():
+        World(Layout(), "gloo", monkeypatch).run(work, Random(7).choice)
+    assert outputs

@@ -66,7 +66,8 @@ def at_once(layout, backend):
     return computed(layout, backend, at_once=True)[0]
 
 
-def assert_same(found, expected, but=()):
+def assert_as_at_once(found, layout, backend, but=()):
+    expected = at_once(layout, backend)
     assert found.keys() == expected.keys()
     for rank, at in found.keys() - but:
         one, other = found[rank, at], expected[rank, at]
@@ -100,11 +101,10 @@ def test_weights_that_are_gathered_beside_what_is_computed_are_there_when_their_
     monkeypatch, backend
 ):
     monkeypatch.setattr(shared_layers, "TOGETHER", 9.0)  # room for two layers, as in a model of many
-    expected = at_once(Layout(ulysses=2), "nccl")
     for seed in (0, 3):
         found = {}
         computed(Layout(ulysses=2), backend, seed, work=of_shared_weights(found))
-        assert_same(found, expected)
+        assert_as_at_once(found, Layout(ulysses=2), "nccl")
 
 
 @pytest.mark.cover(3)
@@ -112,10 +112,9 @@ def test_weights_that_are_gathered_beside_what_is_computed_are_there_when_their_
 @pytest.mark.parametrize(("layout", "backend"), LAYOUTS, ids=str)
 def test_what_ranks_compute_late_is_to_the_bit_what_they_compute_at_once(layout, backend, seed):
     found, _ = computed(layout, backend, seed)
-    expected = at_once(layout, backend)
-    assert_same(found, expected)
+    assert_as_at_once(found, layout, backend)
     for at, part in enumerate(requests_of(layout)[:2]):
-        assert torch.allclose(expected[layout.writer, at], truth(part.branch, BLOCKS), atol=1e-5)
+        assert torch.allclose(found[layout.writer, at], truth(part.branch, BLOCKS), atol=1e-5)
 
 
 @pytest.mark.cover(3)
@@ -136,7 +135,7 @@ def test_ranks_leave_together_where_one_stops_or_all_fail_and_the_next_evaluatio
     found, _ = computed(layout, backend, prepare=prepare)
     left = {(rank, 1) for rank in range(layout.world_size)}
     assert {found[key] for key in left} == {Stopped if what == "stops" else ZeroDivisionError}
-    assert_same(found, at_once(layout, backend), but=left)
+    assert_as_at_once(found, layout, backend, but=left)
 
 
 @pytest.fixture(scope="module")

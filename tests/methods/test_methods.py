@@ -5,6 +5,7 @@ refuses what it cannot run. And what a stage counts of its messages.
 import gc
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from math import prod
 from types import SimpleNamespace
@@ -17,18 +18,9 @@ from pipemesh.parallel_runtime.comm import stage_link
 from pipemesh.parallel_runtime.comm.exchange import Comparison
 from pipemesh.parallel_runtime.comm.mesh import Mesh
 from pipemesh.parallel_runtime.comm.stage_link import StageLink
-from pipemesh.parallel_runtime.errors import LayoutError, ModelError, NoRoom, Refused
-from pipemesh.parallel_runtime.families.plan import (
-    Along,
-    Blocks,
-    BranchTokens,
-    Frames,
-    Insert,
-    Leave,
-    Prefix,
-    Ranges,
-    TokenPlan,
-)
+from pipemesh.parallel_runtime.errors import ModelError, NoRoom, Refused
+from pipemesh.parallel_runtime.families import plan as plans
+from pipemesh.parallel_runtime.families.plan import Along, Leave, Prefix
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods.factory import make_method
 from pipemesh.parallel_runtime.methods.fit import require_fit
@@ -47,7 +39,7 @@ from ..kit.models import IdleRank
 NUMBER = 1  # of every request here
 # Names that the joint model has, but for `pose`
 PREFIX = Prefix(stream="prompt", counted_by="mask", kept_in="mask", forget="forward")
-BRANCH = BranchTokens(
+BRANCH = plans.BranchTokens(
     entry="forward", stream="ahead", keys=("txt", "img"), frame="mask", counted_by="head", tokens="txt",
     along=(Along(arg="pose", dim=1, streams=("ahead",)),),
 )  # fmt: skip
@@ -90,23 +82,15 @@ def make(request, monkeypatch):
     """Makes a model and its method: of one of two ranks that share a sequence, or of one stage.
     Messages come from no rank.
     """
-    monkeypatch.setattr(
-        stage_link,
-        "dist",
-        SimpleNamespace(
-            irecv=arrived, isend=lambda _buffer, _rank, _group: SimpleNamespace(wait=lambda: None)
-        ),
-    )
+    sent = lambda _buffer, _rank, _group: SimpleNamespace(wait=lambda: None)  # noqa: E731
+    monkeypatch.setattr(stage_link, "dist", SimpleNamespace(irecv=arrived, isend=sent))
 
     def make():
         if request.param in STAGES:
             stage, count, within = STAGES[request.param]
             before, after = stage - 1 if stage else None, stage + 1 if stage + 1 < count else None
-            mesh = mesh_of(
-                Layout(pipefusion=count, **within),
-                StageLink(before, after, via_cpu=True),
-                stage * prod(within.values()),
-            )
+            link = StageLink(before, after, via_cpu=True)
+            mesh = mesh_of(Layout(pipefusion=count, **within), link, stage * prod(within.values()))
         else:
             mesh = mesh_of(Layout(**{request.param: 2}))
         model, rank = Model(3), Foreseeing()
@@ -206,20 +190,26 @@ def test_nothing_is_kept_beyond_a_run(made, end):
     assert tensors() == tensors_before
 
 
+@contextmanager
+def without_collections():
+    """Garbage is not looked for, which may not happen for long."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_a_released_model_is_freed_at_once(make):
-    """Without the garbage collector, which may not run for long."""
     made = make()
     made.method.attach()
     whole_run(made, 1)
     made.method.detach()
     kept = weakref.ref(made.model), weakref.ref(made.model.head.weight)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collections():
         del made
         assert [one() for one in kept] == [None, None]
-    finally:
-        gc.enable()
 
 
 def test_a_model_for_which_there_was_no_room_is_freed_too():
@@ -235,15 +225,16 @@ def test_a_model_for_which_there_was_no_room_is_freed_too():
     except NoRoom:
         method.detach()
     kept = weakref.ref(model)
-    gc.disable()
-    try:
+    with without_collections():
         del model, method
         assert kept() is None
-    finally:
-        gc.enable()
 
 
 # -- what is refused
+
+
+IMAGE_ROWS = Along(arg="pe", dim=1, streams=("img",))
+FRAMES = plans.Frames(stream="img", each={}, tokens="x")
 
 
 def with_blocks(**changed):
@@ -256,23 +247,13 @@ def with_blocks(**changed):
         (with_blocks(path="layers"), "layers"),
         (with_blocks(local=("cross",)), "blocks.0.cross"),
         (with_blocks(tokens={"text": ("txt",), "img": ("img",)}), "blocks(text=)"),
-        (with_blocks(along=(Along(arg="pe", dim=1, streams=("img",)),)), "blocks(pe=)"),
-        (with_blocks(ranges=(Ranges(arg="spans", streams=("img",)),)), "blocks(spans=)"),
+        (with_blocks(along=(IMAGE_ROWS,)), "blocks(pe=)"),
+        (with_blocks(ranges=(plans.Ranges(arg="spans", streams=("img",)),)), "blocks(spans=)"),
         (replace(PLAN, leave=Leave(path="tail", stream="img")), "tail"),
-        (
-            replace(
-                PLAN, leave=Leave(path="head", stream="img", along=(Along(arg="e", dim=1, streams=("img",)),))
-            ),
-            "head(e=)",
-        ),
+        (replace(PLAN, leave=replace(PLAN.leave, along=(IMAGE_ROWS,))), "head(pe=)"),
         (replace(PLAN, leave=Leave(path="head", stream="img", instead="tail")), "tail"),
-        (with_blocks(inserts=(Insert(path="gates.*"),)), "gates.*"),
-        (
-            with_blocks(
-                inserts=(Insert(path="blocks.*.qkv", frames=Frames(stream="img", each={}, tokens="x")),)
-            ),
-            "blocks.*.qkv(x=)",
-        ),
+        (with_blocks(inserts=(plans.Insert(path="gates.*"),)), "gates.*"),
+        (with_blocks(inserts=(plans.Insert(path="blocks.*.qkv", frames=FRAMES),)), "blocks.*.qkv(x=)"),
         (with_blocks(branch=BRANCH), "blocks(pose=)"),
         (with_blocks(prefix=replace(PREFIX, forget="drop")), "drop"),
         (with_blocks(prefix=replace(PREFIX, counted_by="past")), "past"),
@@ -283,12 +264,9 @@ def with_blocks(**changed):
 )
 def test_a_plan_that_names_what_the_host_renamed_is_refused_by_name(plan, name):
     require_fit(Model(2), PLAN)
-    for check, layout in (
-        (SequenceParallel.check, Layout(ulysses=2)),
-        (PipeFusion.check, Layout(pipefusion=2)),
-    ):
+    for check, axis in ((SequenceParallel.check, "ulysses"), (PipeFusion.check, "pipefusion")):
         with pytest.raises(Refused) as refused:
-            check(Model(2), plan, layout)
+            check(Model(2), plan, Layout(**{axis: 2}))
         assert str(refused.value).startswith(f"Model of this ComfyUI has no {name}, which its plan names: ")
 
 
@@ -306,26 +284,23 @@ def test_a_model_of_which_no_stage_can_hold_a_part_is_refused_with_the_reason(ch
         PipeFusion.check(Model(4), with_blocks(**changed), Layout(pipefusion=2))
 
 
-def test_a_layout_that_a_method_cannot_run_is_refused():
-    with pytest.raises(LayoutError, match=r"^pipefusion 3, and the model has 2 blocks: lower the degree\.$"):
-        PipeFusion.check(Model(2), PLAN, Layout(pipefusion=3))
+def test_a_forward_that_leaves_out_a_stages_block_is_refused_before_a_step_is_made_of_it():
+    """Rank 0 of two stages: its first block sends nothing on."""
+    mesh = mesh_of(Layout(pipefusion=2), StageLink(None, 1, via_cpu=True))
+    method = make_method(Model(3), PLAN, mesh, IdleRank())
+    method.attach()
+    method.begin(Part(1, 0))
+    with pytest.raises(Refused, match=r"^This model's forward left out a block at which a stage"):
+        method.forward(lambda **given: given["img"], CONDS[0], NUMBER)
 
 
 # -- messages
 
 
-@pytest.mark.parametrize(
-    ("receives", "sends", "some"),
-    [
-        (True, True, [True, True, False]),
-        (True, False, [True, False, False]),
-        (False, True, [True, True, False]),
-        (False, False, [False, False, False]),
-    ],
-    ids=["in the middle", "last", "first", "only"],
-)
-def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, sends, some):
-    messages = StageMessages(SimpleNamespace(is_first=not receives, is_last=not sends), None, None)
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(is_first, is_last):
+    messages = StageMessages(SimpleNamespace(is_first=is_first, is_last=is_last), None, None)
     assert not messages.left.any
     for run in (1, 1, 2):
         messages.begin(Part(run, 0), NUMBER)
@@ -334,7 +309,7 @@ def test_a_stage_counts_the_messages_of_its_place_in_the_pipeline(receives, send
         left.receive = False
         seen.append(left.any)
         left.send = False
-        assert [*seen, left.any] == some
+        assert [*seen, left.any] == [not (is_first and is_last), not is_last, False]
 
 
 def test_a_patch_is_refused_while_messages_of_its_run_are_pending_and_another_run_is_not():
@@ -360,11 +335,11 @@ class Joined(torch.nn.Module):
 class LeavesBehindBlocks(torch.nn.Module):
     """Takes all tokens of the image behind its blocks, and knows of them by the text's length."""
 
-    PLAN = TokenPlan(
+    PLAN = plans.TokenPlan(
         streams=("txt", "img"),
         blocks=(
-            Blocks(path="apart", tokens={"txt": ("txt",), "img": ("img",)}, returns=("img", "txt")),
-            Blocks(path="joined", tokens={"x": ("txt", "img")}),
+            plans.Blocks(path="apart", tokens={"txt": ("txt",), "img": ("img",)}, returns=("img", "txt")),
+            plans.Blocks(path="joined", tokens={"x": ("txt", "img")}),
         ),
         leave=Leave(path="joined", stream="img"),
     )
@@ -392,10 +367,8 @@ class OneOfTwo:
         pass
 
     def leave(self, rows, out_BlC):
-        start, _ = rows.local["img"]
-        return torch.nn.functional.pad(
-            out_BlC, (0, 0, start, rows.all_tokens["img"] - start - out_BlC.shape[1])
-        )
+        (start, size), count = rows.local["img"], rows.all_tokens["img"]
+        return torch.nn.functional.pad(out_BlC, (0, 0, start, count - start - size))
 
 
 def test_behind_joined_blocks_the_leaving_stream_is_whole_and_the_others_stay_local():
@@ -426,6 +399,5 @@ def test_an_argument_of_several_tensors_or_of_the_models_own_kind_is_cut_as_one_
     cut = rows.along(given, own)
     assert cut["rows"].tolist() == [[1, 1, 2]]
     assert rows.along(given, own) is cut, "made once for all blocks"
-    assert torch.equal(rows.along(frames.view(1, 3).repeat(1, 2), own), torch.tensor([[2, 0, 1]])), (
-        "as a tensor it needs no more"
-    )
+    as_tensor = rows.along(frames.view(1, 3).repeat(1, 2), own)  # it needs no more
+    assert torch.equal(as_tensor, torch.tensor([[2, 0, 1]]))

@@ -24,7 +24,7 @@ from pipemesh.parallel_runtime.patches import TokenGrid, assembled
 
 from ..fixtures import ALL
 from ..kit.collectives import World
-from ..kit.models import asked_of
+from ..kit.models import asked_of, in_one
 
 
 def odd(one):
@@ -74,26 +74,16 @@ class Model:
         return assembled(outputs, self.plan.leaves_behind_blocks)
 
 
-def in_one(output):
-    """One tensor of an output that may be a list: video and audio."""
-    return output if isinstance(output, torch.Tensor) else torch.cat([one.flatten() for one in output])
-
-
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def model(request):
     return Model(request.param)
-
-
-def test_a_warm_evaluation_is_the_models_own(model):
-    truth = model.serial(model.asked[0])
-    assert relative_error(model.warm(model.asked[0]), truth) == 0
 
 
 @pytest.mark.cover(6)
 @pytest.mark.parametrize(("model", "patches"), PATCHES, ids=str, indirect=["model"])
 def test_with_constant_inputs_every_patch_equals_the_serial_forward(model, patches):
     truth = model.serial(model.asked[0])
-    model.warm(model.asked[0])
+    assert relative_error(model.warm(model.asked[0]), truth) == 0
     for _ in range(2):
         assert relative_error(model.round(model.asked[0], patches), truth) <= BOUND
 
@@ -106,12 +96,11 @@ def words_of(family):
     for plan in (one for one in family.plans if not any(group.whole_queries for group in one.blocks)):
         groups = [*plan.blocks, plan.leave]
         for place, group in enumerate(groups):
-            without = []
-            for kind in ("along", "ranges"):
-                words = getattr(group, kind)
-                without += [
-                    (word, {kind: tuple(other for other in words if other is not word)}) for word in words
-                ]
+            without = [
+                (word, {kind: tuple(other for other in getattr(group, kind) if other is not word)})
+                for kind in ("along", "ranges")
+                for word in getattr(group, kind)
+            ]
             if getattr(group, SLICED.arg, ()):
                 without.append((SLICED, {SLICED.arg: ()}))
             if inserts := getattr(group, "inserts", ()):
@@ -127,14 +116,8 @@ def chosen(words):
     """
     seen = set()
     for family, (word, plan, less) in words:
-        kind = (
-            id(word)
-            if ALL
-            else (
-                type(word),
-                *(name for name in ("repeated", "masks_keys", "after") if getattr(word, name, None)),
-            )
-        )
+        marks = [name for name in ("repeated", "masks_keys", "after") if getattr(word, name, None)]
+        kind = id(word) if ALL else (type(word), *marks)
         if kind not in seen:
             seen.add(kind)
             named = word.path if isinstance(word, Insert) else word.arg
@@ -253,23 +236,16 @@ GRIDS = st.builds(
 def test_patches_are_whole_lines_one_after_another_none_is_empty_and_none_is_waited_for(grid, patches, ahead):
     """``ahead``: tokens of text that are computed with the first one."""
     made, width = grid.cut(patches, ahead), grid.counts[-1]
-    assert (
-        made[0].start == 0
-        and made[0].first
-        and [patch.last for patch in made] == [False] * (len(made) - 1) + [True]
-    )
+    assert made[0].start == 0 and made[0].first and len(made) == min(grid.lines, patches)
+    assert [patch.last for patch in made] == [False] * (len(made) - 1) + [True]
     assert all(after.start == before.start + before.size for before, after in pairwise(made))
-    assert sum(patch.size for patch in made) == grid.tokens
-    assert all(patch.size and patch.size % width == 0 for patch in made)
-    if not ahead:
-        assert max(patch.size for patch in made) - min(patch.size for patch in made) <= width
+    sizes = [patch.size for patch in made]
+    assert sum(sizes) == grid.tokens and all(size and size % width == 0 for size in sizes)
+    assert ahead or max(sizes) - min(sizes) <= width
     extra = round(ahead / width)
     most = max(-(-(grid.lines + extra) // len(made)), 1 + extra)
-    assert [made[0].size // width + extra <= most, *(patch.size // width <= most for patch in made[1:])] == [
-        True
-    ] * len(made)
-    assert len({patch.size for patch in made[1:]}) <= 2
-    assert len(made) == min(grid.lines, patches)
+    assert all(lines <= most for lines in (sizes[0] // width + extra, *(size // width for size in sizes[1:])))
+    assert len({*sizes[1:]}) <= 2
 
 
 @settings(deadline=None)

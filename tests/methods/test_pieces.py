@@ -3,6 +3,7 @@ compute, to the bit: late GPUs record what they are asked for, and send messages
 """
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -13,26 +14,27 @@ from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.methods import recordings as module
 
 from ..comm.test_collectives import SEQUENCES
+from ..fixtures import ALL
 from ..kit.late_device import Graph, late_device
 from ..kit.late_pieces import (
-    GIVEN,
     JOINT,
+    PLAIN,
+    VIDEO,
     Asked,
     Used,
     asked_by_sampler,
     assert_same,
     cond,
     evaluated,
-    given,
     is_right,
     lost,
     replays,
     stale,
-    stock,
 )
 from ..kit.late_queues import DEVICE
 
-LAYOUTS = [Layout(ulysses=2), Layout(ring=2), Layout(ulysses=2, ring=2), Layout(ring=3), Layout()]
+TWO = Layout(ulysses=2)
+LAYOUTS = [TWO, Layout(ring=2), Layout(ulysses=2, ring=2)]
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +48,26 @@ def proved(monkeypatch):
     return lambda *numbers: monkeypatch.setattr(module, "PROVED", {*numbers})
 
 
-@pytest.mark.cover(4)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.equation)
-@pytest.mark.parametrize("family", GIVEN)
-def test_what_is_replayed_is_what_is_computed_to_the_bit(family, layout, proved):
+# Of one stream or two, of images and films; some write positions by number
+FAMILIES = [PLAIN, "sd3", "qwen-image", "hunyuan-video", "lumina2", "krea2", "ltxv", "pixart-sigma", VIDEO]
+EVERYWHERE = [(PLAIN, Layout()), *((one, LAYOUTS[at // 2 % 2]) for at, one in enumerate(FAMILIES[1:]))]
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize(
+    ("family", "layout"), [*product(FAMILIES, [*LAYOUTS, Layout()])] if ALL else EVERYWHERE, ids=str
+)
+def test_what_is_replayed_is_what_is_computed_to_the_bit_in_the_next_run_too(family, layout, proved, caplog):
     proved(1, 3)
-    asked = [Asked(given(family, number)) for number in range(5)]
-    replayed, seen = evaluated(layout, asked, [stock(family)], seed=3)
-    computed, alone = evaluated(layout, asked, [stock(family)], seed=3, worth=99)
+    transformer, given = asked_by_sampler(family, 5)
+    asked = [Asked(one, run=int(at > 2)) for at, one in enumerate(given)]
+    replayed, seen = evaluated(layout, asked, [transformer], seed=3)
+    computed, alone = evaluated(layout, asked, [transformer], seed=1, worth=99)
     assert [one.sent for one in seen] == [one.sent for one in alone], "a message is sent twice, or not at all"
     for one in seen:
         assert one.recorded[0] == one.recorded[-1] > 0 and replays(one) == [0, 1, 1, 1, 1]
     assert_same(replayed, computed)
-    assert is_right(replayed[layout.writer, 4], stock(family), asked[4].arguments)
+    assert not caplog.messages
 
 
 MANY = 1 << 20
@@ -72,8 +81,10 @@ HISTORY = [
 FLIPPED = 5
 
 
-@pytest.mark.cover(10)
-@pytest.mark.parametrize("layout", [*SEQUENCES, Layout()], ids=Layout.equation)
+@pytest.mark.cover(4)
+@pytest.mark.parametrize(
+    "layout", [Layout(), *(one for one in SEQUENCES if ALL or one.world_size < 5)], ids=Layout.equation
+)
 def test_a_history_of_stops_sizes_runs_and_weights_is_computed_to_the_bit_in_every_layout(layout, proved):
     """The last of several ranks never records."""
     proved(1)
@@ -96,28 +107,10 @@ def test_a_history_of_stops_sizes_runs_and_weights_is_computed_to_the_bit_in_eve
         assert replays(one) == [int(records and at in (1, 2, 4, 6)) for at in range(len(HISTORY))]
 
 
-# Of one stream or two, of images and films; some write positions by number
-FAMILIES = ["flux", "sd3", "qwen-image", "hunyuan-video", "lumina2", "krea2", "ltxv", "pixart-sigma"]
-
-
-@pytest.mark.cover(4)
-@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(ring=2)], ids=Layout.equation)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_replayed_to_the_bit_in_the_next_run_too(family, layout, proved, caplog):
-    proved(2)
-    transformer, asked = asked_by_sampler(family, 4)
-    given = [Asked(one, run=int(at > 2)) for at, one in enumerate(asked)]
-    replayed, seen = evaluated(layout, given, [transformer], seed=1)
-    computed, _ = evaluated(layout, given, [transformer], seed=3, worth=99)
-    assert_same(replayed, computed)
-    assert [replays(one) for one in seen] == [[0, 1, 1, 1]] * 2
-    assert not caplog.messages
-
-
 def test_messages_whose_memory_a_later_one_outgrows_are_recorded_when_all_have_their_places(caplog):
     """Of sound, which comes first, and film."""
     transformer, asked = asked_by_sampler("ltx2", 3)
-    _, seen = evaluated(LAYOUTS[0], [Asked(one) for one in asked], [transformer])
+    _, seen = evaluated(TWO, [Asked(one) for one in asked], [transformer])
     assert [replays(one) for one in seen] == [[0, 0, 1]] * 2
     assert not caplog.messages
 
@@ -134,7 +127,7 @@ def test_messages_whose_memory_a_later_one_outgrows_are_recorded_when_all_have_t
 )
 def test_a_family_that_is_not_recorded_says_why(family, why, caplog):
     transformer, asked = asked_by_sampler(family, 2)
-    _, (seen, _) = evaluated(LAYOUTS[0], [Asked(one) for one in asked], [transformer])
+    _, (seen, _) = evaluated(TWO, [Asked(one) for one in asked], [transformer])
     assert replays(seen) == [0, 0] and why in caplog.text
 
 
@@ -158,7 +151,7 @@ def test_another_shape_another_model_and_other_weights_have_no_graph_of_these(ca
             models[0].blocks[0].qkv.weight = torch.nn.Parameter(weight * 2, requires_grad=False)
             kept[0].void()
 
-    outputs, seen = evaluated(Layout(ulysses=2), asked, [JOINT, other], prepare=prepare)
+    outputs, seen = evaluated(TWO, asked, [JOINT, other], prepare=prepare)
     truth = [deepcopy(JOINT), other]
     for at, one in enumerate(asked):
         if at in (6, 7):
@@ -169,17 +162,36 @@ def test_another_shape_another_model_and_other_weights_have_no_graph_of_these(ca
     assert not caplog.messages  # proofs read what came where pieces do
 
 
-def of_two_runs(*numbers):
-    return [Asked(cond(number), run=int(at > 2)) for at, number in enumerate(numbers)]
+def asked_for(count, *, stops=-1, second_run=99, mask=False):
+    """Evaluations of so many images; at which one is stopped, from which one on is another run."""
+    return [
+        Asked(cond(number, mask=mask), run=int(number >= second_run), stops=number == stops)
+        for number in range(count)
+    ]
 
 
-@pytest.mark.parametrize(("room", "later"), [(1 << 30, [1, 1]), (1, [0, 1])], ids=["room", "none"])
-def test_another_run_replays_what_was_recorded_if_there_is_room_for_it(room, later):
-    """Else it records anew. Ranks of a new run compare their tokens before they replay."""
-    asked = of_two_runs(0, 1, 2, 3, 4)
-    outputs, seen = evaluated(Layout(ulysses=2), asked, [JOINT], room=room)
-    assert [replays(one) for one in seen] == [[0, 1, 1, *later]] * 2
-    assert all(is_right(outputs[0, at], JOINT, one.arguments) for at, one in enumerate(asked))
+def assert_right(outputs, asked, model=JOINT, places=None):
+    """What rank 0 computed, of all places or of some, is what the model computes."""
+    for at in range(len(asked)) if places is None else places:
+        assert is_right(outputs[0, at], model, asked[at].arguments), at
+
+
+def hooked(does, ranks=(0, 1)):
+    """Prepares ranks whose model does something odd in its first block."""
+
+    def prepare(mesh, run, models, kept, at):
+        assert all(stream.queue.recording is None for stream in kept[0]._streams)
+        if mesh.rank in ranks and at == 0:
+            models[0].blocks[0].qkv.register_forward_pre_hook(does)
+
+    return prepare
+
+
+def test_another_run_records_anew_if_there_is_no_room_for_what_was_recorded():
+    asked = asked_for(5, second_run=3)
+    outputs, seen = evaluated(TWO, asked, [JOINT], room=1)
+    assert [replays(one) for one in seen] == [[0, 1, 1, 0, 1]] * 2
+    assert_right(outputs, asked)
 
 
 def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
@@ -188,9 +200,7 @@ def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
 
     def add_first(model, inputs):
         (image,) = inputs
-        if id(model) not in first:
-            first[id(model)] = image * 1.5
-        return (image + first[id(model)],)
+        return (image + first.setdefault(id(model), image * 1.5),)
 
     def prepare(mesh, run, models, kept, at):
         if at == 0:
@@ -198,21 +208,20 @@ def test_what_a_model_keeps_for_a_run_is_in_no_graph_of_another():
         if at == 3:
             del first[id(models[0].blocks[0].qkv)]
 
-    asked, truth = of_two_runs(0, 1, 2, 3, 4), deepcopy(JOINT)
+    asked, truth = asked_for(5, second_run=3), deepcopy(JOINT)
     outputs, seen = evaluated(Layout(ring=2), asked, [JOINT], prepare=prepare)
     assert [replays(one) for one in seen] == [[0, 1, 1, 0, 0]] * 2
     truth.blocks[0].qkv.register_forward_pre_hook(add_first)
-    for at, one in enumerate(asked):
-        if at == 3:
-            del first[id(truth.blocks[0].qkv)]
-        assert is_right(outputs[0, at], truth, one.arguments), at
+    assert_right(outputs, asked, truth, range(3))
+    first.clear()
+    assert_right(outputs, asked, truth, range(3, 5))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=Layout.equation)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.equation)
 @pytest.mark.parametrize("computing", [(), (1,)], ids=["all replay", "one computes"])
 def test_a_stop_amid_a_replay_leaves_all_ranks_at_one_message_and_the_next_image_right(layout, computing):
     """Also beside a rank that has recorded nothing."""
-    at, asked = [], [Asked(cond(number), stops=number == 4) for number in range(7)]
+    at, asked = [], asked_for(7, stops=4)
 
     def prepare(mesh, run, models, kept, number):
         kept[0].refuses = "not here" if mesh.rank in computing else ""
@@ -224,8 +233,7 @@ def test_a_stop_amid_a_replay_leaves_all_ranks_at_one_message_and_the_next_image
     assert len({*at}) == 1 and None not in at
     for rank, one in enumerate(seen):
         assert replays(one) == ([0] * 7 if rank in computing else [0, *[1] * 6])
-    for number in (3, 5, 6):
-        assert is_right(outputs[layout.writer, number], JOINT, asked[number].arguments)
+    assert_right(outputs, asked, places=(3, 5, 6))
 
 
 def pins(model, _inputs):
@@ -247,16 +255,12 @@ def fills(model, inputs):
 
 @pytest.mark.parametrize("does", [pins, brings, adds, fills])
 def test_what_a_model_brings_from_the_cpu_is_brought_once(does):
-    def prepare(mesh, run, models, kept, at):
-        if at == 0:
-            models[0].blocks[0].qkv.register_forward_pre_hook(does)
-
-    asked, truth = [Asked(cond(number)) for number in range(4)], deepcopy(JOINT)
-    outputs, seen = evaluated(Layout(ulysses=2), asked, [JOINT], prepare=prepare)
+    asked, truth = asked_for(4), deepcopy(JOINT)
+    outputs, seen = evaluated(TWO, asked, [JOINT], prepare=hooked(does))
     assert [replays(one) for one in seen] == [[0, 1, 1, 1]] * 2
     if does is not pins:
         truth.blocks[0].qkv.register_forward_pre_hook(does)
-    assert all(is_right(outputs[0, at], truth, one.arguments) for at, one in enumerate(asked))
+    assert_right(outputs, asked, truth)
 
 
 def draws(model, inputs):
@@ -299,15 +303,10 @@ def lacks(model, inputs):
     ],
 )
 def test_a_rank_that_cannot_record_says_why_and_computes_beside_the_ranks_that_replay(caplog, does, why):
-    def prepare(mesh, run, models, kept, at):
-        assert all(stream.queue.recording is None for stream in kept[0]._streams)
-        if mesh.rank == 1 and at == 0:
-            models[0].blocks[0].qkv.register_forward_pre_hook(does)
-
-    asked = [Asked(cond(number)) for number in range(4)]
-    outputs, seen = evaluated(Layout(ulysses=2), asked, [JOINT], prepare=prepare)
+    asked = asked_for(4)
+    outputs, seen = evaluated(TWO, asked, [JOINT], prepare=hooked(does, [1]))
     assert [replays(one) for one in seen] == [[0, 1, 1, 1], [0, 0, 0, 0]]
-    assert all(is_right(outputs[0, at], JOINT, one.arguments) for at, one in enumerate(asked))
+    assert_right(outputs, asked)
     (line,) = caplog.messages
     assert why in line
 
@@ -317,25 +316,19 @@ def test_a_rank_that_ends_amid_a_recording_leaves_no_other_waiting():
         if getcurrent().gpu.current.recording is not None:
             raise SystemExit
 
-    def prepare(mesh, run, models, kept, at):
-        if mesh.rank == 1:
-            models[0].blocks[1].register_forward_pre_hook(ends)
-
-    outputs, _ = evaluated(Layout(ulysses=3), [Asked(cond(0))], [JOINT], prepare=prepare)
+    outputs, _ = evaluated(Layout(ulysses=3), asked_for(1), [JOINT], prepare=hooked(ends, [1]))
     assert isinstance(outputs[1, 0], SystemExit)
     assert is_right(outputs[0, 0], JOINT, cond(0)) and isinstance(outputs[2, 0], list)
 
 
-@pytest.mark.parametrize(
-    ("what", "layout"), [("recording", LAYOUTS[0]), ("replay", LAYOUTS[0]), ("proof", Layout())]
-)
+@pytest.mark.parametrize(("what", "layout"), [("recording", TWO), ("replay", TWO), ("proof", Layout())])
 def test_where_memory_lacks_an_evaluation_is_computed_or_fails_and_what_comes_next_is_right(
     what, layout, proved
 ):
     """A rank that has none to record computes on. All ranks fail alike where all replay."""
     proved(2)
     failing = ["recording", "replay", "proof"].index(what)
-    left, asked = [], [Asked(cond(number)) for number in range(4)]
+    left, asked = [], asked_for(4)
 
     def tried(places):
         def lacks(gpu):
@@ -365,101 +358,70 @@ def test_where_memory_lacks_an_evaluation_is_computed_or_fails_and_what_comes_ne
         assert (tried(places)[0] == 0) == (what == "recording")
 
 
-def test_nothing_is_recorded_unless_a_gpu_has_waited_often():
-    asked = [Asked(cond(number), is_wanted=number != 2) for number in range(6)]
-    _, seen = evaluated(Layout(ulysses=2), asked, [JOINT], worth=3)
-    assert [replays(one) for one in seen] == [[0, 0, 0, 0, 1, 1]] * 2
-
-
-def planted(fault, before, layout=LAYOUTS[0], ranks=(0,), count=12):
-    """Runs with a recording that has a ``fault`` from evaluation ``before`` on."""
+def planted(fault, before, layout=TWO, count=12, **more):
+    """Runs with a recording of rank 0's that has a ``fault`` from evaluation ``before`` on."""
 
     def prepare(mesh, run, models, kept, at):
-        if at == before and mesh.rank in ranks:
+        torch.cuda.synchronize()
+        if at == before and mesh.rank == 0:
             (key,) = kept[0].recorded
             kept[0]._known[key] = fault(kept[0]._known[key])
 
-    asked = [Asked(cond(number, mask=True)) for number in range(count)]
+    asked = asked_for(count, mask=True, **more)
     outputs, seen = evaluated(layout, asked, [JOINT], prepare=prepare)
     return asked, outputs, [replays(one) for one in seen]
-
-
-def recorded(layout=LAYOUTS[0]):
-    found = []
-    planted(lambda recording: found.append(recording) or recording, 1, layout, count=2)
-    return found[0]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_proof_finds_each_input_that_is_not_copied_and_the_image_is_right(place, caplog):
     asked, outputs, (ours, others) = planted(stale(place), 1)
     assert ours == [0, 1, *[0] * 10] and others == [0, *[1] * 11]
-    assert all(is_right(outputs[0, at], JOINT, one.arguments) for at, one in enumerate(asked))
+    assert_right(outputs, asked)
     assert "computed other numbers" in caplog.text and "The image is right" in caplog.text
 
 
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=Layout.equation)
-def test_a_proof_names_the_piece_that_is_not_what_is_computed(layout, caplog):
-    whole = recorded(layout)
-    places = [place for place, one in enumerate(whole.pieces) if one.graph is not None]
+def test_a_proof_names_the_piece_that_is_not_what_is_computed(caplog):
+    found = []
+    planted(lambda recording: found.append(recording) or recording, 1, count=2)
+    pieces = found[0].pieces
+    places = [place for place, one in enumerate(pieces) if one.graph is not None]
     assert len(places) > 5
     for place in places:
         caplog.clear()
-        shown = next(
-            later for later, one in enumerate(whole.pieces) if later >= place and (one.sent or not one.move)
-        )
-        asked, outputs, _ = planted(lost(place), 1, layout, count=4)
-        assert f"piece {shown + 1} of {len(whole.pieces)}" in caplog.text
-        assert all(is_right(outputs[0, at], JOINT, one.arguments) for at, one in enumerate(asked))
+        shown = next(at for at, one in enumerate(pieces) if at >= place and (one.sent or not one.move))
+        asked, outputs, _ = planted(lost(place), 1, count=4)
+        assert f"piece {shown + 1} of {len(pieces)}" in caplog.text
+        assert_right(outputs, asked)
 
 
 def test_a_fault_that_shows_late_ends_the_run_with_a_sentence():
     """The replays before its proof were nobody's to see."""
-    _, outputs, (ours,) = planted(stale(0), 4, LAYOUTS[4])
+    _, outputs, (ours,) = planted(stale(0), 4, Layout())
     (error,) = [one for one in outputs.values() if isinstance(one, ModelError)]
     assert "Up to 7 evaluations before it, of this image or of earlier ones" in str(error)
     assert ours == [0, *[1] * 8, 0, 0, 0]
     asked, outputs, _ = planted(stale(0), 4)
     assert [place for place, one in outputs.items() if isinstance(one, ModelError)] == [(0, 9)]
-    last = len(asked) - 1
-    assert is_right(outputs[0, last], JOINT, asked[last].arguments), "no rank was left waiting"
+    assert_right(outputs, asked, places=[11])  # no rank was left waiting
 
 
 def test_a_proof_that_a_stop_leaves_is_due_again(proved, caplog):
     proved(1)
-
-    def prepare(mesh, run, models, kept, at):
-        if at == 1:
-            (key,) = kept[0].recorded
-            stale(1)(kept[0].recorded[key])
-
-    asked = [Asked(cond(number), stops=number == 1) for number in range(4)]
-    outputs, _ = evaluated(LAYOUTS[0], asked, [JOINT], prepare=prepare)
+    asked, outputs, _ = planted(stale(1), 1, count=4, stops=1)
     assert isinstance(outputs[0, 1], Stopped) and "The image is right" in caplog.text
-    for at in (2, 3):
-        assert is_right(outputs[0, at], JOINT, asked[at].arguments)
+    assert_right(outputs, asked, places=(2, 3))
 
 
 def test_a_fault_that_shows_at_the_end_of_a_run_is_told_then_and_not_of_the_next_image(proved, caplog):
     proved(3)
-
-    def prepare(mesh, run, models, kept, at):
-        torch.cuda.synchronize()
-        if at == 1:
-            (key,) = kept[0].recorded
-            stale(1)(kept[0].recorded[key])
-
-    asked = [Asked(cond(number), run=int(number > 3)) for number in range(5)]
-    outputs, _ = evaluated(Layout(), asked, [JOINT], prepare=prepare)
-    assert is_right(outputs[0, 4], JOINT, asked[4].arguments)
+    asked, outputs, _ = planted(stale(1), 1, Layout(), count=5, second_run=4)
+    assert_right(outputs, asked, places=[4])
     assert "Up to 2 evaluations before it" in caplog.text
 
 
 def test_each_piece_is_replayed_once_and_progress_is_counted_as_by_computing(proved):
     proved()
-    asked = [Asked(cond(number)) for number in range(3)]
-    for one in evaluated(LAYOUTS[3], asked, [JOINT])[1]:
+    for one in evaluated(Layout(ring=3), asked_for(3), [JOINT])[1]:
         pieces = one.replayed[1]
         assert one.recorded[0] - 1 <= pieces <= one.recorded[0] and one.replayed[2] == 2 * pieces
         assert one.ticks[2] - one.ticks[1] == one.ticks[1] - one.ticks[0] == one.ticks[0] + 1 > 1
@@ -486,12 +448,3 @@ def test_memory_that_torch_keeps_for_later_is_given_back_before_a_recording(monk
         )
         Used(1).evaluate(2)
     assert order == ["given back", "begins"]
-
-
-def test_recordings_that_are_given_up_stay_so_and_the_log_says_why(caplog):
-    def prepare(mesh, run, models, kept, at):
-        if at == 2:
-            kept[0].give_up()
-
-    _, seen = evaluated(Layout(), [Asked(cond(number)) for number in range(5)], [JOINT], prepare=prepare)
-    assert replays(seen[0]) == [0, 1, 0, 0, 0] and "memory was short" in caplog.text

@@ -22,21 +22,10 @@ from ..kit.joint_model import HEADS, WIDTH, attention_basic
 from ..kit.models import IdleRank
 
 PROMPT = 5
-LAYOUTS = [
-    Layout(ulysses=ulysses, ring=ring) for ulysses, ring in ((2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
-]
-PLAN = TokenPlan(
-    streams=("img",),
-    blocks=(
-        Blocks(
-            path="blocks",
-            tokens={"x": ("prompt", "img")},
-            returns=("x", "kept"),
-            prefix=Prefix(stream="prompt", counted_by="ahead", kept_in="kept", forget="forget"),
-        ),
-    ),
-    leave=Leave(path="blocks", stream="img"),
-)
+LAYOUTS = [Layout(ulysses=u, ring=r) for u, r in ((2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))]
+PREFIX = Prefix(stream="prompt", counted_by="ahead", kept_in="kept", forget="forget")
+GROUP = Blocks(path="blocks", tokens={"x": ("prompt", "img")}, returns=("x", "kept"), prefix=PREFIX)
+PLAN = TokenPlan(streams=("img",), blocks=(GROUP,), leave=Leave(path="blocks", stream="img"))
 
 
 class Block(torch.nn.Module):
@@ -96,6 +85,11 @@ def two_evaluations(model, plan, mesh, given):
     return outputs, method
 
 
+def assert_right(outputs, stock, given):
+    for number in (1, 2):
+        assert torch.allclose(outputs[0][number], stock(**given(number)), atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("image", [13, 2], ids=["13 tokens", "fewer than ranks"])
 def test_what_is_kept_of_a_prompt_is_seen_by_every_rank(monkeypatch, layout, image):
@@ -110,10 +104,7 @@ def test_what_is_kept_of_a_prompt_is_seen_by_every_rank(monkeypatch, layout, ima
         method.end_run()
         return outputs
 
-    outputs = outputs_of(layout, compute, monkeypatch)
-    for number in (1, 2):
-        truth = stock(**arguments(number, image))
-        assert torch.allclose(outputs[0][number], truth, atol=1e-5)
+    assert_right(outputs_of(layout, compute, monkeypatch), stock, partial(arguments, image=image))
     assert len(models) == layout.world_size and not any(model.kept[0] for model in models)
 
 
@@ -145,9 +136,7 @@ def test_what_an_attempt_that_failed_kept_is_void_in_the_next_one(monkeypatch, l
         outputs[2] = method.forward(model, arguments(2, image), 3)
         return outputs
 
-    outputs = outputs_of(layout, compute, monkeypatch)
-    for number in (1, 2):
-        assert torch.allclose(outputs[0][number], stock(**arguments(number, image)), atol=1e-5)
+    assert_right(outputs_of(layout, compute, monkeypatch), stock, partial(arguments, image=image))
     assert not any(seen.values())
 
 
@@ -211,9 +200,8 @@ def test_a_prompt_that_blocks_get_ahead_of_the_image_or_alone_is_every_ranks(
     monkeypatch, layout, image, keeping
 ):
     """Ranks with room for its keys and values keep them, others compute them again."""
-    (group,) = PLAN.blocks
     counted = Prefix(stream="prompt", counted_by="count")
-    plan = replace(PLAN, blocks=(replace(group, returns=("x",), prefix=counted),))
+    plan = replace(PLAN, blocks=(replace(GROUP, returns=("x",), prefix=counted),))
     stock = Kept(False)
 
     def given(number):
@@ -225,9 +213,7 @@ def test_a_prompt_that_blocks_get_ahead_of_the_image_or_alone_is_every_ranks(
         method.end_run()
         return outputs
 
-    outputs = outputs_of(layout, compute, monkeypatch)
-    for number in (1, 2):
-        assert torch.allclose(outputs[0][number], stock(**given(number)), atol=1e-5)
+    assert_right(outputs_of(layout, compute, monkeypatch), stock, given)
 
 
 def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
@@ -239,9 +225,8 @@ def test_keys_that_no_plan_speaks_of_are_refused(monkeypatch):
         model.kept = tuple((torch.zeros(1, PROMPT, WIDTH),) * 2 for _ in model.blocks)
         method = make_method(model, unaware, mesh, IdleRank())
         method.attach()
-        with pytest.raises(
-            ModelError, match=r"^7 rows attend to 12 others: this model needs another plan\.$"
-        ):
+        sentence = r"^7 rows attend to 12 others: this model needs another plan\.$"
+        with pytest.raises(ModelError, match=sentence):
             method.forward(model, arguments(1, 14), 1)
 
     outputs_of(Layout(ulysses=2), compute, monkeypatch)

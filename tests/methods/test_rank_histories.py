@@ -203,21 +203,8 @@ def played(layout, turns, backend="gloo", then=lambda serving: None):
     assert has_an_order(traces, in_order=backend == "nccl")
 
 
-def evaluate(model="a", width=1, group=0, layout=LAYOUT, text=TEXTS[0], **more):
+def act_of(model="a", width=1, group=0, layout=LAYOUT, text=TEXTS[0], **more):
     return Act("evaluate", model, layout.members(group, width), width, text, **more)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_model_for_which_groups_join_and_one_for_which_they_do_not_take_turns(backend):
-    """Only one group meets the second. Then all ranks of the first fail, and one of the second."""
-    turns = [[evaluate(model, width)] for model, width in 3 * [("a", 2), ("b", 1)]]
-    turns += [
-        [evaluate("a", 2, fails=((0, 1, 2, 3), "last block"))],
-        [evaluate("b", fails=((0,), WRITING))],
-        [evaluate("b", fails=((0, 1), "head"))],
-        *([evaluate(model, width)] for model, width in [("a", 2), ("b", 1)]),
-    ]
-    played(LAYOUT, turns, backend)
 
 
 @st.composite
@@ -235,7 +222,7 @@ def histories(draw):
         width = 1 if WAYS[model] == "sharded" else draw(st.sampled_from(layout.widths))
         acts = []
         for group in sorted(draw(st.sets(st.integers(0, layout.groups // width - 1), min_size=1))):
-            act = evaluate(model, width, group, layout, draw(st.sampled_from(TEXTS)))
+            act = act_of(model, width, group, layout, draw(st.sampled_from(TEXTS)))
             what = draw(st.sampled_from(("", "", "fails", "cancels")))
             if what == "fails":
                 place = draw(st.sampled_from(PLACES))
@@ -267,7 +254,7 @@ def test_a_model_that_is_released_in_the_middle_of_a_run_leaves_none_of_its_weig
 
     played(
         LAYOUT,
-        [[evaluate("b")], [evaluate("b")], [evaluate("b", fails=((0, 1), "head"))]],
+        [[act_of("b")], [act_of("b")], [act_of("b", fails=((0, 1), "head"))]],
         then=release,
     )
     assert left == dict.fromkeys(range(4), 0)

@@ -18,6 +18,7 @@ from pipemesh.parallel_runtime.methods.recordings import (
     SHORT,
     Recordings,
     Replays,
+    tell_unrecorded,
     why_unrecorded,
 )
 from pipemesh.parallel_runtime.patches import Part
@@ -25,18 +26,27 @@ from pipemesh.parallel_runtime.wire.messages import Load
 from pipemesh.parallel_runtime.worker.resident_model import ResidentModel, in_fp32
 
 from ..kit.late_device import late_device
-from ..kit.late_pieces import (
-    VIDEO,
-    Used,
-    asked_by_sampler,
-    given,
-)
+from ..kit.late_pieces import VIDEO, Used, asked_by_sampler, given
 from ..kit.late_queues import DEVICE
 from .test_late_methods import on_gpu
 
-LAYOUTS = [Layout(ulysses=2), Layout(ring=2), Layout(ulysses=2, ring=2), Layout(ring=3), Layout()]
-
+ASKED = {"PIPEMESH_GRAPHS": "1"}
 OFFLOADED = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+TWO = {"x": torch.ones(2)}
+RANK = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None)
+
+
+def resident_model(unrecorded="", shared=None, **load):
+    """A rank's only model, on the CPU: recorded as if it were on a GPU, unless it says why not."""
+    mesh = replace(connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False), unrecorded=unrecorded)
+    mesh.sequence.weights = shared
+    asked = Load(request=1, model="m", source=b"", **load)
+    return ResidentModel(stock_model(2), torch.device("cpu"), mesh, RANK, asked)
+
+
+def draws_of(used):
+    """An evaluation that cannot be recorded."""
+    used.kept.evaluate(on_gpu(TWO), lambda given: torch.rand_like(given["x"]), int)
 
 
 def test_what_is_voided_before_it_has_paid_is_recorded_twice_as_late():
@@ -61,10 +71,15 @@ def test_a_run_ends_with_what_was_replayed_and_why_not_all():
         for _ in range(2):
             used.evaluate(2)
             assert used.kept.end_run(1 << 30) == Replays(1, 0, SHORT)
-        given = {"x": torch.ones(2, device=DEVICE)}
         for _ in range(2):  # it is tried once, and told of in each run
-            refused.kept.evaluate(given, lambda given: torch.rand_like(given["x"]), int)
+            draws_of(refused)
             assert "draws random numbers" in refused.kept.end_run(1 << 30).why
+        few = Used(9)
+        for times, is_wanted, room, why in ((3, True, 9, FEW), (3, False, 9, BUSY), (8, True, 0, NO_ROOM)):
+            few.kept.is_wanted = is_wanted
+            few.evaluate(2, times)
+            assert few.kept.end_run(room << 30) == Replays(times, 0, why)
+        assert not few.kept.recorded
 
 
 @pytest.mark.parametrize(
@@ -100,6 +115,7 @@ def test_what_was_there_is_kept_and_what_outlives_a_recording_is_seen():
 
 
 def test_an_evaluation_with_code_or_on_the_cpu_is_not_recorded_and_one_with_other_numbers_is_another(caplog):
+    tell_unrecorded.cache_clear()
     with late_device():
         there, used = torch.ones(2, device=DEVICE), Used(1)
         options = {"transformer_options": {"a": [1, "b"]}}
@@ -124,39 +140,30 @@ def test_what_a_sampler_asks_of_a_branch_is_alike_from_step_to_step(family):
 def test_without_cuda_nothing_of_this_is_made(monkeypatch):
     made = []
     monkeypatch.setattr(Recordings, "__init__", lambda *given: made.append(given))
-    alone = connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False)
-    mesh = replace(alone, unrecorded=why_unrecorded(alone.sequence.device, {"PIPEMESH_GRAPHS": "1"}))
-    rank = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None)
-    resident = ResidentModel(
-        stock_model(2), torch.device("cpu"), mesh, rank, Load(request=1, model="m", source=b"")
-    )
+    resident = resident_model(why_unrecorded(torch.device("cpu"), ASKED))
     resident.method.begin(Part(1, 0))
     with torch.inference_mode():
         resident.on_rank(given(PLAIN, 0), 1)
     resident.end_run()
-    assert not made and mesh.unrecorded and resident.recordings is None
+    assert not made and resident.recordings is None
 
 
 def test_graphs_are_recorded_where_they_are_turned_on_on_nvidias_gpus_whose_messages_lie_there(monkeypatch):
-    asked = {"PIPEMESH_GRAPHS": "1"}
-    assert why_unrecorded(DEVICE, asked) == why_unrecorded(DEVICE, {"PIPEMESH_GRAPHS": "all"}) == ""
+    assert why_unrecorded(DEVICE, ASKED) == why_unrecorded(DEVICE, {"PIPEMESH_GRAPHS": "all"}) == ""
     for off in ({}, *({"PIPEMESH_GRAPHS": one} for one in ("0", "", "yes"))):
         assert why_unrecorded(DEVICE, off) == "PIPEMESH_GRAPHS is not 1"
-    assert "main memory" in why_unrecorded(torch.device("cpu"), asked)
+    assert "main memory" in why_unrecorded(torch.device("cpu"), ASKED)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "AMD" in why_unrecorded(DEVICE, asked)
+    assert "AMD" in why_unrecorded(DEVICE, ASKED)
 
 
 def test_weights_or_code_that_change_void_what_a_rank_has_recorded(monkeypatch):
-    mesh = replace(connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False), unrecorded="")
-    rank = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None)
-    load = Load(request=1, model="m", source=b"")
-    resident, voided = ResidentModel(stock_model(2), torch.device("cpu"), mesh, rank, load), []
+    resident, voided = resident_model(), []
     monkeypatch.setattr(resident.recordings, "void", lambda: voided.append(resident.recordings.refuses))
-    resident.patch("a", {}, {}, rank)
+    resident.patch("a", {}, {}, RANK)
     assert {*voided} == {""}
     resident._objects.in_block = PatchesHere(methods={"blocks.0.forward": print})
-    resident.patch("b", {}, None, rank)
+    resident.patch("b", {}, None, RANK)
     assert voided[-1] == "nodes' code is in its blocks"
     before = len(voided)
     resident.detach()
@@ -165,10 +172,7 @@ def test_weights_or_code_that_change_void_what_a_rank_has_recorded(monkeypatch):
 
 def test_an_evaluation_in_fp32_is_computed(monkeypatch):
     """It is the truth that others are held to."""
-    mesh = replace(connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False), unrecorded="")
-    rank = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None)
-    load = Load(request=1, model="m", source=b"")
-    resident, asked = ResidentModel(stock_model(2), torch.device("cpu"), mesh, rank, load), []
+    resident, asked = resident_model(), []
     monkeypatch.setattr(resident.recordings, "evaluate", lambda *given: asked.append(given))
     resident.method.begin(Part(1, 0))
     with torch.inference_mode():
@@ -215,19 +219,6 @@ def test_another_kind_is_recorded_twice_as_late_while_the_first_has_not_paid():
         assert len(used.kept.recorded) == 2
 
 
-def test_why_a_run_was_not_replayed_is_told(monkeypatch):
-    with late_device():
-        used = Used(9)
-        used.evaluate(2, 3)
-        assert used.kept.end_run(1 << 30) == Replays(3, 0, FEW)
-        used.kept.is_wanted = False
-        used.evaluate(2, 3)
-        assert used.kept.end_run(1 << 30) == Replays(3, 0, BUSY)
-        used.kept.is_wanted = True
-        used.evaluate(2, 8)
-        assert used.kept.end_run(0) == Replays(8, 0, NO_ROOM) and not used.kept.recorded
-
-
 def test_behind_a_recording_that_could_not_be_ended_none_is_begun_and_what_is_refused_stays_so():
     def waits(given):
         torch.cuda.synchronize()
@@ -236,14 +227,12 @@ def test_behind_a_recording_that_could_not_be_ended_none_is_begun_and_what_is_re
     with late_device() as box:
         draws, broken = Used(0), Used(0)
         for _ in range(2):
-            draws.kept.evaluate(
-                {"x": torch.ones(2, device=DEVICE)}, lambda given: torch.rand_like(given["x"]), int
-            )
+            draws_of(draws)
             draws.kept.void()
         assert box.gpu.recordings == 1
         draws.evaluate(4)
         assert box.gpu.recordings == 2 and draws.kept.recorded
-        broken.kept.evaluate({"x": torch.ones(2, device=DEVICE)}, waits, int)
+        broken.kept.evaluate(on_gpu(TWO), waits, int)
         broken.evaluate(4, 2)
         assert box.gpu.recordings == 3 and not broken.kept.recorded
 
@@ -258,17 +247,7 @@ def test_a_replay_says_nothing_of_whether_its_gpu_was_idle():
     assert said == [True, True, True, None], "computed, twice proven, replayed"
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ({}, ""),
-        ({"weights": "offloaded", "budget": 0}, "weights lie partly in main memory"),
-    ],
-)
-def test_how_a_model_keeps_its_own_weights_decides_not_what_others_of_the_pool_do(how, why):
-    mesh = replace(connect(Layout(), 0, via_cpu=False, wants_stop=lambda: False), unrecorded="")
-    mesh.sequence.weights = SimpleNamespace(width=1)  # of a model that was sharded
-    rank = SimpleNamespace(tick=lambda: None, note=print, count=lambda *_: None)
-    load = Load(request=1, model="m", source=b"", **how)
-    resident = ResidentModel(stock_model(2), torch.device("cpu"), mesh, rank, load)
-    assert resident.recordings.refuses == why
+def test_how_a_model_keeps_its_own_weights_decides_not_what_others_of_the_pool_do():
+    sharded = SimpleNamespace(width=1)  # of another model
+    for how, why in (({}, ""), ({"weights": "offloaded", "budget": 0}, "weights lie partly in main memory")):
+        assert resident_model(shared=sharded, **how).recordings.refuses == why

@@ -1,5 +1,5 @@
-"""What an evaluation's way to a rank and back asks of two GPUs that are not there: copies, copies
-within main memory, and waits; with the arena pinned, and where it cannot be.
+"""What an evaluation's way to a rank and back asks of GPUs that are not there: copies, and waits;
+with the arena pinned, and where it cannot be.
 """
 
 import logging
@@ -19,8 +19,9 @@ from pipemesh.parallel_runtime.wire.tree import decode_tree, encode_tree
 from pipemesh.parallel_runtime.worker import rank_loop
 from pipemesh.parallel_runtime.worker.arena_io import ArenaIO
 from pipemesh.parallel_runtime.worker.rank_loop import LOOK_S, PAUSE, SLACK_S, SPIN_S, RankLoop
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kit import fake_device, late_device
+from ..kit import late_device
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -47,30 +48,9 @@ class Driver:
         self.counts["waits"] += 1
 
 
-class Watched(fake_device.Device):
-    """The fake device, as a GPU. ``pinned``: copies between it and main memory come at once."""
-
-    def __init__(self, driver):
-        super().__init__()
-        self._driver = driver
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        made = fake_device.computed(func, args, kwargs)
-        if func in COPIES:
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            into = args[0] if func is torch.ops.aten.copy_.default else made
-            crosses = source.device != into.device
-            early = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            self._driver.counts["copies" if crosses else "host copies"] += source.device == CPU or crosses
-            self._driver.counts["waits"] += crosses and not early
-        return made
-
-
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver()
-    monkeypatch.setattr(fake_device, "DEVICE", GPU)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: made)
@@ -81,69 +61,6 @@ def driver(monkeypatch):
     return made
 
 
-# By the way of copying: of the UI, and of one rank that has the output
-COUNTS = {
-    "straight": ({"copies": 5, "waits": 2}, {"copies": 5}),
-    "through other memory": ({"copies": 5, "waits": 5}, {"copies": 5, "host copies": 5}),
-}
-
-
-@pytest.mark.parametrize("way", COUNTS)
-def test_what_an_evaluation_copies_and_waits_for(driver, way):
-    """The second of a run: the first uploads conditioning. The waits of a rank are its events."""
-    driver.error = 0 if way == "straight" else 801
-    arena = Arena()
-    session = SimpleNamespace(
-        pool=SimpleNamespace(arena=arena), tickets=[], conditioning=ConditioningCache(arena)
-    )
-    text = torch.ones(1, 4, 8)
-    branch = Branch(("cond",), origins=(Origin([text]),))
-    with Watched(driver):
-        place = torch.ones(1, 4, 6, 6, device=GPU)
-        arguments = {
-            "x": place,
-            "timestep": torch.ones(1, device=GPU),
-            "context": text.to(GPU),
-            "transformer_options": {
-                "sigmas": torch.ones(1, device=GPU),
-                "sample_sigmas": torch.ones(5, device=GPU),
-            },
-        }
-        there = Segment(arena.segment.fd, arena.nbytes, ROOM)
-        there.pin(GPU)
-        io, counts = ArenaIO(there, GPU), []
-        for _ in range(2):
-            driver.counts.clear()
-            written = write_arguments(session, arguments, branch, True)
-            assert written.is_right()
-            of_ui, _ = Counter(driver.counts), driver.counts.clear()
-            read = io.read(written.tree)
-            assert all(torch.equal(read[name], arguments[name]) for name in ("x", "timestep", "context"))
-            out = written.frame.blank(1024)
-            answer = io.write(read["x"] * 2, out)()
-            of_rank, _ = Counter(driver.counts), driver.counts.clear()
-            output = own_tensors(arena.segment, answer.tree, GPU)
-            assert output.device == GPU and torch.equal(output, place * 2)
-            of_ui += driver.counts
-            written.frame.release()
-            counts.append((dict(of_ui), dict(+of_rank)))
-    assert counts[1] == COUNTS[way]
-    arena.close()
-
-
-def test_a_rank_that_fails_waits_until_its_gpu_has_read_what_the_ui_takes_back(driver):
-    arena = Arena()
-    with Watched(driver):
-        arena.segment.pin(GPU)
-        io = ArenaIO(arena.segment, GPU)
-        io.settle()
-        assert not driver.counts["waits"], "nothing was read"
-        io.read(b"\xc0")
-        io.settle()
-    assert driver.counts["waits"] == 1
-    arena.close()
-
-
 @pytest.fixture
 def late():
     """A GPU that comes to nothing before it is waited for."""
@@ -151,25 +68,72 @@ def late():
         yield box
 
 
-def test_on_a_late_gpu_all_is_there_when_ranks_may_read_it_and_nothing_is_awaited_twice(late):
-    arena = Arena()
+class HostCopies(TorchDispatchMode):
+    """Counts copies within main memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in COPIES:
+            source, into = (args[1], args[0]) if func is torch.ops.aten.copy_.default else (args[0], made)
+            self.count += source.device == into.device == CPU
+        return made
+
+
+# By the way of copying: of the UI, and of one rank that has the output
+COUNTS = {
+    "straight": ({"copy": 5, "waits": 2}, {"copy": 5}),
+    "through other memory": ({"copy": 5, "waits": 5}, {"copy": 5, "host copy": 5}),
+}
+
+
+@pytest.mark.parametrize("way", COUNTS)
+def test_all_is_there_when_ranks_may_read_it_with_so_many_copies_and_waits(late, way):
+    """The second of a run: the first uploads conditioning. The waits of a rank are its events."""
+    late.registers = way == "straight"
+    arena, text, gpu = Arena(), torch.ones(1, 4, 8), late.gpu
     session = SimpleNamespace(
         pool=SimpleNamespace(arena=arena), tickets=[], conditioning=ConditioningCache(arena)
     )
-    x = torch.ones(1, 4, 6, 6, device=GPU) * 3
-    arguments = {"x": x, "timestep": x[:, 0, 0, 0] * 2, "transformer_options": {"sigmas": x[0, 0, 0] * 4}}
-    written = write_arguments(session, arguments, Branch(("cond",)), True)
-    tree = decode_tree(written.tree, arena.segment.tensor)
-    assert tree["x"].eq(3).all() and tree["timestep"].tolist() == [6]
-    assert tree["transformer_options"]["sigmas"].tolist() == [12] * 6 and late.gpu.waits.total() == 1
-    io, out = ArenaIO(arena.segment, GPU), written.frame.blank(1024)
-    finish = io.write(io.read(written.tree)["x"] + 1, out)
-    assert late.gpu.waits.total() == 1, "of the rank"
-    Reached(GPU).wait()
-    ours = own_tensors(arena.segment, finish().tree, GPU)
-    arena.segment.tensor(out).zero_()
-    assert ours.eq(4).tolist() == [[[[True] * 6] * 6] * 4]
-    written.frame.release()
+    branch = Branch(("cond",), origins=(Origin([text]),))
+    there = Segment(os.dup(arena.segment.fd), arena.nbytes, ROOM)
+    there.pin(GPU)
+    io, x = ArenaIO(there, GPU), torch.ones(1, 4, 6, 6, device=GPU) * 3
+    arguments = {"x": x, "timestep": x[:, 0, 0, 0] * 2, "context": text.to(GPU)}
+    options = {"sigmas": x[0, 0, 0] * 4, "sample_sigmas": torch.ones(5, device=GPU)}
+    arguments["transformer_options"] = options
+    with HostCopies() as host:
+
+        def took():
+            """What was asked for since this was last called."""
+            counts = {"copy": gpu.launches["copy"], "host copy": host.count, "waits": gpu.waits.total()}
+            host.count = 0
+            gpu.launches.clear(), gpu.waits.clear()
+            return Counter(counts)
+
+        for _ in range(2):
+            took()
+            written = write_arguments(session, arguments, branch, True)
+            assert written.is_right()
+            of_ui = took()
+            tree = decode_tree(written.tree, arena.segment.tensor)
+            assert tree["x"].eq(3).all() and tree["timestep"].tolist() == [6]
+            assert tree["transformer_options"]["sigmas"].tolist() == [12] * 6
+            took()
+            out = written.frame.blank(1024)
+            finish = io.write(io.read(written.tree)["x"] + 1, out)
+            of_rank = took()
+            Reached(GPU).wait()
+            took()
+            answer = finish()
+            of_rank += took()
+            ours = own_tensors(arena.segment, answer.tree, GPU)
+            of_ui += took()
+            arena.segment.tensor(out).zero_()
+            assert ours.eq(4).all()
+            written.frame.release()
+    assert (dict(of_ui), dict(of_rank)) == COUNTS[way]
     arena.close()
 
 
@@ -179,6 +143,8 @@ def test_on_a_late_gpu_what_a_failed_evaluation_was_to_read_may_be_written_over_
     with arena.frame() as frame:
         tree = encode_tree({"x": torch.ones(8)}, lambda path, tensor: frame.put(tensor))
         io = ArenaIO(arena.segment, GPU)
+        io.settle()
+        assert not late.gpu.waits, "nothing was read"
         read = io.read(tree)["x"]
         io.settle()
     arena.segment.tensor(TensorRef(0, (4096,), "float32")).zero_()
@@ -218,13 +184,13 @@ def test_only_what_memory_was_extended_by_is_registered_and_what_is_cut_off_is_n
 def test_where_memory_cannot_be_registered_the_log_says_so_once_and_copies_go_the_old_way(driver, caplog, at):
     ours = Segment.create("pinned", 1 << 16, ROOM)
     driver.error = 2 if at == "once" else 0
-    with caplog.at_level(logging.WARNING), Watched(driver):
+    with caplog.at_level(logging.WARNING):
         ours.pin(GPU)
         driver.error = 2
         ours.grow(1 << 18)
         ours.grow(1 << 20)
         ours.pin(GPU)
-        ref = ours.put(0, torch.ones(4, device=GPU), later=True)
+        ref = ours.put(0, torch.ones(4), later=True)
     assert not ours.is_pinned and ours.tensor(ref).sum() == 4
     assert [record.message for record in caplog.records if "error 2" in record.message] == [
         "[PipeMesh] cuda:0 cannot copy from shared memory itself (error 2 of cudaHostRegister): its copies go"
@@ -239,8 +205,7 @@ def test_memory_that_could_not_be_extended_is_pinned_again_once_that_is_cut_off(
     ours.pin(GPU)
     for _ in range(2):
         driver.error = 2
-        with Watched(driver):
-            ours.grow(1 << 18)
+        ours.grow(1 << 18)
         assert not ours.is_pinned
         driver.error = 0
         ours.shrink(1 << 17)

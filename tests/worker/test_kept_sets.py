@@ -222,92 +222,86 @@ class Counted:
         return (*changed, sum(self.pool.sent) if max(self.pool.sent) > 4096 else 0)
 
 
-def on_a_late_gpu(monkeypatch, work):
-    def ran(mesh, _run):
-        with torch.inference_mode():
-            work(Counted(mesh, monkeypatch))
+def on_a_late_gpu(test):
+    """A test of a rank that sets are switched on."""
 
-    with pytest.MonkeyPatch.context() as patch, late_device(0) as box:
-        LateWorld(Layout(), box, patch, "nccl").run(ran)
+    def run_there(monkeypatch):
+        def ran(mesh, _run):
+            with torch.inference_mode():
+                test(Counted(mesh, monkeypatch), monkeypatch)
 
+        with pytest.MonkeyPatch.context() as patch, late_device(0) as box:
+            LateWorld(Layout(), box, patch, "nccl").run(ran)
 
-def test_on_a_gpu_sets_that_take_turns_are_merged_sent_and_restored_once(monkeypatch):
-    def work(rank):
-        first = [rank.switch(name) for name in ("a", "b")]
-        assert all(merged and sent for merged, _restored, sent in first)
-        for _step in range(10):
-            assert [rank.switch(name) for name in ("a", "b", "", "b", "")] == [(0, 0, 0)] * 5
-        held = rank.pool.memory[0]
-        assert held.sets and not held.sets_in_main
-        rank.pool.ask(EndRun(request=99, model="m", cleared=(0,)))
-        assert not rank.pool.memory[0].sets, "ComfyUI needs the memory of this GPU"
-        merged, _restored, sent = rank.switch("a")
-        assert merged and sent
-
-    on_a_late_gpu(monkeypatch, work)
+    run_there.__name__ = test.__name__
+    return run_there
 
 
-def test_a_gpu_without_room_keeps_them_in_main_memory_and_without_that_merges_them_anew(monkeypatch):
-    def work(rank):
-        rank.pool.room.free = 0, 1 << 40
-        for name in ("a", "b"):
-            rank.switch(name)
-        for _step in range(3):
-            turns = [rank.switch(name) for name in ("a", "b")]
-            assert [(merged, sent) for merged, _restored, sent in turns] == [(0, 0)] * 2
-        held = rank.pool.memory[0]
-        assert held.sets_in_main and not held.sets
-        rank.pool.ask(DropSets(request=99))
-        rank.pool.room.free = 0, 0
-        for _step in range(2):
-            assert all(merged and sent for merged, _restored, sent in map(rank.switch, ("a", "b")))
-        assert rank.pool.memory[0].sets == rank.pool.memory[0].sets_in_main == 0
-
-    on_a_late_gpu(monkeypatch, work)
+@on_a_late_gpu
+def test_on_a_gpu_sets_that_take_turns_are_merged_sent_and_restored_once(rank, monkeypatch):
+    first = [rank.switch(name) for name in ("a", "b")]
+    assert all(merged and sent for merged, _restored, sent in first)
+    for _step in range(10):
+        assert [rank.switch(name) for name in ("a", "b", "", "b", "")] == [(0, 0, 0)] * 5
+    held = rank.pool.memory[0]
+    assert held.sets and not held.sets_in_main
+    rank.pool.ask(EndRun(request=99, model="m", cleared=(0,)))
+    assert not rank.pool.memory[0].sets, "ComfyUI needs the memory of this GPU"
+    merged, _restored, sent = rank.switch("a")
+    assert merged and sent
 
 
-def test_sets_that_are_kept_go_first_where_memory_lacks_and_models_after_them(monkeypatch):
-    def work(rank):
-        for name in ("a", "b"):
-            rank.switch(name)
-        rank.pool.is_full, rank.pool.asked = True, []
-        assert rank.switch("a")[0]
-        assert DropSets in rank.pool.asked and [*rank.client.sessions.live.models] == [rank.model]
-        make_room = rank.client.residency.make_room
-        assert make_room(rank.model) and not make_room(rank.model), "b was kept, and nothing is any more"
+@on_a_late_gpu
+def test_a_gpu_without_room_keeps_them_in_main_memory_and_without_that_merges_them_anew(rank, monkeypatch):
+    rank.pool.room.free = 0, 1 << 40
+    for name in ("a", "b"):
+        rank.switch(name)
+    for _step in range(3):
+        turns = [rank.switch(name) for name in ("a", "b")]
+        assert [(merged, sent) for merged, _restored, sent in turns] == [(0, 0)] * 2
+    held = rank.pool.memory[0]
+    assert held.sets_in_main and not held.sets
+    rank.pool.ask(DropSets(request=99))
+    rank.pool.room.free = 0, 0
+    for _step in range(2):
+        assert all(merged and sent for merged, _restored, sent in map(rank.switch, ("a", "b")))
+    assert rank.pool.memory[0].sets == rank.pool.memory[0].sets_in_main == 0
 
-    on_a_late_gpu(monkeypatch, work)
+
+@on_a_late_gpu
+def test_sets_that_are_kept_go_first_where_memory_lacks_and_models_after_them(rank, monkeypatch):
+    for name in ("a", "b"):
+        rank.switch(name)
+    rank.pool.is_full, rank.pool.asked = True, []
+    assert rank.switch("a")[0]
+    assert DropSets in rank.pool.asked and [*rank.client.sessions.live.models] == [rank.model]
+    make_room = rank.client.residency.make_room
+    assert make_room(rank.model) and not make_room(rank.model), "b was kept, and nothing is any more"
 
 
-def test_objects_of_all_sets_are_sent_and_put_once_and_weights_among_them_are_in_every_set(monkeypatch):
+@on_a_late_gpu
+def test_objects_of_all_sets_are_sent_and_put_once_and_weights_among_them_are_in_every_set(rank, monkeypatch):
     put, name = [], f"{PREFIX}double_blocks.0.txt_mlp.0.weight"
     monkeypatch.setattr(object_patches, "put_object", lambda *asked: put.append(asked[1]))
 
-    def work(rank):
-        model = rank.stock.model
-        plain, other = dict(rank.sets), torch.full_like(model.state_dict()[name], 3.0)
-        objects = "|changed", {name: other, f"{PREFIX}scale": torch.ones(1 << 16)}
-        for key, (patches, truth) in plain.items():
-            merged = other + 0.5 * patches[name][0][1][1][1][0] if patches else other
-            rank.sets[key] = patches, {**truth, name: merged}
-        first, *others = [rank.switch(key, objects=objects) for key in ("a", "b", "", "a", "b", "")]
-        assert put == [f"{PREFIX}scale"] and first[2] > 4 << 16 > max(sent for *_, sent in others)
-        assert [merged for merged, *_ in others[2:]] == [0, 0, 0]
-        rank.sets = plain
-        assert [rank.switch(key)[0] > 0 for key in ("", "a", "b", "", "a")] == [False, True, True] + [
-            False
-        ] * 2
-
-    on_a_late_gpu(monkeypatch, work)
+    model = rank.stock.model
+    plain, other = dict(rank.sets), torch.full_like(model.state_dict()[name], 3.0)
+    objects = "|changed", {name: other, f"{PREFIX}scale": torch.ones(1 << 16)}
+    for key, (patches, truth) in plain.items():
+        merged = other + 0.5 * patches[name][0][1][1][1][0] if patches else other
+        rank.sets[key] = patches, {**truth, name: merged}
+    first, *others = [rank.switch(key, objects=objects) for key in ("a", "b", "", "a", "b", "")]
+    assert put == [f"{PREFIX}scale"] and first[2] > 4 << 16 > max(sent for *_, sent in others)
+    assert [merged for merged, *_ in others[2:]] == [0, 0, 0]
+    rank.sets = plain
+    assert [rank.switch(key)[0] > 0 for key in ("", "a", "b", "", "a")] == [False, True, True] + [False] * 2
 
 
-def test_a_set_that_does_not_come_back_is_not_kept(monkeypatch):
-    def work(rank):
-        for name in ("a", "", "b", "a"):
-            rank.switch(name, comes_back=False)
-        assert rank.pool.memory[0].sets == rank.pool.memory[0].sets_in_main == 0
-
-    on_a_late_gpu(monkeypatch, work)
+@on_a_late_gpu
+def test_a_set_that_does_not_come_back_is_not_kept(rank, monkeypatch):
+    for name in ("a", "", "b", "a"):
+        rank.switch(name, comes_back=False)
+    assert rank.pool.memory[0].sets == rank.pool.memory[0].sets_in_main == 0
 
 
 # -- whole runs

@@ -11,8 +11,6 @@ ROOMS = (
     "comm.rows",
     "comm.stage_link",
     "methods.blocks",
-    "methods.pipefusion.kv_buffer",
-    "methods.pipefusion.patch_sharding",
     "methods.ring_attention",
     "methods.sequence_attention",
     "methods.shards",
@@ -52,14 +50,14 @@ def put(owner, name, make):
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def at_every_method(change, rank_of=lambda rank: rank):
+def at_every_method(change):
     """``change(method, mesh, now)`` of every method that is made; ``now.part`` is the part that is
-    computed. ``rank_of``: what the method is told to be its rank.
+    computed.
     """
 
     def make(real):
         def make_method(model, plan, mesh, rank, stages=(), *kernels):
-            method, now = real(model, plan, mesh, rank_of(rank), stages, *kernels), SimpleNamespace(part=None)
+            method, now = real(model, plan, mesh, rank, stages, *kernels), SimpleNamespace(part=None)
             begin = method.begin
 
             def noted_begin(part):
