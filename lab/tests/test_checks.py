@@ -43,21 +43,19 @@ def test_checks_run_at_once_and_what_fails_is_the_result_and_printed_last(checks
     lines = capfd.readouterr().out.splitlines()
     assert sorted(line.split()[0] for line in lines[:4]) == ["one", "one", "two", "two"]
     order = ["two", "one"] if fails == "one" else ["one", "two"]
-    assert lines[4:] == [
-        *(line for name in order for line in (f"== {name}", f"{name} has ended")),
-        *([] if fails == "neither" else [f"== failed: {fails}"]),
-    ]
+    said = [line for name in order for line in (f"== {name}", f"{name} has ended")]
+    assert lines[4:] == said + [f"== failed: {fails}"] * (fails != "neither")
 
 
 @pytest.mark.parametrize(
     ("options", "workers"),
     [
-        ("", ["-n3"]),
-        ("-q -x --durations=30 --tb=short", ["-n3"]),
-        ("-q tests/client/test_waist.py", []),
-        ("-k lora", []),
-        ("tests -n2", ["-n2"]),
-        ("--lf", []),
+        ("", "-n3"),
+        ("-q -x --durations=30 --tb=short", "-n3"),
+        ("-q tests/client/test_waist.py", ""),
+        ("-k lora", ""),
+        ("tests -n2", "-n2"),
+        ("--lf", ""),
     ],
 )
 def test_what_chooses_tests_is_one_process(checks, monkeypatch, options, workers):
@@ -65,13 +63,12 @@ def test_what_chooses_tests_is_one_process(checks, monkeypatch, options, workers
     monkeypatch.setattr(checks, "prepared_for_tests", lambda: ("python", {}))
     monkeypatch.setattr(checks, "comfyui_shared", lambda *_: nullcontext("path"))
     monkeypatch.setattr(checks, "replace_process", lambda command, _: sys.exit(ran.append(command)))
-    monkeypatch.setattr(
-        checks.subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(returncode=0)
-    )
+    done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(checks.subprocess, "run", lambda command, **_: ran.append(command) or done)
     with suppress(SystemExit):
         checks.run_tests("tests", options.split())
     (command,) = ran
-    assert [word for word in command if word.startswith("-n")] == workers
+    assert [word for word in command if word.startswith("-n")] == workers.split()
 
 
 def test_a_host_without_what_runs_the_tests_gets_it_and_a_users_own_is_told(checks, monkeypatch):
@@ -98,31 +95,26 @@ FILES = {
     "ends_early": "import os\nif os.environ['PYTEST_XDIST_WORKER'] == 'gw1': os._exit(0)\n",
     "ends_late": "import os\nclass Ends:\n    def pytest_sessionfinish(self): os._exit(9)\n"
     "def test_it(request): request.config.pluginmanager.register(Ends())",
+    "is_not_imported": "import no_such_module",
+    "is_lost": "import os\nif os.environ['PYTEST_XDIST_WORKER'] == 'gw0':\n    def test_it(): pass",
 }
 
 
 @pytest.fixture
-def ended(checks, tmp_path):
-    """Files -> the exit status and words of a pytest with workers, as pyproject.toml has it."""
+def tests_ended(checks, tmp_path):
+    """Names in FILES -> the exit status and words of a pytest with workers, as pyproject.toml has
+    it, of these files and of one that passes.
+    """
 
-    def run(**files):
-        for name, text in files.items():
-            (tmp_path / f"test_{name}.py").write_text(text)
-        options = (
-            "--noconftest",
-            "-c",
-            str(ROOT / "pyproject.toml"),
-            "--rootdir",
-            str(tmp_path),
-            "--dist=loadfile",
-        )
-        limits = ("-o", "timeout=1", "-o", "faulthandler_timeout=2")
+    def run(name):
+        for one in ("passes", name):
+            (tmp_path / f"test_{one}.py").write_text(FILES[one])
+        words = f"-m pytest --noconftest -c {ROOT / 'pyproject.toml'} --rootdir {tmp_path} --dist=loadfile"
+        limits = "-o timeout=1 -o faulthandler_timeout=2"
         command = [
             sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            *limits,
+            *words.split(),
+            *limits.split(),
             *checks.workers(2, "")[:-1],
             str(tmp_path),
         ]
@@ -140,33 +132,28 @@ def ended(checks, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["hangs", "hears_no_signal", "ends"])
-def test_a_test_that_hangs_or_ends_its_process_fails_by_its_name(ended, name):
-    code, said = ended(**{"passes": FILES["passes"], name: FILES[name]})
-    assert code == 1 and "1 failed, 1 passed" in said, said
-    how = "FAILED {} - Failed: Timeout (>1.0s)" if name == "hangs" else "crashed while running '{}'"
-    assert how.format(f"test_{name}.py::test_it") in said, said
-
-
-@pytest.mark.parametrize("name", ["ends_early", "ends_late"])
-def test_a_worker_that_ends_while_it_runs_no_test_fails_the_run(ended, name):
-    code, said = ended(**{"passes": FILES["passes"], name: FILES[name]})
-    assert code and "A worker has ended" in said, said
+BY_NAME = "crashed while running 'test_{}.py::test_it'"
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("name", "says"),
     [
-        ("import no_such_module", "ERROR test_fails.py"),
-        (
-            "import os\nif os.environ['PYTEST_XDIST_WORKER'] == 'gw0':\n    def test_it(): pass",
-            "Different tests",
-        ),
+        ("hangs", "FAILED test_{}.py::test_it - Failed: Timeout (>1.0s)"),
+        ("hears_no_signal", BY_NAME),
+        ("ends", BY_NAME),
+        ("ends_early", "A worker has ended"),
+        ("ends_late", "A worker has ended"),
+        ("is_not_imported", "ERROR test_{}.py"),
+        ("is_lost", "Different tests"),
     ],
 )
-def test_a_file_that_is_not_imported_or_is_lost_fails_the_run(ended, text, says):
-    code, said = ended(passes=FILES["passes"], fails=text)
-    assert code and says in said, said
+def test_a_test_a_worker_or_a_file_that_hangs_ends_or_is_lost_fails_the_run_by_its_name(
+    tests_ended, name, says
+):
+    code, said = tests_ended(name)
+    assert code and says.format(name) in said, said
+    if "::" in says:
+        assert code == 1 and "1 failed, 1 passed" in said, said
 
 
 def test_files_that_share_a_server_go_to_one_worker():

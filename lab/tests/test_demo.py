@@ -1,6 +1,5 @@
 """README's first command: what it prints and writes, and that it fails where pictures differ."""
 
-import os
 import signal
 from contextlib import nullcontext
 from functools import partial
@@ -12,31 +11,22 @@ from pipemesh.lab.comfyui.server import CUSTOM_NODES, ComfyServer
 from pipemesh.lab.commands import demo
 from pipemesh.lab.pictures import files, showcase
 from pipemesh.lab.pictures.scenes import LARGER_SIDE, SIDE
-from pipemesh.launcher.comfyui.host_record import ComfyInstall
 from pipemesh.launcher.errors import LaunchError
 from pipemesh.tests.kit.served import pids
 from pipemesh.tests.project.test_package import unpack
 
-ROWS = (
-    "time per step",
-    "speed-up",
-    "this machine's capacity",
-    "largest difference of a pixel",
-    "hop per evaluation",
-    "sent per rank and evaluation",
-)
+ROWS = ("time per step", "speed-up", "this machine's capacity", "largest difference of a pixel")
+ROWS += ("hop per evaluation", "sent per rank and evaluation")
 PICTURES = ("stock.png", "pool.png", "captions.png")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def demonstrated(tmp_path, monkeypatch, host):
     """The demo with two small pictures."""
     monkeypatch.setattr(demo, "SHOWN", SIDE)
     monkeypatch.setattr(showcase, "CAPTIONS", showcase.CAPTIONS[:2])
     terminated = signal.getsignal(signal.SIGTERM)
-    yield lambda: demo.main(
-        ["--steps", "2", "--keep", str(tmp_path)], ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
-    )
+    yield lambda: demo.main(["--steps", "2", "--keep", str(tmp_path)], host)
     signal.signal(signal.SIGTERM, terminated)
 
 
@@ -67,9 +57,9 @@ def ranks(monkeypatch):
 
 @pytest.mark.host
 def test_the_demo_shows_stock_beside_the_published_packs_pool_whose_ranks_end_with_it(
-    ranks, run, tmp_path, capsys
+    ranks, demonstrated, tmp_path, capsys
 ):
-    assert run() == 0
+    assert demonstrated() == 0
     assert [*ranks.values()] == [True, True] and not psutil.wait_procs(ranks, 20)[1]
     said = capsys.readouterr().out
     for row in ROWS:
@@ -92,7 +82,7 @@ def without_a_server(monkeypatch):
 
 
 def test_the_demo_fails_where_the_pictures_differ_and_still_leaves_them(
-    run, without_a_server, tmp_path, monkeypatch, capsys
+    demonstrated, without_a_server, tmp_path, monkeypatch, capsys
 ):
     """As much as patches that are one evaluation old make of it."""
 
@@ -101,24 +91,22 @@ def test_the_demo_fails_where_the_pictures_differ_and_still_leaves_them(
 
     monkeypatch.setattr(showcase, "copy_files", lambda *_: None)
     monkeypatch.setattr(showcase, "draw", drawn)
-    with pytest.raises(
-        LaunchError,
-        match=r"^a picture of the 2 ranks has a PSNR of 52\.9 dB to stock's, and rounding leaves 70 or more:"
-        r" report it with the log\.$",
-    ):
-        run()
+    says = (
+        r"^a picture of the 2 ranks has a PSNR of 52\.9 dB to stock's, and rounding leaves 70 or more: report"
+    )
+    with pytest.raises(LaunchError, match=says + r" it with the log\.$"):
+        demonstrated()
     assert {path.name for path in tmp_path.glob("*.png")} == set(PICTURES)
     assert "1 of 255" in capsys.readouterr().out
 
 
 def test_a_file_that_is_missing_is_named_with_the_command_that_makes_it(
-    run, without_a_server, tmp_path, monkeypatch
+    demonstrated, without_a_server, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(demo, "SHOWN", LARGER_SIDE)
     monkeypatch.setattr(files, "ASSETS", tmp_path)
-    with pytest.raises(
-        LaunchError,
-        match=r"There is no \S+larger_model\.safetensors: `python3 -m lab train --larger --export lab/assets`"
-        r" makes it, and the repository has it\.$",
-    ):
-        run()
+    says = (
+        r"There is no \S+larger_model\.safetensors: `python3 -m lab train --larger --export lab/assets` makes"
+    )
+    with pytest.raises(LaunchError, match=says + r" it, and the repository has it\.$"):
+        demonstrated()

@@ -16,7 +16,7 @@ REFUSED = "minimax-h3-33b"
 
 
 @pytest.fixture(scope="module")
-def records(command):
+def replays(command):
     process = command(
         "dryrun", "--replays", "--cover", *(f"--family={name}" for name in (*RECORDED, REFUSED))
     )
@@ -27,11 +27,11 @@ def records(command):
 
 
 @pytest.mark.parametrize("model", RECORDED)
-def test_a_replay_is_graphs_messages_and_what_has_a_name(records, model):
+def test_a_replay_is_graphs_messages_and_what_has_a_name(replays, model):
     """A look at a flag for each attention that ranks share. A ring waits for each block that is on
     its way, and computes meanwhile, which is a graph more for each attention.
     """
-    found = records[model]
+    found = replays[model]
     eager, ulysses, ring = dict(found["eager"]), found["layout"]["ulysses"], found["layout"]["ring"]
     attentions, hops = eager.pop(TO_CPU), ring - 1
     assert attentions >= 1 and eager.pop(INPUT) >= 4 and eager.pop(OUTPUT) in (1, 2)
@@ -41,7 +41,7 @@ def test_a_replay_is_graphs_messages_and_what_has_a_name(records, model):
     assert 1 < found["graph_launches"] <= found["messages"] + attentions * (hops > 0) + 1
 
 
-def test_what_is_not_recorded_is_named(records):
-    assert records[REFUSED]["unrecorded"] == "aten::item reads numbers of the GPU"
+def test_what_is_not_recorded_is_named(replays):
+    assert replays[REFUSED]["unrecorded"] == "aten::item reads numbers of the GPU"
     (plan,) = [one for one in PLANS if "QwenImage21" in str(classes_of(one))]
     assert "keeps tokens" in why_not_recorded(plan)

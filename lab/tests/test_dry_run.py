@@ -5,7 +5,7 @@ devices or waits for them, and each sends, computes and holds what the formulas 
 import argparse
 import json
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from pipemesh.parallel_runtime.planner.prediction import sharded_bytes
 from pipemesh.tests.fixtures import ALL, ROOT, all_said_by
 from pipemesh.tests.kit.planned import attention_alone
 
+ALONE = [("ulysses",), ("ring",), ("pipefusion",)]
 AT_MOST = {"ulysses": 1.4, "ring": 2.3}  # kernels of a rank, over those of one GPU: a merge as one
 
 
@@ -42,25 +43,21 @@ def test_every_rank_runs_and_costs_what_the_formulas_say(records):
     } == set()
 
 
+def methods_of(records):
+    return {tuple(axis for axis, degree in one["layout"].items() if degree > 1) for one in records}
+
+
 def test_every_method_is_tried(records):
-    kinds = {tuple(axis for axis, degree in one["layout"].items() if degree > 1) for one in records}
-    axes = ("ulysses", "ring", "pipefusion")
-    assert kinds >= {(), *((axis,) for axis in axes), *combinations(axes, 2)}
+    assert methods_of(records) >= {(), *ALONE, *combinations(chain(*ALONE), 2)}
 
 
 def test_a_rank_launches_at_most_so_many_kernels_and_each_message_is_aligned(records):
-    of = {
-        name: [one for one in records if "stock_launches" in one and is_alone(one, name)] for name in AT_MOST
-    }
-    assert of["ulysses"] and of["ring"]
-    assert {
-        f"{one['model']}, {one['equation']}: {one['merged_in_one']} kernels for {one['stock_launches']}"
-        for name, ranked in of.items()
-        for one in ranked
-        if one["merged_in_one"] > AT_MOST[name] * one["stock_launches"]
-    } == set()
+    for axis, most in AT_MOST.items():
+        own = [one for one in records if "stock_launches" in one and is_alone(one, axis)]
+        assert own and {one["own_later_waits"] for one in own} == {0}
+        for one in own:
+            assert one["merged_in_one"] <= most * one["stock_launches"], (one["model"], one["equation"])
     assert {one["unaligned"] for one in records if "unaligned" in one} == {0}
-    assert {one["own_later_waits"] for ranked in of.values() for one in ranked} == {0}
 
 
 def test_a_rank_launches_little_more_than_one_gpu(records):
@@ -70,30 +67,23 @@ def test_a_rank_launches_little_more_than_one_gpu(records):
     shown = [one.name for _, one in RELEASED.values() if one.title]
     for name in shown if ALL else [next(dryrun.cover()).name]:
         own = [one for one in records if one["model"] == name and "stock_launches" in one]
-        ulysses, ring = ([one for one in own if is_alone(one, axis)] for axis in ("ulysses", "ring"))
-        on_many = {one["merged_in_one"] for one in ulysses if one["layout"]["ulysses"] > 2}
-        assert {one["layout"]["ulysses"] for one in ulysses} >= {4, 8} and len(on_many) == 1, name
-        assert all(one["merged_in_one"] <= 1.3 * one["stock_launches"] for one in ulysses), name
-        assert 8 in {one["layout"]["ring"] for one in ring}, name
-        assert all(one["merged_in_one"] <= 2 * one["stock_launches"] for one in ring), name
+        for axis, most, sizes in (("ulysses", 1.3, {4, 8}), ("ring", 2, {8})):
+            ranked = [one for one in own if is_alone(one, axis)]
+            assert {one["layout"][axis] for one in ranked} >= sizes, name
+            assert all(one["merged_in_one"] <= most * one["stock_launches"] for one in ranked), name
+            on_many = {one["merged_in_one"] for one in ranked if one["layout"][axis] > 2}
+            assert axis == "ring" or len(on_many) == 1, name
 
 
 def test_a_rank_launches_what_the_planner_charges(records):
     """With whole weights, of each kind of method; the charge is by attentions alone."""
     covered = {one.name for one in dryrun.cover()}
-    counted = [
-        one
-        for one in records
-        if one.get("launches") and one["weights"] == "whole" and one["model"] in covered
-    ]
-    assert {tuple(axis for axis, degree in one["layout"].items() if degree > 1) for one in counted} >= {
-        (axis,) for axis in ("ulysses", "ring", "pipefusion")
-    }
-    assert {
-        f"{one['model']}, {one['equation']}: {one['predicted_launches']} for {one['merged_in_one']}"
-        for one in counted
-        if abs(one["predicted_launches"] - one["merged_in_one"]) > 0.05 * one["merged_in_one"]
-    } == set()
+    whole = [one for one in records if one.get("launches") and one["weights"] == "whole"]
+    counted = [one for one in whole if one["model"] in covered]
+    assert methods_of(counted) >= {*ALONE}
+    for one in counted:
+        launches, predicted = one["merged_in_one"], one["predicted_launches"]
+        assert abs(predicted - launches) <= 0.05 * launches, (one["model"], one["equation"])
 
 
 def test_a_replay_of_the_last_rank_has_a_third_of_the_calls_or_says_why_there_is_none(records):
@@ -121,13 +111,18 @@ def test_an_evaluation_gathers_what_a_rank_has_not_of_the_weights(records):
     once = 0
     for one in shared:
         ranks, whole = Layout(**one["layout"]).world_size, alone[one["model"]]
-        assert one["sent_bytes"]["weights"] == pytest.approx(
-            (ranks - 1) / ranks * whole["turn_bytes"], rel=expected.WITHIN
-        )
-        once += whole["turn_bytes"] == pytest.approx(
-            whole["weight_bytes"] - whole["table_bytes"], rel=expected.WITHIN
-        )
+        turns = (ranks - 1) / ranks * whole["turn_bytes"]
+        assert one["sent_bytes"]["weights"] == pytest.approx(turns, rel=expected.WITHIN)
+        each = whole["weight_bytes"] - whole["table_bytes"]
+        once += whole["turn_bytes"] == pytest.approx(each, rel=expected.WITHIN)
     assert once > 0.8 * len(shared)
+
+
+def test_ranks_of_a_sequence_need_less_than_one_device(records):
+    alone = {one["model"]: one for one in records if one["equation"] == Layout().equation()}
+    for one in records:
+        if one["layout"]["pipefusion"] == 1 and one["layout"]["ulysses"] > 2:
+            assert one["peak_bytes"] < alone[one["model"]]["peak_bytes"]
 
 
 BLOCK = Apart(alone=10, framed=20, behind=5, framed_behind=8)
@@ -137,47 +132,28 @@ FRAMED = WholeByRows(
 )
 
 
+STAGES, BOTH = {"pipefusion": 2}, {"ulysses": 2, "pipefusion": 2}
+# Of a stage's blocks: what is shared, of the first and of the second; and what is of whole frames
+FIRST, SECOND, FRAMES = 2 * 57, 2 * 57 + 4 * 5, 2 * 20 + 4 * 8
+
+
 @pytest.mark.parametrize(
-    ("layout", "rank", "stage", "cut", "flops"),
+    ("degrees", "rank", "stage", "cut", "flops"),
     [
-        (Layout(), 0, (0, 4), (), 400 + 50),
-        (Layout(ulysses=2), 1, (0, 4), (), (400 - 4 * 10) / 2 + 50 + 4 * 10),
-        # two patches have tokens of 2 and of 3 frames, of which there are 4
-        (
-            Layout(pipefusion=2),
-            0,
-            (0, 2),
-            [(0, 15), (15, 40)],
-            2 * 57 + 5 + (2 * 20 + 8) * 5 / 4 + (10 + 2 * 10) * 2,
-        ),
-        (
-            Layout(pipefusion=2),
-            1,
-            (2, 4),
-            [(0, 15), (15, 40)],
-            2 * 57 + 4 * 5 + (2 * 20 + 4 * 8) * 5 / 4 + (50 + 2 * 10) * 2,
-        ),
-        # each of two ranks has tokens of one frame of a patch; or of two, which both compute
-        (
-            Layout(ulysses=2, pipefusion=2),
-            2,
-            (2, 4),
-            [(0, 20), (20, 40)],
-            (2 * 57 + 4 * 5) / 2 + (2 * 20 + 4 * 8) / 2 + (50 + 2 * 10) * 2,
-        ),
-        (
-            Layout(ulysses=2, pipefusion=2),
-            2,
-            (2, 4),
-            [(5, 25), (25, 40)],
-            (2 * 57 + 4 * 5) / 2 + (2 * 20 + 4 * 8) + (50 + 2 * 10) * 2,
-        ),
+        ({}, 0, (0, 4), (), 400 + 50),
+        ({"ulysses": 2}, 1, (0, 4), (), (400 - 4 * 10) / 2 + 50 + 4 * 10),
+        # Two patches have tokens of 2 and of 3 frames, of which there are 4
+        (STAGES, 0, (0, 2), [(0, 15), (15, 40)], FIRST + 5 + (2 * 20 + 8) * 5 / 4 + (10 + 2 * 10) * 2),
+        (STAGES, 1, (2, 4), [(0, 15), (15, 40)], SECOND + FRAMES * 5 / 4 + (50 + 2 * 10) * 2),
+        # Each of two ranks has tokens of one frame of a patch; or of two, which both compute
+        (BOTH, 2, (2, 4), [(0, 20), (20, 40)], SECOND / 2 + FRAMES / 2 + (50 + 2 * 10) * 2),
+        (BOTH, 2, (2, 4), [(5, 25), (25, 40)], SECOND / 2 + FRAMES + (50 + 2 * 10) * 2),
     ],
 )
 def test_a_rank_computes_whole_frames_and_what_lies_behind_the_blocks_before_its_own(
-    layout, rank, stage, cut, flops
+    degrees, rank, stage, cut, flops
 ):
-    assert expected.flops(FRAMED, layout, rank, stage, cut) == pytest.approx(flops)
+    assert expected.flops(FRAMED, Layout(**degrees), rank, stage, cut) == pytest.approx(flops)
 
 
 def test_weights_that_are_gathered_twice_are_a_miss():
@@ -189,17 +165,10 @@ def test_weights_that_are_gathered_twice_are_a_miss():
 
     def misses(gathered):
         sent_bytes = {"ulysses": sent, "weights": gathered}
-        figures = RankFigures(
-            rank=1,
-            weight_bytes=held,
-            flops=round(expected.flops(whole, layout, 1, (0, 1))),
-            sent_bytes=sent_bytes,
-            wired_bytes=sum(sent_bytes.values()),
-            peak_bytes=0,
-            kept_bytes=0,
-            watched=Watched(),
-            stage=(0, 1),
-        )
+        flops = round(expected.flops(whole, layout, 1, (0, 1)))
+        none = dict.fromkeys(("peak_bytes", "kept_bytes"), 0) | {"watched": Watched(), "stage": (0, 1)}
+        sizes = {"weight_bytes": held, "wired_bytes": sent + gathered, **none}
+        figures = RankFigures(rank=1, flops=flops, sent_bytes=sent_bytes, **sizes)
         return expected.misses(whole, layout, figures, is_sharded=True)
 
     assert misses(747) == []
@@ -233,13 +202,6 @@ def test_the_documents_table_is_what_the_command_prints(records):
     assert ours and {row: document.get(row) for row in ours} == ours
     if ALL:
         assert set(document) <= set(ours)
-
-
-def test_ranks_of_a_sequence_need_less_than_one_device(records):
-    alone = {one["model"]: one for one in records if one["equation"] == Layout().equation()}
-    for one in records:
-        if one["layout"]["pipefusion"] == 1 and one["layout"]["ulysses"] > 2:
-            assert one["peak_bytes"] < alone[one["model"]]["peak_bytes"]
 
 
 @pytest.mark.parametrize("text", ["ulysses=0", "fast=2", "ulysses=two"])

@@ -14,9 +14,9 @@ from pipemesh.parallel_runtime.families import FILES
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES, PLANS, REGISTERED, SAMPLES
 from pipemesh.parallel_runtime.families.plan import Together
 from pipemesh.parallel_runtime.families.unplanned_models import NOT_YET, ON_ONE_GPU, WITHOUT_PLAN, why_no_plan
-from pipemesh.tests.fixtures import COMFYUI
+from pipemesh.tests.fixtures import COMFYUI, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+INTERLEAVED = (*PLANS[0].blocks[:-1], replace(PLANS[0].blocks[-1], interleaved=True))
 
 
 @pytest.mark.host
@@ -40,53 +40,40 @@ def test_every_class_of_a_plan_and_every_one_without_is_a_tested_hosts():
     assert {*WITHOUT_PLAN, *ON_ONE_GPU} <= hosts and not set(WITHOUT_PLAN) & set(ON_ONE_GPU)
 
 
-def test_a_class_of_a_newer_host_says_which_hosts_have_it():
-    hosts = {"1.0": ["a:Old"], "1.1": ["a:Old", "a:New"]}
-    text = families.markdown([], hosts)
-    assert f"| `Old` | {NOT_YET} | no | yes | yes |" in text
-    assert f"| `New` | {NOT_YET} | no | no | yes |" in text
-
-
-def test_a_plan_that_is_only_whole_says_why():
-    family, plan = FAMILIES[0], PLANS[0]
-    whole = replace(plan, together=Together(always="it looks at all frames"))
-    assert families.row_of(plan, family).pipefusion == "approximate"
-    row = families.row_of(whole, family)
-    assert (row.pipefusion, row.why) == ("whole", "it looks at all frames")
-    assert "whole: it looks at all frames" in families.markdown([row], {})
-    among = replace(plan, blocks=(*plan.blocks[:-1], replace(plan.blocks[-1], interleaved=True)))
-    assert families.row_of(among, family).pipefusion == "refused"
-
-
-def test_a_plan_whose_patches_are_bound_says_by_what():
-    bound = replace(PLANS[0], together=Together(refiners=("first",), arguments=("ref_latents",)))
-    row = families.row_of(bound, FAMILIES[0])
-    says = (
-        "approximate: step by step, because of the model's first, which looks at the whole image; whole with"
-        " ref_latents"
-    )
-    assert says in families.markdown([row], {})
-
-
-@pytest.mark.parametrize("option", ["--json", ""])
-def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys, option):
-    assert (
-        families.main(
-            [option] if option else [], ComfyInstall(python="", comfyui=COMFYUI, version="", base="")
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
-    if option:
-        answer = json.loads(said)
-        assert {family.name for family in REGISTERED} == {row["family"] for row in answer["families"]}
-        assert answer["one_gpu"]["comfy.ldm.seedvr.model:NaDiT"].startswith("it exchanges the halves")
-    else:
-        assert "NaDiT; it exchanges the halves" in said
-
-
-def test_an_unknown_class_has_no_plan_yet():
+def test_a_class_of_a_newer_host_says_which_hosts_have_it_and_an_unknown_one_has_no_plan_yet():
+    text = families.markdown([], {"1.0": ["a:Old"], "1.1": ["a:Old", "a:New"]})
+    for name, first in (("Old", "yes"), ("New", "no")):
+        assert f"| `{name}` | {NOT_YET} | no | {first} | yes |" in text
     assert why_no_plan("builtins:dict") == NOT_YET
+
+
+@pytest.mark.parametrize(
+    ("change", "pipefusion", "says"),
+    [
+        ({}, "approximate", "approximate"),
+        ({"together": Together(always="it looks at all frames")}, "whole", "whole: it looks at all frames"),
+        ({"blocks": INTERLEAVED}, "refused", "refused"),
+        (
+            {"together": Together(refiners=("first",), arguments=("ref_latents",))},
+            "approximate",
+            "approximate: step by step, because of the model's first, which looks at the whole image; whole with"
+            " ref_latents",
+        ),
+    ],
+)
+def test_a_plan_that_is_not_cut_or_is_bound_says_why(change, pipefusion, says):
+    row = families.row_of(replace(PLANS[0], **change), FAMILIES[0])
+    assert row.pipefusion == pipefusion and says in families.markdown([row], {})
+
+
+def test_the_command_lists_families_and_those_on_one_gpu_with_the_reason(capsys):
+    host = ComfyInstall(python="", comfyui=COMFYUI, version="", base="")
+    assert families.main(["--json"], host) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {family.name for family in REGISTERED} == {row["family"] for row in answer["families"]}
+    assert answer["one_gpu"]["comfy.ldm.seedvr.model:NaDiT"].startswith("it exchanges the halves")
+    assert families.main([], host) == 0
+    assert "NaDiT; it exchanges the halves" in capsys.readouterr().out
 
 
 def test_a_model_that_no_stage_can_hold_a_part_of_is_refused_before_anything_starts(client):

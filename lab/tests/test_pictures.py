@@ -5,44 +5,29 @@ training, and the files in assets.
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from pipemesh.lab.demo_nodes.captions import COLOURS, PLACES, Scene, Thing, conditioning, parse_caption
+from pipemesh.lab.pictures import autoencoder as encoding
 from pipemesh.lab.pictures import showcase
-from pipemesh.lab.pictures.autoencoder import (
-    CELL,
-    SCALE,
-    SHIFT,
-    Decoder,
-    encoder_weights,
-    fit_projection,
-    projection_of,
-)
+from pipemesh.lab.pictures import training as lessons
+from pipemesh.lab.pictures.autoencoder import CELL, SCALE, SHIFT, encoder_weights
 from pipemesh.lab.pictures.classifier import accuracy, train_classifier
 from pipemesh.lab.pictures.files import ASSETS, LARGER_MODEL, MODEL, VAE, trained_files, write_files
 from pipemesh.lab.pictures.measures import kernel_distance, psnr, ssim
 from pipemesh.lab.pictures.network import Network, Width
 from pipemesh.lab.pictures.picture_set import picture_set
 from pipemesh.lab.pictures.scenes import CENTRES, LARGER_SIDE, RGB, SIDE, draw, scenes_by_chance
-from pipemesh.lab.pictures.training import (
-    CHECKPOINT,
-    LOG,
-    Recipe,
-    Trainee,
-    Training,
-    channels_last,
-    read_log,
-    run,
-    sampled,
-    shared_out,
-)
+from pipemesh.lab.pictures.training import CHECKPOINT, Recipe, Training, run
 from pipemesh.lab.pictures.whole import whole
 from pipemesh.launcher.errors import LaunchError
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+RING = "a red ring at the centre"
 SMALL = Width(hidden=128, double_blocks=1, single_blocks=1)
 RECIPE = Recipe(iterations=75, batch=8, rate=3e-3, decoder_iterations=4, bfloat16=False)
 
@@ -52,11 +37,10 @@ def pictures(tmp_path_factory):
     return picture_set(tmp_path_factory.mktemp("set"), 64, 64)
 
 
-def test_a_caption_reads_back_as_its_scene():
-    for scene in scenes_by_chance(1, 200):
-        assert parse_caption(str(scene)) == scene
-    told_apart = {tuple(conditioning(scene).flatten().tolist()) for scene in set(scenes_by_chance(2, 200))}
-    assert len(told_apart) == len(set(scenes_by_chance(2, 200)))
+def test_a_caption_reads_back_as_its_scene_and_is_told_from_others():
+    assert all(parse_caption(str(scene)) == scene for scene in scenes_by_chance(1, 200))
+    scenes = set(scenes_by_chance(2, 200))
+    assert len({tuple(conditioning(scene).flatten().tolist()) for scene in scenes}) == len(scenes)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +49,11 @@ def test_a_caption_reads_back_as_its_scene():
         ("a pink circle at the top left on a dark ground", '"pink" is no colour .* choose red, green'),
         ("a red dog at the top left on a dark ground", '"dog" is no shape'),
         ("a red ring at the side on a dark ground", '"side" is no place'),
-        ("a red ring at the centre on a wet ground", '"wet" is no ground'),
-        ("a red ring at the centre", "ends in no ground"),
+        (f"{RING} on a wet ground", '"wet" is no ground'),
+        (RING, "ends in no ground"),
         ("two rings on a dark ground", "names no object"),
-        (
-            "a red ring at the centre and a blue ring at the centre on a dark ground",
-            "two objects at one place",
-        ),
-        (" and ".join(["a red ring at the centre"] * 3) + " on a dark ground", "has 3 objects"),
+        (f"{RING} and a blue ring at the centre on a dark ground", "two objects at one place"),
+        (" and ".join([RING] * 3) + " on a dark ground", "has 3 objects"),
     ],
 )
 def test_a_caption_that_the_set_does_not_know_is_refused_by_its_word(caption, says):
@@ -81,39 +62,31 @@ def test_a_caption_that_the_set_does_not_know_is_refused_by_its_word(caption, sa
 
 
 def test_each_object_is_drawn_in_its_colour_at_its_place_and_nothing_elsewhere():
-    scenes = [
-        Scene((Thing(colour, 0, place),), 1)
-        for colour, place in itertools.product(range(len(COLOURS)), range(len(PLACES)))
-    ]
+    chosen = itertools.product(range(len(COLOURS)), range(len(PLACES)))
+    scenes = [Scene((Thing(colour, 0, place),), 1) for colour, place in chosen]
     for scene, picture in zip(scenes, draw(scenes, 0), strict=True):
+        (thing,) = scene.things
         for place, (x, y) in enumerate(CENTRES.values()):
             seen = (picture[:, y, x] * 255).round().int().tolist()
-            assert (tuple(seen) == RGB[COLOURS[scene.things[0].colour]]) == (place == scene.things[0].place)
-
-
-def by_chance(network):
-    generator = torch.Generator().manual_seed(0)
-    for parameter in network.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.08
-    return network
-
-
-def of_host(weights):
-    import comfy.sd
-
-    patcher = comfy.sd.load_diffusion_model_state_dict(dict(weights), model_options={"dtype": torch.float32})
-    return patcher
+            assert (tuple(seen) == RGB[COLOURS[thing.colour]]) == (place == thing.place)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("step", [1.0, 0.25])
 def test_the_network_computes_what_comfyui_computes_with_its_weights(step):
-    network = by_chance(Network(Width(step=step)))
-    host = of_host(network.state_dict()).model.diffusion_model
+    import comfy.sd
+
+    network, generator = Network(Width(step=step)), torch.Generator().manual_seed(0)
+    for parameter in network.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.08
+    options = {"dtype": torch.float32}
+    host = comfy.sd.load_diffusion_model_state_dict(dict(network.state_dict()), model_options=options)
     latent, tokens = torch.randn(2, 16, 8, 6), torch.rand(2, 3, 19)
     times = torch.tensor([0.3, 0.9])
     options = {"rope_options": {"scale_x": step, "scale_y": step}}
-    expected = host(latent, times, tokens, y=tokens.flatten(1), transformer_options=options)
+    expected = host.model.diffusion_model(
+        latent, times, tokens, y=tokens.flatten(1), transformer_options=options
+    )
     torch.testing.assert_close(network(latent, times, tokens), expected, atol=2e-5, rtol=2e-4)
 
 
@@ -123,40 +96,35 @@ def test_comfyui_detects_the_autoencoder_and_computes_what_it_computes(pictures)
     import comfy.sd
 
     shown = pictures.pictures[:3].float() / 255
-    projection, decoder = fit_projection(shown), Decoder()
+    near = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
+    projection, decoder = encoding.fit_projection(shown), encoding.Decoder()
     decoder_weights = {f"taesd_decoder.{name}": tensor for name, tensor in decoder.state_dict().items()}
     scales = {"vae_scale": torch.tensor(SCALE), "vae_shift": torch.tensor(SHIFT)}
     vae = comfy.sd.VAE(sd={**encoder_weights(projection), **decoder_weights, **scales}, dtype=torch.float32)
     assert vae.latent_channels == 16
-    read = projection_of(encoder_weights(projection))
+    read = encoding.projection_of(encoder_weights(projection))
     assert read.weight.equal(projection.weight) and read.bias.equal(projection.bias)
     latent = vae.encode(shown.movedim(1, -1))
     expected = projection.encode(shown)
-    torch.testing.assert_close(comfy.latent_formats.Flux().process_in(latent), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        vae.decode(latent).movedim(-1, 1), decoder(expected).clamp(0, 1), atol=1e-4, rtol=1e-4
-    )
+    near(comfy.latent_formats.Flux().process_in(latent), expected)
+    near(vae.decode(latent).movedim(-1, 1), decoder(expected).clamp(0, 1))
 
 
 def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_path):
     def trained(folder, recipe, stops=()):
         folder.mkdir(exist_ok=True)
         training = Training(pictures, SMALL, recipe)
-        if (folder / "checkpoint.safetensors").exists():
-            training.load(folder / "checkpoint.safetensors")
+        if (folder / CHECKPOINT).exists():
+            training.load(folder / CHECKPOINT)
         return training, list(run(training, folder, 3600, iter([*stops, *[False] * 10_000]).__next__))
 
     straight, records = trained(tmp_path, RECIPE)
-    first, last = records[0], records[-1]
-    assert last["transformer_loss"] < 0.85 * first["transformer_loss"]
-    assert (straight.transformer.iteration, straight.decoder.iteration) == (75, 4), (
-        "neither ends before its iterations"
-    )
+    assert records[-1]["transformer_loss"] < 0.85 * records[0]["transformer_loss"]
+    # Neither ends before its iterations
+    assert (straight.transformer.iteration, straight.decoder.iteration) == (75, 4)
     files = write_files(straight, tmp_path, tmp_path / "out")
-    assert [file.name for file in files] == [MODEL, VAE, "loss.png"] and sorted(
-        (tmp_path / "out").iterdir()
-    ) == sorted(files)
-
+    assert [file.name for file in files] == [MODEL, VAE, "loss.png"]
+    assert sorted((tmp_path / "out").iterdir()) == sorted(files)
     cut = replace(RECIPE, decoder_iterations=0, iterations=6)
     whole, _ = trained(tmp_path / "whole", cut)
     trained(tmp_path / "parts", cut, stops=[False, False, False, True])
@@ -166,32 +134,29 @@ def test_a_short_training_run_learns_and_goes_on_where_it_stopped(pictures, tmp_
         torch.testing.assert_close(parts.transformer.averaged_weights()[name], tensor, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5, 12, 16, 64])
-def test_threads_share_a_batch_out_whatever_their_number(threads):
+def test_threads_share_a_batch_out_whatever_their_number():
     values = torch.randn(12, requires_grad=True)
-    shares = shared_out(lambda part: values[part].square().mean(), len(values), threads)
-    assert len(shares) == min(threads, 12)
-    torch.testing.assert_close(torch.stack([loss() for loss in shares]).mean(), values.square().mean())
+    for threads in (1, 2, 5, 12, 16, 64):
+        shares = lessons.shared_out(lambda part: values[part].square().mean(), len(values), threads)
+        assert len(shares) == min(threads, 12)
+        torch.testing.assert_close(torch.stack([loss() for loss in shares]).mean(), values.square().mean())
 
 
-def test_records_that_a_crash_left_behind_the_checkpoint_are_not_drawn(pictures, tmp_path):
-    training = Training(pictures, SMALL, RECIPE)
-    training.transformer.iteration = training.decoder.iteration = 50
-    records = [
-        {"iteration": number, "decoder_iteration": number, "transformer_loss": 1.0} for number in (25, 50, 75)
-    ]
-    (tmp_path / LOG).write_text(
-        "".join(f"{json.dumps(record)}\n" for record in records) + '{"iteration": 100, "dec'
-    )
-    assert not list(run(training, tmp_path, 3600, lambda: True))
-    assert read_log(tmp_path) == records[:2]
-
-
-def test_a_checkpoint_is_gone_on_with_under_its_own_seed_only(pictures, tmp_path):
-    Training(pictures, SMALL, RECIPE, seed=3).save(tmp_path / CHECKPOINT)
-    Training(pictures, SMALL, RECIPE, seed=3).load(tmp_path / CHECKPOINT)
+def test_a_checkpoint_is_gone_on_with_under_its_own_seed_only_and_records_behind_it_are_not_drawn(
+    pictures, tmp_path
+):
+    """A crash left them there."""
+    training = Training(pictures, SMALL, RECIPE, seed=3)
+    training.save(tmp_path / CHECKPOINT)
+    training.load(tmp_path / CHECKPOINT)
     with pytest.raises(LaunchError, match=r"begun with seed 3, not 0: give that one, or another folder\.$"):
         Training(pictures, SMALL, RECIPE).load(tmp_path / CHECKPOINT)
+    training.transformer.iteration = training.decoder.iteration = 50
+    records = [{"iteration": at, "decoder_iteration": at, "transformer_loss": 1.0} for at in (25, 50, 75)]
+    lines = [*map(json.dumps, records), '{"iteration": 100, "dec']
+    (tmp_path / lessons.LOG).write_text("\n".join(lines))
+    assert not list(run(training, tmp_path, 3600, lambda: True))
+    assert lessons.read_log(tmp_path) == records[:2]
 
 
 def test_a_file_that_is_not_written_whole_leaves_the_one_before_it(tmp_path):
@@ -211,19 +176,17 @@ def test_the_decoders_order_of_memory_changes_no_step_of_it_nor_of_one_that_goes
     before = torch.nn.Conv2d(3, 8, 3).state_dict()
     gradients = [[torch.randn(8, 3, 3, 3) * factor, torch.randn(8)] for factor in (1.0, 3.0)]
 
-    def trained(ordered):
-        network = torch.nn.Conv2d(3, 8, 3)
-        network.load_state_dict(before)
-        return Trainee(ordered(network), 1e-2, 0.9)
-
     def stepped(ordered):
-        first, second = trained(ordered), trained(ordered)
+        networks = [torch.nn.Conv2d(3, 8, 3) for _ in range(2)]
+        for network in networks:
+            network.load_state_dict(before)
+        first, second = (lessons.Trainee(ordered(network), 1e-2, 0.9) for network in networks)
         first.step(gradients, 1.0)
         second.restore({name: tensor.contiguous() for name, tensor in first.tensors().items()})
         second.step([[-part for part in parts] for parts in gradients[:1]], 1.0)
         return second.network.weight
 
-    torch.testing.assert_close(stepped(channels_last), stepped(lambda network: network))
+    torch.testing.assert_close(stepped(lessons.channels_last), stepped(lambda network: network))
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +229,7 @@ def test_stock_comfyui_draws_the_captions_with_the_trained_files(vae):
     for seed, scene in enumerate(scenes):
         noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(seed))
         latent = sampled_by_host(model, scene, noise, steps=10)
-        mine = sampled(network, conditioning(scene)[None], 16, seed, steps=10)
+        mine = lessons.sampled(network, conditioning(scene)[None], 16, seed, steps=10)
         torch.testing.assert_close((latent - SHIFT) * SCALE, mine, atol=2e-2, rtol=2e-2)
         picture = vae.decode(latent)[0]
         assert picture.shape == (SIDE, SIDE, 3)
@@ -300,9 +263,8 @@ def test_distances_of_pictures_are_what_their_names_say():
 
 
 def test_a_sheet_has_a_row_for_each_method_and_a_column_for_each_caption():
-    stock = [
-        showcase.Drawn(Image.new("RGB", (SIDE, SIDE), colour), (0.2, 0.4, 0.4)) for colour in ("red", "blue")
-    ]
+    plain = [Image.new("RGB", (SIDE, SIDE), colour) for colour in ("red", "blue")]
+    stock = [showcase.Drawn(one, (0.2, 0.4, 0.4)) for one in plain]
     ours = [showcase.Drawn(one.picture, (0.1, 0.2, 0.2)) for one in stock[::-1]]
     assert showcase.decibels(stock, stock) == [99, 99] and showcase.largest_difference(stock, stock) == 0
     assert max(showcase.decibels(ours, stock)) < 10
@@ -310,9 +272,7 @@ def test_a_sheet_has_a_row_for_each_method_and_a_column_for_each_caption():
     pen = ImageDraw.Draw(one)
     pen.font = ImageFont.load_default(showcase.FONT)
     lines = [showcase.lines_of(pen, caption, showcase.THUMBNAIL) for caption in showcase.CAPTIONS]
-    assert [" ".join(each.split()) for each in lines] == list(showcase.CAPTIONS), (
-        "no word of a caption is lost"
-    )
+    assert [" ".join(each.split()) for each in lines] == list(showcase.CAPTIONS), "a word is lost"
     assert all(pen.multiline_textbbox((0, 4), each)[3] <= showcase.HEADER for each in lines)
     side = showcase.THUMBNAIL
     assert two.width == one.width > 2 * side and two.height > one.height + side

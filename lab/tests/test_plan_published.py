@@ -16,7 +16,6 @@ from pipemesh.parallel_runtime.planner.prediction import predict
 from pipemesh.tests.kit.planned import attention_alone, counts
 
 near = partial(pytest.approx, rel=0.15)
-SEQUENCES = Layout(ulysses=8), Layout(ulysses=4, ring=2), Layout(ulysses=2, ring=4), Layout(ring=8)
 
 
 def seconds(job: Job, layout: Layout, box: str) -> float:
@@ -48,26 +47,22 @@ def compiled(model: str) -> Job:
     return Job(whole=replace(whole, activations=moves, block_launches=()))
 
 
-SHORT = ("flux 1024, text 256", "flux 2048, text 256")
-
-
-@pytest.mark.parametrize(("model", "published"), [(SHORT[0], 3.42), (SHORT[1], 5.79)])
-def test_flux_in_patches_on_l40s_is_as_much_faster_as_published(model, published):
-    """PipeFusion, arXiv 2405.14430: FLUX.1-dev, 28 steps, warm-up 1, 8 L40 over PCIe."""
-    job = pipefusion_job(model)
-    alone, patched = (seconds(job, layout, "8xL40-PCIe") for layout in (Layout(), Layout(pipefusion=8)))
-    assert alone / patched == near(published)
-
-
-@pytest.mark.parametrize(("model", "published"), [(SHORT[0], 3.42 / 1.23), (SHORT[1], 5.79 / 1.25)])
-def test_the_best_sequence_on_l40s_is_as_much_faster_as_published_and_patches_come_before_it(
-    model, published
+@pytest.mark.parametrize(
+    ("model", "published", "over_sequences"),
+    [("flux 1024, text 256", 3.42, 1.23), ("flux 2048, text 256", 5.79, 1.25)],
+)
+def test_flux_on_l40s_is_as_much_faster_as_published_in_patches_and_by_the_best_sequence(
+    model, published, over_sequences
 ):
-    """The same paper: patches are 1.23 and 1.25 times as fast as the best USP."""
+    """PipeFusion, arXiv 2405.14430: FLUX.1-dev, 28 steps, warm-up 1, 8 L40 over PCIe. Patches are
+    1.23 and 1.25 times as fast as the best USP, and come before it.
+    """
     job, box = pipefusion_job(model), published_box("8xL40-PCIe")
-    patched, whole = (plan(job, box, allows_approximate=allows, sizes=(8,)).best for allows in (True, False))
-    assert patched.layout.is_approximate
-    assert seconds(job, Layout(), "8xL40-PCIe") / whole.prediction.seconds == near(published)
+    alone, in_patches = (seconds(job, layout, "8xL40-PCIe") for layout in (Layout(), Layout(pipefusion=8)))
+    assert alone / in_patches == near(published)
+    best, whole = (plan(job, box, allows_approximate=allows, sizes=(8,)).best for allows in (True, False))
+    assert best.layout.is_approximate
+    assert alone / whole.prediction.seconds == near(published / over_sequences)
 
 
 class ClusterJob(XditJob):
@@ -110,24 +105,16 @@ def test_flux_on_16_l40s_is_fastest_in_the_published_layout_with_stages_between_
     assert eight.prediction.seconds / sixteen.prediction.seconds == near(published)
 
 
-# Between sockets of L20's time; the paper names none
-L20S = "8xL20-SPR"
-
-
-def test_attention_over_pcie_is_fastest_with_a_ring_of_pairs():
+def test_attention_is_fastest_over_pcie_with_a_ring_of_pairs_and_over_nvlink_with_ulysses_alone():
     """USP, arXiv 2405.07719: 32K tokens on 8 L20, 44.3 iterations per second against 15.2 with
-    ulysses alone, and more than with any product of eight.
+    ulysses alone, and more than with any product of eight; on 8 A100, 135.6 against 82.0 of a ring.
     """
-    job = Job(whole=attention_alone(32768))
-    assert min(SEQUENCES, key=lambda layout: seconds(job, layout, L20S)) == Layout(ulysses=2, ring=4)
-
-
-def test_attention_over_nvlink_is_faster_with_ulysses_alone():
-    """The same paper: 8 A100, 135.6 iterations per second against 82.0 of a ring."""
-    job = Job(whole=attention_alone(32768))
-    layouts = Layout(ulysses=8), Layout(ring=8), Layout(ulysses=2, ring=4)
-    ulysses, *others = (seconds(job, layout, "8xA100-NVLink") for layout in layouts)
-    assert ulysses < min(others)
+    job, pairs = Job(whole=attention_alone(32768)), Layout(ulysses=2, ring=4)
+    layouts = Layout(ulysses=8), Layout(ulysses=4, ring=2), pairs, Layout(ring=8)
+    # Between sockets of L20's time; the paper names none
+    assert min(layouts, key=lambda layout: seconds(job, layout, "8xL20-SPR")) == pairs
+    over_nvlink = {layout: seconds(job, layout, "8xA100-NVLink") for layout in layouts}
+    assert over_nvlink[layouts[0]] < min(over_nvlink[pairs], over_nvlink[layouts[3]])
 
 
 @pytest.mark.xfail(strict=True, reason="a ring is predicted first: 1.40 s, pairs 1.46, Ulysses 1.49")
@@ -138,18 +125,7 @@ def test_flux_on_nvlink_is_fastest_with_ulysses_then_with_pairs_then_with_a_ring
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize(
-    ("layout", "published"),
-    [(Layout(), 4.30), (Layout(ulysses=2), 2.68), (Layout(ring=2), 2.60), (Layout(ulysses=4), 1.63)],
-    ids=str,
-)
-def test_flux_takes_h100s_as_long_as_published(layout, published):
-    """The same page, where kernels are compiled: seconds of 28 steps at 1024 x 1024."""
-    job = compiled("flux 1024")
-    assert 28 * seconds(job, layout, "4xH100-NVLink") == near(published)
-
-
-# Kernels of an evaluation by diffusers' model with xDiT's exchange: lab/tests/test_peer_launches.py
+# Kernels of an evaluation by diffusers' model with xDiT's exchange: lab/tests/test_peers.py
 XDIT_LAUNCHES = {1: 3794, 2: 4554, 4: 4554}
 
 
@@ -161,35 +137,43 @@ def launching(model: str, launches: int, layout: Layout) -> Job:
     return Job(whole=replace(whole, block_launches=[*[0] * len(whole.block_flops), launches - more]))
 
 
-@pytest.mark.parametrize(("ranks", "published"), [(1, 6.71), (2, 4.38), (4, 4.24)])
-def test_flux_takes_h100s_as_long_as_published_where_kernels_are_not_compiled(ranks, published):
-    """The same page. Two and four take as long as a CPU takes to start what xDiT's code launches;
-    by the launches of ComfyUI's and this pack's, 2.05 s on four.
+def flux_on_h100s():
+    """xDiT, docs/performance/flux.md. Not compiled, two and four take as long as a CPU takes to
+    start what xDiT's code launches; by the launches of ComfyUI's and this pack's, 2.05 s on four.
     """
-    layout = Layout(ulysses=ranks)
-    job = launching("flux 1024", XDIT_LAUNCHES[ranks], layout)
-    assert launches_of(Costs(job=job, layout=layout, box=NOWHERE), 0) == XDIT_LAUNCHES[ranks]
+    one, two, four = (Layout(ulysses=ranks) for ranks in XDIT_LAUNCHES)
+    for layout, published in ((one, 4.30), (two, 2.68), (Layout(ring=2), 2.60), (four, 1.63)):
+        yield "compiled", compiled("flux 1024"), layout, published
+    for layout, published in ((one, 6.71), (two, 4.38), (four, 4.24)):
+        job = launching("flux 1024", XDIT_LAUNCHES[layout.ulysses], layout)
+        yield "not compiled", job, layout, published
+
+
+@pytest.mark.parametrize(("how", "job", "layout", "published"), [*flux_on_h100s()])
+def test_flux_takes_h100s_as_long_as_published(how, job, layout, published):
+    """Seconds of 28 steps at 1024 x 1024."""
+    if how == "not compiled":
+        costs = Costs(job=job, layout=layout, box=NOWHERE)
+        assert launches_of(costs, 0) == XDIT_LAUNCHES[layout.ulysses]
     assert 28 * seconds(job, layout, "4xH100-NVLink") == near(published)
 
 
-@pytest.mark.parametrize(("ranks", "published"), [(1, 23.56), (2, 13.80), (4, 8.28)])
-def test_flux_takes_l20s_as_long_as_published_and_is_as_much_faster_on_several(ranks, published):
+def test_flux_takes_l20s_as_long_as_published_and_is_as_much_faster_on_several():
     """cache-dit: FLUX on L20 over PCIe, in seconds of 28 steps."""
-    job = Job(whole=counts("flux 1024"))
-    alone, taken = (28 * seconds(job, Layout(ulysses=one), "4xL20-PCIe") for one in (1, ranks))
-    assert taken == near(published)
-    assert alone / taken == near(23.56 / published)
+    job, due = Job(whole=counts("flux 1024")), {1: 23.56, 2: 13.80, 4: 8.28}
+    taken = {one: 28 * seconds(job, Layout(ulysses=one), "4xL20-PCIe") for one in due}
+    for ranks, published in due.items():
+        assert taken[ranks] == near(published)
+        assert taken[1] / taken[ranks] == near(due[1] / published)
 
 
-@pytest.mark.parametrize(
-    ("box", "evaluations", "minutes"), [("1xA100-NVLink", 50, 47), ("1xH100-NVLink", 30, 17)]
-)
-def test_a_long_video_takes_one_gpu_as_long_as_published(box, evaluations, minutes):
+def test_a_long_video_takes_one_gpu_as_long_as_published():
     """Users of HunyuanVideo on its GitHub, on how long it takes: 1280x720, 129 frames, on an A100,
     and on an H800, which computes as an H100 does. Nearly all of it is attention.
     """
-    taken = evaluations * seconds(Job(whole=counts("hunyuan 720p"), evaluations=evaluations), Layout(), box)
-    assert taken == near(60 * minutes)
+    for box, evaluations, minutes in (("1xA100-NVLink", 50, 47), ("1xH100-NVLink", 30, 17)):
+        job = Job(whole=counts("hunyuan 720p"), evaluations=evaluations)
+        assert evaluations * seconds(job, Layout(), box) == near(60 * minutes)
 
 
 def test_hunyuan_video_on_h100s_is_as_much_faster_as_published():
@@ -205,10 +189,7 @@ def test_hunyuan_video_on_h100s_is_as_much_faster_as_published():
 
 @pytest.mark.parametrize(
     ("latents", "shape", "alone", "of_eight"),
-    [
-        ("Wan21", (1, 16, 21, 90, 160), 9.256, 2.156),
-        ("Wan22", (1, 48, 31, 45, 80), 10.336, 2.240),
-    ],
+    [("Wan21", (1, 16, 21, 90, 160), 9.256, 2.156), ("Wan22", (1, 48, 31, 45, 80), 10.336, 2.240)],
 )
 def test_five_seconds_of_video_are_decoded_about_as_fast_as_published(latents, shape, alone, of_eight):
     """nono-Sang/FastVAE, README.md: 5 s of 720p in bf16 on A800s, which compute as A100s do. Wan

@@ -12,19 +12,7 @@ from hypothesis import strategies as st
 from pipemesh.lab.bench import distribution, quality
 from pipemesh.lab.bench.curves import HEIGHT, TOP, Panel, draw_panels
 from pipemesh.lab.bench.figures import Options, exactly
-from pipemesh.lab.bench.quality import (
-    AT_GOAL,
-    BATCH,
-    FIRST,
-    SAMPLERS,
-    STEPS,
-    WITH_GOALS,
-    Cell,
-    Pictures,
-    batches,
-    cells,
-    rounds,
-)
+from pipemesh.lab.bench.quality import AT_GOAL, FIRST, SAMPLERS, STEPS, WITH_GOALS, Cell, Pictures
 from pipemesh.lab.pictures.scenes import draw
 from pipemesh.launcher.errors import LaunchError
 
@@ -33,39 +21,34 @@ QUICK = Cell(2, 2, 4, "euler")
 
 @given(st.integers(1, 200), st.integers(0, 200))
 def test_batches_hold_every_caption_once_and_more_captions_change_only_the_last_one(count, more):
-    cut, longer = list(batches(count)), list(batches(count + more))
+    cut, longer = list(quality.batches(count)), list(quality.batches(count + more))
     assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])] and cut[-1].stop == count
-    assert cut[:-1] == longer[: len(cut) - 1] and all(0 < part.stop - part.start <= BATCH for part in longer)
+    assert cut[:-1] == longer[: len(cut) - 1] and all(
+        0 < part.stop - part.start <= quality.BATCH for part in longer
+    )
     if count in FIRST:
         assert cut == longer[: len(cut)], "a round takes what the one before sampled"
 
 
 def test_the_whole_product_has_few_pictures_before_any_cell_has_more():
-    asked = list(rounds((), 64))
+    asked = list(quality.rounds((), 64))
     assert asked[: len(WITH_GOALS)] == [(cell, 64) for cell in WITH_GOALS]
     counts = [count for _, count in asked[len(WITH_GOALS) :]]
     assert counts == sorted(counts) and set(counts) == {*FIRST, 64}
     product = {cell for cell, count in asked if count == FIRST[0]}
-    assert Counter((cell.sampler, cell.steps) for cell in product)["heun", 4] == 9, (
-        "seven evaluations: four may be warm-up"
-    )
+    # Seven evaluations: four may be warm-up
+    assert Counter((cell.sampler, cell.steps) for cell in product)["heun", 4] == 9
     assert len(product) == 9 * len(SAMPLERS) * len(STEPS) - 3 * 3 and product & set(WITH_GOALS) == {AT_GOAL}
-    assert [count for cell, count in rounds(("patches=8", "warm-up=4", "steps=8", "heun"), 5)] == [5]
-    assert list(cells(["patches=4", "steps=28", "euler", "warm-up=2"])) == [AT_GOAL]
+    assert [count for cell, count in quality.rounds(("patches=8", "warm-up=4", "steps=8", "heun"), 5)] == [5]
+    assert list(quality.cells(["patches=4", "steps=28", "euler", "warm-up=2"])) == [AT_GOAL]
 
 
 def test_the_points_of_a_panel_are_of_as_many_pictures(monkeypatch):
     drawn = []
     monkeypatch.setattr(quality, "draw_panels", lambda title, rows, xs: drawn.append((title, rows)))
     others = [Cell(4, warm_up, 28, "euler") for warm_up in (1, 4)]
-    quality.curves(
-        {
-            (AT_GOAL, 64): 53.0,
-            **{(cell, 8): 50.0 for cell in others},
-            (AT_GOAL, 8): 51.0,
-            (quality.DEFAULT, 64): 1.0,
-        }
-    )
+    found = {(cell, 8): 50.0 for cell in others} | {(AT_GOAL, 8): 51.0, (AT_GOAL, 64): 53.0}
+    quality.curves(found | {(quality.DEFAULT, 64): 1.0})
     [(title, rows)] = drawn
     assert "n = 8 pictures" in title and rows[0][3].lines["4 patches"] == {1: 50.0, 2: 51.0, 4: 50.0}
     quality.curves({})
@@ -74,12 +57,8 @@ def test_the_points_of_a_panel_are_of_as_many_pictures(monkeypatch):
 def test_an_exact_method_a_pipeline_of_ranks_and_a_longer_warm_up_have_goals_of_their_own():
     ulysses, loop, stages = quality.DEFAULTS
     early, late = (Cell(4, warm_up, 28, "heun") for warm_up in (1, 4))
-    found = {
-        (loop, 2): [52.0, 52.2],
-        (stages, 2): [52.0, 51.0],
-        (ulysses, 2): [60.0, 99.0],
-        (early, 2): [50.0, 51.0],
-    }
+    of_two = {loop: [52.0, 52.2], stages: [52.0, 51.0], ulysses: [60.0, 99.0], early: [50.0, 51.0]}
+    found = {(cell, 2): values for cell, values in of_two.items()}
 
     def is_met(cell):
         return quality.goal_of(cell, 2, found).is_met(exactly(quality.mean(found[cell, 2])))
@@ -111,44 +90,33 @@ def test_curves_lie_higher_where_values_are_larger():
 
 
 @pytest.fixture
-def pictures(monkeypatch, tmp_path):
+def pictures_of(monkeypatch, tmp_path):
     """Makes a bench's pictures, kept in a folder, and counts the batches that are sampled."""
     sampled, own = [], Pictures._sample
-
-    def counted(self, cell, batch):
-        sampled.append((cell, batch))
-        return own(self, cell, batch)
-
-    monkeypatch.setattr(Pictures, "_sample", counted)
+    monkeypatch.setattr(Pictures, "_sample", lambda *given: sampled.append(given[1:]) or own(*given))
     return lambda prompts: (Pictures(prompts, tmp_path, None), sampled)
 
 
 def test_a_cell_is_measured_against_stock_and_another_run_samples_nothing_again(
-    pictures, tmp_path, monkeypatch
+    pictures_of, tmp_path, monkeypatch
 ):
     rightly = {"place": 1.0, "all": 1.0}
     monkeypatch.setattr("pipemesh.lab.pictures.classifier.accuracy", lambda *_: rightly)
-    only = str(QUICK).split()
-    made, sampled = pictures(2)
+    only, case = str(QUICK).split(), f"{QUICK} n=2"
+    made, sampled = pictures_of(2)
     figures = list(quality.measured(made, only, tmp_path, lambda: None))
-    assert {(figure.case, figure.metric) for figure in figures} >= {
-        (f"{QUICK} n=2", "psnr"),
-        (f"{QUICK} n=2", "ssim"),
-    }
-    assert {figure.case for figure in figures if figure.metric == "all right"} == {
-        f"{QUICK} n=2",
-        "stock steps=4 euler n=2",
-    }
+    assert {(figure.case, figure.metric) for figure in figures} >= {(case, "psnr"), (case, "ssim")}
+    right = {figure.case for figure in figures if figure.metric == "all right"}
+    assert right == {case, "stock steps=4 euler n=2"}
     assert 30 < next(figure.estimate.value for figure in figures if figure.metric == "psnr") < quality.EQUAL
     assert (tmp_path / quality.CURVES).exists() and len(sampled) == 2
-    again = list(quality.measured(pictures(2)[0], only, tmp_path, lambda: None))
-    assert len(sampled) == 2 and [figure.estimate for figure in again] == [
-        figure.estimate for figure in figures
-    ]
+    again = list(quality.measured(pictures_of(2)[0], only, tmp_path, lambda: None))
+    assert [figure.estimate for figure in again] == [figure.estimate for figure in figures]
+    assert len(sampled) == 2
 
 
-def test_the_autoencoders_features_are_what_its_encoder_makes(pictures):
-    made, _ = pictures(1)
+def test_the_autoencoders_features_are_what_its_encoder_makes(pictures_of):
+    made, _ = pictures_of(1)
     shown = draw(made.scenes, 0)
     expected = made._vae.encode(shown.movedim(1, -1)).flatten(1)
     torch.testing.assert_close(made.features(shown), expected, atol=1e-4, rtol=1e-4)

@@ -49,60 +49,42 @@ def test_comfyui_detects_the_file(patcher, file):
     assert {name: config[name] for name in expected} == expected
     assert patcher.cached_patcher_init[1][0] == str(file)
     named = patcher.model.model_config.process_unet_state_dict(FORM.shapes(patcher.model))
-    assert {
-        name: tuple(tensor.shape) for name, tensor in patcher.model.diffusion_model.state_dict().items()
-    } == named
+    weights = patcher.model.diffusion_model.state_dict()
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == named
 
 
-def test_the_output_is_of_scale_one(patcher, forward):
-    output = forward(patcher.model)
+def test_everything_in_it_matters_to_an_output_of_scale_one(patcher, forward, monkeypatch):
+    model, output = patcher.model.diffusion_model, forward(patcher.model)
     assert output.isfinite().all()
-    assert 0.5 < output.std() < 2
-    assert output.abs().max() < 10
+    assert 0.5 < output.std() < 2 and output.abs().max() < 10
 
+    def moved(**inputs):
+        return (forward(patcher.model, **inputs) - output).std()
 
-def test_every_block_matters(patcher, forward, monkeypatch):
-    model = patcher.model.diffusion_model
-    output = forward(patcher.model)
-    for index, block in enumerate([*model.double_blocks, *model.single_blocks]):
-        double = index < len(model.double_blocks)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                block, "forward", (lambda img, txt, **_: (img, txt)) if double else (lambda x, **_: x)
-            )
-            assert (forward(patcher.model) - output).std() > 0.05, f"block {index} could be left out"
-
-
-def test_every_input_matters(patcher, forward):
-    output = forward(patcher.model)
-    others = {
-        "context": forward(patcher.model, context=-forward.context),
-        "pooled": forward(patcher.model, pooled=-forward.pooled),
-        "timestep": forward(patcher.model, timestep=0.3),
-    }
+    others = {"context": -forward.context, "pooled": -forward.pooled, "timestep": 0.3}
     for name, other in others.items():
-        assert (other - output).std() > 0.02, f"{name} could be left out"
-
-
-def test_positions_matter(patcher, forward, monkeypatch):
-    model = patcher.model.diffusion_model
-    output, embed = forward(patcher.model), model.pe_embedder.forward
+        assert moved(**{name: other}) > 0.02, f"{name} could be left out"
+    skips = [lambda img, txt, **_: (img, txt)] * 2 + [lambda x, **_: x] * 3
+    for block, skip in zip([*model.double_blocks, *model.single_blocks], skips, strict=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(block, "forward", skip)
+            assert moved() > 0.05, f"{type(block).__name__} could be left out"
+    embed = model.pe_embedder.forward
     with monkeypatch.context() as patch:  # one place off: what a wrong slice of the positions does
         patch.setattr(model.pe_embedder, "forward", lambda ids: embed(ids.roll(1, dims=1)))
-        assert (forward(patcher.model) - output).std() > 0.005
+        assert moved() > 0.005
 
 
-def test_the_seed_decides_the_file(file, tmp_path):
-    again = write_model(tmp_path / "again.safetensors", blocks=(2, 3), seed=SEED)
-    other = write_model(tmp_path / "other.safetensors", blocks=(2, 3), seed=SEED + 1)
-    assert again.read_bytes() == file.read_bytes()
-    tensors, others = load_file(file), load_file(other)
-    assert not any(torch.equal(tensors[name], others[name]) for name in tensors)
+def test_the_seed_decides_the_file_and_more_blocks_leave_the_others_as_they_were(file, tmp_path):
+    def written(name, blocks=(2, 3), seed=SEED):
+        return write_model(tmp_path / f"{name}.safetensors", blocks=blocks, seed=seed)
 
-
-def test_more_blocks_leave_the_others_as_they_were(file, tmp_path):
-    longer = load_file(write_model(tmp_path / "longer.safetensors", blocks=(2, 4), seed=SEED))
-    assert all(torch.equal(tensor, longer[name]) for name, tensor in load_file(file).items())
+    assert written("again").read_bytes() == file.read_bytes()
+    tensors, others, longer = map(
+        load_file, (file, written("other", seed=SEED + 1), written("longer", (2, 4)))
+    )
+    assert not any(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    assert all(torch.equal(tensor, longer[name]) for name, tensor in tensors.items())
 
 
 def test_guidance_makes_it_the_guided_form(tmp_path, forward):
@@ -115,17 +97,14 @@ def test_guidance_makes_it_the_guided_form(tmp_path, forward):
     assert forward(patcher.model).isfinite().all()
 
 
-def test_a_head_size_that_no_file_can_have_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="heads of 16, but ComfyUI reads a file's heads as 128 wide"):
-        random_files.write_model(
-            tmp_path / "odd.safetensors", FORM, Size(heads=2, head_dim=16, blocks=(1, 1))
-        )
-
-
-def test_a_form_without_a_file_form_is_refused(tmp_path):
+def test_a_form_or_a_head_size_that_no_file_can_have_is_refused(tmp_path):
     form = next(sample.form for sample in SAMPLES.values() if sample.form.file is None)
-    with pytest.raises(ValueError, match="no file form is known"):
-        random_files.write_model(tmp_path / "none.safetensors", form, SIZE)
+    for refused, size, says in (
+        (FORM, Size(heads=2, head_dim=16, blocks=(1, 1)), "heads of 16, but ComfyUI reads .* as 128 wide"),
+        (form, SIZE, "no file form is known"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            random_files.write_model(tmp_path / "none.safetensors", refused, size)
 
 
 def test_the_lora_reaches_every_block_and_changes_the_output(patcher, forward, file, tmp_path):
@@ -142,14 +121,11 @@ def test_the_lora_reaches_every_block_and_changes_the_output(patcher, forward, f
     assert torch.equal(forward(patcher.model), before)
 
 
-def test_a_patcher_without_a_file_holds_the_same_weights(patcher, forward):
+def test_a_patcher_without_a_file_holds_the_same_weights_and_has_any_number_of_heads(patcher, forward):
     built = FORM.random_model(SIZE, SEED)
     assert built.cached_patcher_init is None
     assert torch.equal(forward(built.model), forward(patcher.model))
-
-
-@pytest.mark.parametrize(("heads", "head_dim"), [(5, 16), (3, 32)])
-def test_any_number_of_heads_without_a_file(forward, heads, head_dim):
-    built = GUIDED.random_model(Size(heads=heads, head_dim=head_dim, blocks=(2, 2)))
-    assert built.model.diffusion_model.num_heads == heads
-    assert 0.5 < forward(built.model).std() < 2
+    for heads, head_dim in ((5, 16), (3, 32)):
+        other = GUIDED.random_model(Size(heads=heads, head_dim=head_dim, blocks=(2, 2))).model
+        assert other.diffusion_model.num_heads == heads
+        assert 0.5 < forward(other).std() < 2

@@ -28,18 +28,15 @@ RUN = [{0: Span(0, 4, 0), 1: Span(0, 9, 3)}, {0: Span(4, 8, 0), 1: Span(9, 13, 1
 
 
 def test_the_pipelines_figures_are_those_of_their_definitions():
-    patched = [
-        evaluation(spans, patch) for spans, patch in zip(RUN, [(0, 4, False), (4, 4, True)], strict=True)
-    ]
+    patched = evaluations(RUN, (0, 4, False), (4, 4, True))
     figures = pipefusion.figures_of([evaluation(RUN[0], None), *patched], "free")
     assert figures["occupancy"] == pytest.approx(8 / 13)
     assert figures["bubble_ms"] == pytest.approx(1000.0), "rank 1 is idle from 9 to 10"
     assert figures["sent_bytes"] == 2 * 7
     assert pipefusion.formula_bytes(4, 1024, 256, 4) == (1024 + 3) * 256 * 4
     assert pipefusion.ideal_occupancy(2) == 54 / 55
-    assert figures["of_schedule"] == pytest.approx(23 / 13), (
-        "10 of the whole evaluation, then 4 + 6 + 3; here they overlap"
-    )
+    # 10 of the whole evaluation, then 4 + 6 + 3; here they overlap
+    assert figures["of_schedule"] == pytest.approx(23 / 13)
     times = {"stock": 20.0, "alone": 21.0, "free": 12.0, "single": 15.0}
     assert pipefusion.speedup("single")([times]) == pytest.approx(20 / 15)
     assert pipefusion.patch_tax([times]) == pytest.approx(21 / 20)
@@ -47,6 +44,14 @@ def test_the_pipelines_figures_are_those_of_their_definitions():
 
 def evaluation(spans, patch):
     return Evaluation(0.1, 0.0, 0.0, 7, part=Part(1, 0, patch), spans=spans)
+
+
+def evaluations(run, *cut):
+    return [evaluation(spans, patch) for spans, patch in zip(run, cut, strict=True)]
+
+
+def colours(*names):
+    return [ImageColor.getrgb(name) for name in names]
 
 
 def bars_of(image, row, height=BAR // 2):
@@ -63,14 +68,11 @@ def bars_of(image, row, height=BAR // 2):
 
 
 def test_the_picture_has_a_bar_for_every_rank_and_patch_where_it_computed():
-    image = draw_run(
-        NAMES, [evaluation(spans, patch) for spans, patch in zip(RUN, [None, (7, 9, True)], strict=True)]
-    )
-    whole, patch = ImageColor.getrgb(WHOLE), ImageColor.getrgb(PATCHES[0])
-    for row, bars in enumerate(([(whole, 0, 4), (patch, 4, 8)], [(whole, 3, 9), (patch, 10, 13)])):
+    image = draw_run(NAMES, evaluations(RUN, None, (7, 9, True)))
+    for row, times in enumerate(([(0, 4), (4, 8)], [(3, 9), (10, 13)])):
         drawn = bars_of(image, row)
-        assert [bar[0] for bar in drawn] == [bar[0] for bar in bars]
-        assert [bar[1:] for bar in drawn] == [pytest.approx(bar[1:], abs=0.05) for bar in bars]
+        assert [bar[0] for bar in drawn] == colours(WHOLE, PATCHES[0])
+        assert [bar[1:] for bar in drawn] == [pytest.approx(one, abs=0.05) for one in times]
 
 
 def test_a_wait_for_messages_is_a_strip_before_the_bar_that_it_was_for():
@@ -79,15 +81,12 @@ def test_a_wait_for_messages_is_a_strip_before_the_bar_that_it_was_for():
         {0: Span(0, 4, 0), 1: Span(0, 9, 4, {"pipefusion": 1.0, "ulysses": 2.0, "wire": 9.0})},
         {0: Span(4, 13, 0)},
     ]
-    image = draw_run(
-        NAMES, [evaluation(one, patch) for one, patch in zip(spans, [None, (7, 9, True)], strict=True)]
-    )
-    strips = [bar for bar in bars_of(image, 1, height=BAR - 2) if bar[0] != ImageColor.getrgb(WHOLE)]
-    assert [bar[0] for bar in strips] == [
-        ImageColor.getrgb(panel_colours()[axis]) for axis in ("ulysses", "pipefusion")
-    ]
+    image = draw_run(NAMES, evaluations(spans, None, (7, 9, True)))
+    strips = [bar for bar in bars_of(image, 1, height=BAR - 2) if bar[0] not in colours(WHOLE)]
+    shown = panel_colours()
+    assert [bar[0] for bar in strips] == colours(shown["ulysses"], shown["pipefusion"])
     assert [bar[1:] for bar in strips] == [pytest.approx(times, abs=0.05) for times in ((1, 3), (3, 4))]
-    assert [bar[0] for bar in bars_of(image, 1)] == [ImageColor.getrgb(WHOLE)]
+    assert [bar[0] for bar in bars_of(image, 1)] == colours(WHOLE)
 
 
 def test_there_is_a_picture_of_any_number_of_patches_and_none_of_a_run_without():

@@ -16,15 +16,15 @@ from pipemesh.tests.fixtures import ALL
 from pipemesh.tests.kit.planned import LISTS, saved
 
 
-def runs(values):
+def in_a_row(values):
     return [[len(list(same)), one] for one, same in groupby(values)]
 
 
 def as_saved(whole, like):
     """Return a Whole with the keys of an entry that was saved, as JSON has it."""
     made = {field.name: getattr(whole, field.name) for field in fields(whole)}
-    shareable = {**whole.shareable._asdict(), "blocks": runs(whole.shareable.blocks)}
-    made |= {key: runs(made[key]) for key in LISTS}
+    shareable = {**whole.shareable._asdict(), "blocks": in_a_row(whole.shareable.blocks)}
+    made |= {key: in_a_row(made[key]) for key in LISTS}
     made |= {
         "shareable": {key: shareable[key] for key in like["shareable"]},
         "activations": {key: getattr(whole.activations, key) for key in like["activations"]},

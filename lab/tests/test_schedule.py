@@ -5,7 +5,7 @@ from pipemesh.lab.bench.schedule import Submission, held_to_schedule, makespan, 
 from pipemesh.parallel_runtime.occupancy import Span
 
 
-def run(order, stages, *, busy=1.0, hand_over=0.0, sampler=0.0, between=0.0, one_timeline=False):
+def played(order, stages, *, busy=1.0, hand_over=0.0, sampler=0.0, between=0.0, one_timeline=False):
     """Play a run through stages that each take ``busy``, with delays."""
     made, free, outputs = [], [0.0] * stages, []
     blank = [Submission(branch, patch, 0.0, ()) for branch, patch in order]
@@ -27,30 +27,30 @@ def patches(evaluations: int, count: int, warm_up: int = 1) -> list:
     return [(0, None)] * warm_up + [(0, 10 * patch) for _ in range(evaluations) for patch in range(count)]
 
 
-@pytest.mark.parametrize(("count", "stages"), [(2, 2), (4, 2), (5, 4)])
-def test_a_run_without_delays_keeps_its_schedule(count, stages):
-    """Warm-up one stage after the other, then M patches in each evaluation, and N - 1 to drain."""
-    held = held_to_schedule(run(patches(9, count), stages))
-    assert held.ideal_s == held.taken_s == pytest.approx(stages + 9 * count + stages - 1)
+@pytest.mark.parametrize(
+    ("count", "stages", "steps"),
+    [
+        # Patches of each evaluation, and the stages but one to drain
+        *((count, stages, 9 * count + stages - 1) for count, stages in ((2, 2), (4, 2), (5, 4))),
+        (2, 3, 9 * 3 + 1),  # fewer patches than stages wait for their own output
+    ],
+)
+def test_a_run_without_delays_keeps_its_schedule(count, stages, steps):
+    """Warm-up one stage after the other, then the patches."""
+    held = held_to_schedule(played(patches(9, count), stages))
+    assert held.ideal_s == held.taken_s == pytest.approx(stages + steps)
     assert held.share == 1 and not any(held.lost_s.values())
-
-
-def test_fewer_patches_than_stages_wait_for_their_own_output():
-    assert held_to_schedule(run(patches(9, 2), 3)).ideal_s == pytest.approx(3 + 9 * 3 + 1)
+    assert held_to_schedule([]) is None
 
 
 def test_one_timeline_drains_after_each_evaluation():
-    order = patches(9, 4)
-    assert held_to_schedule(run(order, 2, one_timeline=True), one_timeline=True).ideal_s == pytest.approx(
-        2 + 9 * 5
-    )
-    assert held_to_schedule(run(order, 2, one_timeline=True)).share == pytest.approx((2 + 36 + 1) / (2 + 45))
+    made = played(patches(9, 4), 2, one_timeline=True)
+    assert held_to_schedule(made, one_timeline=True).ideal_s == pytest.approx(2 + 9 * 5)
+    assert held_to_schedule(made).share == pytest.approx((2 + 36 + 1) / (2 + 45))
 
 
 def test_a_step_needs_the_outputs_of_both_branches():
-    order = [(0, None), (1, None)] + [
-        (branch, patch) for _ in range(2) for patch in (0, 10) for branch in (0, 1)
-    ]
+    order = [(0, None), (1, None), *[(branch, patch) for patch in (0, 10) for branch in (0, 1)] * 2]
     needs = needed_outputs([Submission(*one, 0.0, ()) for one in order], one_timeline=False)
     assert needs == [[], [], [0, 1], [0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
 
@@ -59,7 +59,7 @@ def test_a_step_needs_the_outputs_of_both_branches():
     ("cause", "delay"), [("sampler", "sampler"), ("hand-over", "hand_over"), ("stage", "between")]
 )
 def test_what_is_lost_is_told_by_its_cause(cause, delay):
-    submissions = run(patches(9, 2), 2, **{delay: 0.25})
+    submissions = played(patches(9, 2), 2, **{delay: 0.25})
     held = held_to_schedule(submissions)
     assert held.taken_s > held.ideal_s == pytest.approx(2 + 18 + 1)
     assert sum(held.lost_s.values()) == pytest.approx(held.taken_s - held.ideal_s)
@@ -67,10 +67,6 @@ def test_what_is_lost_is_told_by_its_cause(cause, delay):
 
 
 def test_the_schedule_has_the_times_of_the_run_and_a_slow_stage_sets_its_pace():
-    submissions = run(patches(4, 3, warm_up=0), 2)
+    submissions = played(patches(4, 3, warm_up=0), 2)
     slower = [one._replace(spans=(one.spans[0], Span(0, 2, 0))) for one in submissions]
     assert makespan(slower, needed_outputs(slower, False)) == pytest.approx(1 + 12 * 2)
-
-
-def test_no_submissions_have_no_schedule():
-    assert held_to_schedule([]) is None

@@ -28,9 +28,17 @@ SIZES = [[3, 700, 0, 64], [129, 5, 1000, 1], [0, 64, 300, 2], [7, 0, 513, 40]]  
 TURNS = 6
 
 
-def segment(room):
-    memory = (ctypes.c_ubyte * room.nbytes)()
-    return memory, ctypes.addressof(memory)
+@pytest.fixture
+def room_of():
+    """Ranks -> a room of slots of 64 numbers, and the address of its memory."""
+    kept = []
+
+    def made(ranks):
+        room = Room(ranks, 256)
+        kept.append((ctypes.c_ubyte * room.nbytes)())
+        return room, ctypes.addressof(kept[-1])
+
+    return made
 
 
 def part(source, target, turn, count):
@@ -38,10 +46,9 @@ def part(source, target, turn, count):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_rank_gets_what_was_sent_whatever_the_sizes(ranks):
-    """Slots are of 64 numbers, so that a part of 700 takes eleven."""
-    room = Room(ranks, 256)
-    memory, address = segment(room)
+def test_every_rank_gets_what_was_sent_whatever_the_sizes(room_of, ranks):
+    """A part of 700 numbers takes eleven slots."""
+    room, address = room_of(ranks)
 
     def of_rank(rank):
         exchange, came = Staged(PlainEngine(address), room, rank), []
@@ -57,7 +64,6 @@ def test_every_rank_gets_what_was_sent_whatever_the_sizes(ranks):
 
     with ThreadPoolExecutor(ranks) as threads:
         assert [*threads.map(of_rank, range(ranks))] == [[True] * TURNS] * ranks
-    del memory
 
 
 class Written(PlainEngine):
@@ -77,22 +83,18 @@ class Written(PlainEngine):
         self.asked.append((queue, "wait", offset, number))
 
 
-def test_a_slot_is_filled_again_once_it_is_taken_and_read_once_it_is_filled():
-    room = Room(2, 256)
-    memory, address = segment(room)
+def test_a_slot_is_filled_again_once_it_is_taken_and_read_once_it_is_filled(room_of):
+    room, address = room_of(2)
     engine, pieces = Written(address), SLOTS + 1
     into, out = torch.zeros(2, 64 * pieces, dtype=torch.int32)
     Staged(engine, room, 0).all_to_all(into, out, [0, 64 * pieces], [0, 64 * pieces])
-    queues = {queue: [ask[1:] for ask in engine.asked if ask[0] == queue] for queue in (OUT, IN)}
+    sent, came = ([ask[1:] for ask in engine.asked if ask[0] == queue] for queue in (OUT, IN))
     filled = [[("copy",), ("write", room.sent(0, 1), number)] for number in range(1, pieces + 1)]
     filled[SLOTS].insert(0, ("wait", room.taken(0, 1), 1))
-    assert queues[OUT] == [ask for piece in filled for ask in piece]
-    assert [ask for ask in queues[IN] if ask != ("copy",)] == [
-        (act, place, number)
-        for number in range(1, pieces + 1)
-        for act, place in (("wait", room.sent(1, 0)), ("write", room.taken(1, 0)))
-    ]
-    del memory
+    assert sent == [ask for piece in filled for ask in piece]
+    acts = (("wait", room.sent(1, 0)), ("write", room.taken(1, 0)))
+    due = [(*act, number) for number in range(1, pieces + 1) for act in acts]
+    assert [ask for ask in came if ask != ("copy",)] == due
 
 
 @given(st.integers(2, 6), st.integers(1, 3))
@@ -114,9 +116,8 @@ def test_a_number_counts_as_passed_at_it_and_behind_it_also_where_numbers_wrap(n
 
 
 @pytest.mark.parametrize("before", [0, WRAP - 3], ids=["new", "old"])
-def test_whoever_waits_for_a_lost_rank_goes_on_when_its_room_is_released(before):
-    room = Room(3, 256)
-    memory, address = segment(room)
+def test_whoever_waits_for_a_lost_rank_goes_on_when_its_room_is_released(room_of, before):
+    room, address = room_of(3)
     for offset in room.numbers:
         number_at(address + offset).value = before
     engine, asks = PlainEngine(address), threading.Barrier(3)
@@ -132,4 +133,3 @@ def test_whoever_waits_for_a_lost_rank_goes_on_when_its_room_is_released(before)
         assert not any(one.done() for one in waiters)
         release(address, room)
         assert all(one.result(60) for one in waiters)
-    del memory

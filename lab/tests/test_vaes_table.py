@@ -3,13 +3,12 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import comfyui_version
 import pytest
 from pipemesh.lab.commands import vaes
 from pipemesh.launcher.comfyui.host_record import ComfyInstall
-from pipemesh.tests.fixtures import COMFYUI
+from pipemesh.tests.fixtures import COMFYUI, ROOT
 from pipemesh.tests.vae.test_bands import BOUND, CASES
 
 RECORD = json.loads(vaes.RECORD.read_text(encoding="utf-8"))
@@ -31,7 +30,7 @@ def test_docs_vaes_is_what_this_comfyui_says():
 
 
 def test_the_help_page_names_the_vaes_that_ranks_compute_and_those_they_do_not():
-    page = (Path(__file__).parents[2] / "web" / "docs" / "PipeMeshParallelizeVAE.md").read_text()
+    page = (ROOT / "web" / "docs" / "PipeMeshParallelizeVAE.md").read_text()
     computed, _, others = re.search(r"^\| `vae` \| (.*) \|$", page, re.M)[1].partition("Others (")
     unknown = ("pixels", "refiner")  # a user chooses no such VAE
     for kind, why in RECORD["why"].items():

@@ -3,6 +3,7 @@ which rows.
 """
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -66,16 +67,11 @@ def test_to_wait_for_a_place_in_the_queue_is_counted_where_nothing_is_enqueued_b
 def test_flops_are_told_by_the_rows_of_products_and_queries(mode):
     with dry_device(mode) as counts:
         linear = torch.nn.functional.linear
-        linear(
-            torch.empty(1, 5, 7, device=DEVICE),
-            torch.empty(11, 7, device=DEVICE),
-            torch.empty(11, device=DEVICE),
-        )
-        q, k = (torch.empty(1, 2, length, 8, device=DEVICE, dtype=torch.bfloat16) for length in (9, 5))
+        empty = partial(torch.empty, device=DEVICE)
+        linear(empty(1, 5, 7), empty(11, 7), empty(11))
+        q, k = (empty(1, 2, length, 8, dtype=torch.bfloat16) for length in (9, 5))
         torch.nn.functional.scaled_dot_product_attention(q, k, k)
-        torch.nn.functional.conv2d(
-            torch.empty(1, 3, 9, 9, device=DEVICE), torch.empty(3, 3, 3, 3, device=DEVICE)
-        )
+        torch.nn.functional.conv2d(empty(1, 3, 9, 9), empty(3, 3, 3, 3))
     assert counts.by_rows[5] == 2 * 5 * 7 * 11
     assert counts.by_rows[9] == 2 * 2 * 2 * 9 * 5 * 8
     assert sum(counts.by_rows.values()) == counts.flops and counts.by_rows[0] > 0
@@ -84,26 +80,13 @@ def test_flops_are_told_by_the_rows_of_products_and_queries(mode):
 def test_what_a_block_computes_on_rows_of_its_own_is_every_ranks():
     """Of text and image, of a part of them that an expert has, and of tokens before them."""
     own = OwnRows({"txt": 3, "img": 8}, prefix=5, cut=TokenParts(experts=4, chosen=2))
-    for rows, alone in (
-        (3, 0),
-        (8, 0),
-        (11, 0),
-        (4, 0),
-        (7, 70),
-        (2, 70),
-        (12, 70),
-        (16, 70 * 5 / 16),
-        (13, 70 * 5 / 13),
-    ):
-        assert own.apart(Counter(), Counter({rows: 70})).alone == round(alone)
+    alone = dict.fromkeys((3, 8, 11, 4), 0) | dict.fromkeys((7, 2, 12), 70)
+    for rows, due in (alone | {16: 70 * 5 / 16, 13: 70 * 5 / 13}).items():
+        assert own.apart(Counter(), Counter({rows: 70})).alone == round(due)
     assert own.apart(Counter({7: 70}), Counter({7: 90, 8: 10})).alone == 20
     chunked = OwnRows({"img": 22}, prefix=0, cut=TokenParts(chunks=(2, 4)))
-    assert [rows for rows in range(23) if not chunked.apart(Counter(), Counter({rows: 1})).alone] == [
-        4,
-        6,
-        11,
-        22,
-    ]
+    none = [rows for rows in range(23) if not chunked.apart(Counter(), Counter({rows: 1})).alone]
+    assert none == [4, 6, 11, 22]
 
 
 def test_the_turn_of_a_layer_comes_again_where_two_others_have_computed_meanwhile():
