@@ -10,9 +10,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path, PurePosixPath
 from statistics import median
 
@@ -373,13 +372,11 @@ def project_files() -> list[Path]:
     return [*ROOT.glob("*.py"), *(file for folder in ROOTS for file in sorted((ROOT / folder).rglob("*.py")))]
 
 
-@cache
-def violations_of(file: Path) -> list[Violation]:
-    return violations(PurePosixPath(file.relative_to(ROOT).as_posix()), file.read_text(encoding="utf-8"))
-
-
 def test_every_file_keeps_the_house_rules_and_every_exception_is_needed() -> None:
-    broken = [violation for file in project_files() for violation in violations_of(file)]
+    paths = {PurePosixPath(file.relative_to(ROOT).as_posix()): file for file in project_files()}
+    broken = [
+        one for path, file in paths.items() for one in violations(path, file.read_text(encoding="utf-8"))
+    ]
     assert [str(violation) for violation in broken if violation.what not in EXCEPTIONS] == []
     needed = {what for what, why in EXCEPTIONS.items() if why != BEING_SPLIT}
     assert needed <= {violation.what for violation in broken}
@@ -389,18 +386,13 @@ def test_every_file_keeps_the_house_rules_and_every_exception_is_needed() -> Non
 VOCABULARY = {"__init__", "catalogue", "plan", "sample", "files", "unplanned_models"}
 
 
-def modules_named(path: PurePosixPath, tree: ast.AST) -> Iterator[str]:
-    """The files of this project that one imports, in functions and for types too."""
+def modules_named(path: PurePosixPath, tree: ast.AST, files: Collection[str]) -> Iterator[str]:
+    """Those of the files that one imports, in functions and for types too."""
     for imported in imports_of(path, tree):
-        places = [PurePosixPath(*imported.name), PurePosixPath(*imported.name[:-1])]
-        files = [
-            str(file)
-            for place in places
-            if place.name
-            for file in (place.with_suffix(".py"), place / "__init__.py")
-        ]
         if imported.own or imported.top in ROOTS:
-            yield from [file for file in files if (ROOT / file).is_file()][:1]
+            places = ("/".join(imported.name), "/".join(imported.name[:-1]))
+            named = (f"{place}{end}" for place in places for end in (".py", "/__init__.py"))
+            yield from [file for file in named if file in files][:1]
 
 
 def in_circles(imports: dict[str, set[str]]) -> list[str]:
@@ -416,10 +408,11 @@ def in_circles(imports: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_files_import_each_other() -> None:
+    files = {file.relative_to(ROOT).as_posix(): file for file in project_files()}
     imports = {
-        str(path): {*modules_named(path, ast.parse(file.read_bytes()))} - {str(path)}
-        for file in project_files()
-        if not is_test(path := PurePosixPath(file.relative_to(ROOT)))
+        name: {*modules_named(path, ast.parse(file.read_bytes()), files)} - {name}
+        for name, file in files.items()
+        if not is_test(path := PurePosixPath(name))
     }
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
     assert in_circles(imports) == []
