@@ -32,7 +32,6 @@ from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 from pipemesh.pool.supervisor import process_of_its_own
 
-from ..crossing.test_patches_by_name import as_comfyui_chooses, halved, with_override
 from ..fixtures import running_clients
 from ..kit import joint_model
 from ..kit.collectives import outputs_of
@@ -40,6 +39,7 @@ from ..kit.fake_pools import fake_setup
 from ..kit.in_ranks import CPU, Crossed, across, evaluated_in_ranks
 from ..kit.joint_model import HEADS
 from ..kit.models import IdleRank, asked_of, load, run
+from ..kit.patched import as_comfyui_chooses, halved, with_override
 
 # Its blocks hand over q, k and v in containers
 H3 = next(

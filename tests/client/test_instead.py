@@ -17,7 +17,7 @@ from pipemesh.parallel_runtime.client.remote_patcher import RemotePatcher
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 
-from ..crossing.test_options import sampled
+from ..crossing.test_options import sampled_by
 from ..kit.bounds import assert_same
 from ..planner.test_planning import OPEN, PoolsHere, made_auto
 
@@ -62,7 +62,7 @@ def their_node(model):
         patcher.set_attachments("theirs", patcher.get_attachment("before"))
         return x
 
-    image = sampled(model, sampler)
+    image = sampled_by(model, sampler)
     del model.get_model_object
     found = model.theirs_step, model.theirs_scale, model.theirs_result, hasattr(model, "theirs_once")
     assert model.get_attachment("theirs").of is asked, "not that of a clone"

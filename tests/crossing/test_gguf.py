@@ -13,26 +13,23 @@ import comfy.utils
 import pytest
 import torch
 from pipemesh.lab.commands.parity import BOUND, relative_error, rms
-from pipemesh.parallel_runtime.crossing.source import describe_source, state_source
+from pipemesh.parallel_runtime.crossing.source import build_from_state, describe_source, state_source
 from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.keeping import WeightsWish, model_bytes
 from pipemesh.parallel_runtime.wire.messages import Memory
 
+from ..fixtures import ROOT
 from ..kit.models import load, run, with_lora
 from ..weights.test_quantised import LAYOUTS, in_pool
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory):
+def gguf_pack(tmp_path_factory):
     """The pack's operations, imported from a folder as ComfyUI imports packs."""
     folder = tmp_path_factory.mktemp("custom_nodes") / "ComfyUI-GGUF"
-    shutil.copytree(
-        Path(__file__).parents[1] / "kit" / "gguf_double",
-        folder,
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    shutil.copytree(ROOT / "tests/kit/gguf_double", folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "__init__.py").write_text("from . import ops\n")
     spec = importlib.util.spec_from_file_location(
         "gguf_double_pack", folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -46,7 +43,7 @@ def pack(tmp_path_factory):
 
 
 @pytest.fixture
-def gguf(pack, files):
+def gguf(gguf_pack, files):
     """Make MODELs as the pack's loader does: large layers in Q8_0, others plain, in its own
     class.
     """
@@ -57,7 +54,7 @@ def gguf(pack, files):
 
         def patch_weight_to_device(self, key, device_to=None, inplace_update=False, **options):
             weight = comfy.utils.get_attr(self.model, key)
-            if getattr(weight, "tensor_type", None) in pack.ops.PLAIN:
+            if getattr(weight, "tensor_type", None) in gguf_pack.ops.PLAIN:
                 return super().patch_weight_to_device(key, device_to, inplace_update, **options)
             if key in self.patches:
                 weight.patches = [(self.patches[key], key)]
@@ -73,11 +70,15 @@ def gguf(pack, files):
         state = {}
         for name, weight in comfy.utils.load_torch_file(files["model"]).items():
             large = weight.dim() == 2 and min(weight.shape) >= 128
-            kind = pack.ops.GGMLQuantizationType.Q8_0 if large else pack.ops.GGMLQuantizationType.F32
+            kind = (
+                gguf_pack.ops.GGMLQuantizationType.Q8_0 if large else gguf_pack.ops.GGMLQuantizationType.F32
+            )
             content = quantize(weight) if large else weight
-            state[name] = pack.ops.GGMLTensor(content, tensor_type=kind, tensor_shape=weight.shape)
+            state[name] = gguf_pack.ops.GGMLTensor(content, tensor_type=kind, tensor_shape=weight.shape)
         with torch.inference_mode():
-            model = comfy.sd.load_diffusion_model_state_dict(state, {"custom_operations": pack.ops.GGMLOps()})
+            model = comfy.sd.load_diffusion_model_state_dict(
+                state, {"custom_operations": gguf_pack.ops.GGMLOps()}
+            )
         model.__class__ = GGUFModelPatcher
         return model
 
@@ -91,9 +92,8 @@ def test_the_ranks_compute_what_stock_does_with_and_without_a_lora(gguf, files, 
     assert rms(truths[0] - run(exact)) > 1e-3 * rms(truths[0]), "nothing is quantised"
     assert relative_error(truths[1], truths[0]) > 0.05, "the LoRA does nothing"
     parallel = in_pool(gguf(), clients, layout)
-    for lora in (False, True, False):
-        ours = run(with_lora(parallel, files, 1.0) if lora else parallel)
-        assert relative_error(ours, truths[lora]) <= BOUND
+    for lora, model in enumerate((parallel, with_lora(parallel, files, 1.0), parallel)):
+        assert relative_error(run(model), truths[lora % 2]) <= BOUND
 
 
 @pytest.mark.parametrize("asked", ["auto", "sharded"])
@@ -117,12 +117,11 @@ def test_weights_cross_as_they_are_stored(gguf):
     assert sent["content"].nbytes == 768 * 256 // 32 * 34
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_byte_of_a_weight_that_a_node_wrote_reaches_the_ranks(gguf, files, clients, layout):
     stock, model = gguf(), gguf()
-    parallel = in_pool(model, clients, layout)
-    before = run(stock)
+    parallel, before = in_pool(model, clients, layout), run(stock)
     for _ in range(2):
         assert relative_error(run(parallel), before) <= BOUND
     for one in (stock, model):
@@ -136,40 +135,29 @@ def test_a_byte_of_a_weight_that_a_node_wrote_reaches_the_ranks(gguf, files, cli
     assert relative_error(run(with_lora(parallel, files, 1.0)), run(with_lora(stock, files, 1.0))) <= BOUND
 
 
-def test_settings_of_the_packs_node_reach_the_ranks(gguf, pack, clients):
-    pack.ops.GGMLOps.Linear.dequant_dtype = torch.bfloat16
-    try:
-        stock = run(gguf())
-        ours = run(in_pool(gguf(), clients, "ulysses"))
-    finally:
-        pack.ops.GGMLOps.Linear.dequant_dtype = None
+def test_settings_of_the_packs_node_reach_the_ranks(gguf, gguf_pack, clients, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_pack.ops.GGMLOps.Linear, "dequant_dtype", torch.bfloat16)
+        stock, ours = run(gguf()), run(in_pool(gguf(), clients, "ulysses"))
     assert relative_error(ours, stock) <= BOUND
     assert relative_error(run(gguf()), stock) > 10 * BOUND, "the setting does nothing"
 
 
-def test_another_version_of_the_pack_in_the_ranks_is_refused_by_name(gguf, pack, clients):
-    file = Path(pack.__file__).parent / "dequant.py"
-    parallel, content = in_pool(gguf(), clients, "ulysses"), file.read_text()
-    sent = state_source(parallel)
+def test_another_version_of_the_pack_in_the_ranks_is_refused_by_name(gguf, gguf_pack):
+    file = Path(gguf_pack.__file__).parent / "dequant.py"
+    sent, content = state_source(gguf()), file.read_text()
     file.write_text(content + "# another version\n")
-    try:
-        from pipemesh.parallel_runtime.crossing.source import build_from_state
-
-        with pytest.raises(Refused, match="is another version than ComfyUI runs"):
-            build_from_state(sent)
-        sent["operations"]["folder"] += "-not-there"
-        with pytest.raises(Refused, match=r"has no node pack at .*-not-there"):
-            build_from_state(sent)
-    finally:
-        file.write_text(content)
+    with pytest.raises(Refused, match="is another version than ComfyUI runs"):
+        build_from_state(sent)
+    file.write_text(content)
+    sent["operations"]["folder"] += "-not-there"
+    with pytest.raises(Refused, match=r"has no node pack at .*-not-there"):
+        build_from_state(sent)
 
 
 def test_operations_of_no_known_pack_are_refused_by_name(files):
-    class Strange(comfy.ops.manual_cast):
-        pass
-
-    model = comfy.sd.load_diffusion_model_state_dict(
-        comfy.utils.load_torch_file(files["model"]), {"custom_operations": Strange}
-    )
+    strange = type("Strange", (comfy.ops.manual_cast,), {})
+    state = comfy.utils.load_torch_file(files["model"])
+    model = comfy.sd.load_diffusion_model_state_dict(state, {"custom_operations": strange})
     with pytest.raises(Refused, match=r"operations of its own \(.*Strange\)"):
         describe_source(model)

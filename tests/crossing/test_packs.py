@@ -82,7 +82,7 @@ def server(host, tmp_path_factory):
 
 
 @pytest.fixture
-def sampled(server, runs=count()):  # noqa: B008
+def latent_of(server, runs=count()):  # noqa: B008
     """(a loader of one model, the layout, a graph's other options) -> the latent. No layout: by
     stock.
     """
@@ -103,7 +103,7 @@ def sampled(server, runs=count()):  # noqa: B008
     return made
 
 
-def plain(name):
+def plain_loader(name):
     return node("UNETLoader", unet_name=f"{name}.safetensors", weight_dtype="default")
 
 
@@ -113,19 +113,23 @@ def plain(name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize("name, lora", [(PLAIN, None), (PLAIN, 0.7), (VIDEO, None)])
-def test_weights_of_gguf_files_are_dequantised_as_by_the_pack(sampled, name, lora, kind, layout):
+def test_weights_of_gguf_files_are_dequantised_as_by_the_pack(latent_of, name, lora, kind, layout):
     loader = node("UnetLoaderGGUF", unet_name=f"{name}-{kind}.gguf")
-    stock = sampled(loader, lora=lora)
-    assert relative_error(stock, sampled(plain(name), lora=lora)) > 100 * BOUND, "nothing is quantised"
-    assert relative_error(sampled(loader, layout, lora=lora), stock) <= BOUND
+    stock = latent_of(loader, lora=lora)
+    assert relative_error(stock, latent_of(plain_loader(name), lora=lora)) > 100 * BOUND, (
+        "nothing is quantised"
+    )
+    assert relative_error(latent_of(loader, layout, lora=lora), stock) <= BOUND
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("patch, pixels", [(NAG, 128), (CHUNKED, WIDE)], ids=["NAG", "chunked feed-forward"])
-def test_patches_of_kjnodes_inside_blocks_run_in_the_ranks(sampled, patch, pixels, layout):
-    stock = sampled(plain(VIDEO), pixels=pixels, between=[patch])
+def test_patches_of_kjnodes_inside_blocks_run_in_the_ranks(latent_of, patch, pixels, layout):
+    stock = latent_of(plain_loader(VIDEO), pixels=pixels, between=[patch])
     if patch is NAG:
-        assert relative_error(stock, sampled(plain(VIDEO), pixels=pixels)) > 100 * BOUND, (
+        assert relative_error(stock, latent_of(plain_loader(VIDEO), pixels=pixels)) > 100 * BOUND, (
             "the patch does nothing"
         )
-    assert relative_error(sampled(plain(VIDEO), layout, pixels=pixels, between=[patch]), stock) <= BOUND
+    assert (
+        relative_error(latent_of(plain_loader(VIDEO), layout, pixels=pixels, between=[patch]), stock) <= BOUND
+    )

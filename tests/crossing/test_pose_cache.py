@@ -40,7 +40,7 @@ def stock_model(heads=5):
     return ANIMATE2.form.random_model(ANIMATE2.tiny.size(heads))
 
 
-def sampled(model, cfg=3.0, texts=(13, 13)):
+def sampled_video(model, cfg=3.0, texts=(13, 13)):
     """A video that is longer than a window."""
     positive, negative = (
         [[text, {**more, **driven(LATENT)}]]
@@ -60,11 +60,13 @@ def test_each_window_keeps_its_pose_for_the_run_and_the_video_is_stocks(clients,
     client = clients(**degrees)
     ours = windowed(keeping(parallelize(stock_model(), client, 0.0), PLAN.kept))
     plain = windowed(stock_model())
-    assert relative_error(sampled(stock_model()), sampled(plain)) > 100 * BOUND, "the windows do nothing"
-    assert_same(sampled, ours, windowed(keeping(stock_model(), PLAN.kept)))
+    assert relative_error(sampled_video(stock_model()), sampled_video(plain)) > 100 * BOUND, (
+        "the windows do nothing"
+    )
+    assert_same(sampled_video, ours, windowed(keeping(stock_model(), PLAN.kept)))
     # ComfyUI's own cache fails at these: it compares what it keeps of several windows
-    assert_same(partial(sampled, texts=(13, 7)), ours, plain)
-    assert_same(partial(sampled, cfg=1.0), ours, plain)
+    assert_same(partial(sampled_video, texts=(13, 7)), ours, plain)
+    assert_same(partial(sampled_video, cfg=1.0), ours, plain)
     sent = [one.sent_bytes for one in client.runs.last.evaluations]
     if "cfg" in degrees:
         assert sent == [0, 0, 0], "each group computes one of a step's two windows by itself"
@@ -96,7 +98,7 @@ def calls_of(poses, heads=5):
     return calls
 
 
-def computed(
+def kept_poses(
     monkeypatch,
     layout,
     calls,
@@ -145,12 +147,12 @@ def computed(
 def test_ranks_compute_a_pose_once_and_keep_their_own_rows_of_it(monkeypatch, layout, weights):
     calls = calls_of([0.0, 0.5])
     calls = [calls[0], calls[0], calls[1], calls[0], calls[1]]
-    outputs, poses, residents = computed(monkeypatch, layout, calls, weights=weights)
+    outputs, poses, residents = kept_poses(monkeypatch, layout, calls, weights=weights)
     for number, (_, truth) in enumerate(calls):
         assert relative_error(outputs[layout.writer, number], truth) <= BOUND
     assert set(poses.values()) == {2 * 5}
     held = [resident.kept.nbytes for resident in residents.values()]
-    alone = computed(monkeypatch, Layout(), calls)[2][0].kept.nbytes
+    alone = kept_poses(monkeypatch, Layout(), calls)[2][0].kept.nbytes
     assert max(held) < alone * (1 / layout.world_size + 0.3), "rows of other ranks are kept"
     for resident in residents.values():
         resident.end_run()
@@ -160,7 +162,7 @@ def test_ranks_compute_a_pose_once_and_keep_their_own_rows_of_it(monkeypatch, la
 def test_ranks_forget_a_pose_together_where_one_has_no_room(monkeypatch):
     layout, calls = Layout(ulysses=2), calls_of([0.0, 0.5])
     calls = [calls[0], calls[1], calls[0]]
-    outputs, poses, _ = computed(monkeypatch, layout, calls, free=lambda rank: rank << 60)
+    outputs, poses, _ = kept_poses(monkeypatch, layout, calls, free=lambda rank: rank << 60)
     for number, (_, truth) in enumerate(calls):
         assert relative_error(outputs[0, number], truth) <= BOUND
     assert poses == {0: 15, 1: 15}
@@ -174,7 +176,7 @@ def test_tokens_that_are_kept_quantised_are_as_far_from_the_truth_as_stocks(monk
     with torch.inference_mode():
         _, stock = [forward(**{**one, "transformer_options": options}) for one, _ in calls]
     window = {WINDOW: object()}  # in which the first evaluation computes with what is kept too
-    outputs, _, _ = computed(monkeypatch, Layout(ulysses=2), calls, dtype=dtype, heads=8, more=window)
+    outputs, _, _ = kept_poses(monkeypatch, Layout(ulysses=2), calls, dtype=dtype, heads=8, more=window)
     far = rms(stock - calls[0][1])
     for number in (0, 1):
         assert 0.8 * far <= rms(outputs[0, number] - calls[0][1]) <= 1.2 * far
@@ -182,14 +184,14 @@ def test_tokens_that_are_kept_quantised_are_as_far_from_the_truth_as_stocks(monk
 
 def test_what_an_evaluation_that_failed_kept_is_void(monkeypatch):
     calls = calls_of([0.0]) * 3
-    _, poses, _ = computed(monkeypatch, Layout(ulysses=2), calls, attempts=(0, 1, 1))
+    _, poses, _ = kept_poses(monkeypatch, Layout(ulysses=2), calls, attempts=(0, 1, 1))
     assert poses == {0: 10, 1: 10}
 
 
 def test_a_cache_that_does_not_fit_into_main_memory_is_refused_with_the_next_move(monkeypatch):
     monkeypatch.setattr("pipemesh.parallel_runtime.crossing.kept_tokens.system_memory", lambda: (1, 1))
     with pytest.raises(Refused, match=r"^WanAnimate2Cache needs .* free: set its dtype to int8 or"):
-        computed(monkeypatch, Layout(), calls_of([0.0]))
+        kept_poses(monkeypatch, Layout(), calls_of([0.0]))
 
 
 def test_a_cache_of_another_class_is_refused_by_name():

@@ -14,7 +14,6 @@ from comfy.ldm.lumina.model import FeedForward
 from greenlet import getcurrent
 from pipemesh.lab.quantised_files import FORMATS
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES, classes_of
-from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.watch.fingerprint import host_files
 from pipemesh.parallel_runtime.weights.quantisation import is_quantised
 from pipemesh.pool.trial.comparisons import model_of
@@ -23,61 +22,43 @@ from ..fixtures import ALL, COMFYUI
 from ..weights import test_sharded_families
 from ..weights.test_kept_weights import aligned
 from ..weights.test_quantised import SAMPLE_OF, WITHOUT_STAGES, loaded, size_of, with_lora, written
-from ..weights.test_sharded_families import asked, computed
+from ..weights.test_sharded_families import LAYOUTS, asked, computed, is_equal
 
 __all__ = ["written"]  # a fixture
 HELPER = "linear_input_act"  # of comfy.ops: an activation, and the layer behind it
 INT8 = [form for form, one in FORMATS.items() if "int8" in one.algorithm]
-LAYOUTS = {"2": Layout(ulysses=2), "3": Layout(ring=3), "stages": Layout(ring=2, pipefusion=2)}
-
-
-def calls_the_helper(family):
-    """Whether code of the family's models may call it."""
-    kinds = [classes_of(plan)[0] for plan in family.plans]
-    return ("comfy.ops", HELPER) in host_files(Path(COMFYUI)).reached(*kinds)
-
-
-FUSED = [family.samples[0].name for family in FAMILIES if calls_the_helper(family)]
-PRODUCT = [
-    (family, form, ranks, weights)
-    for family, form, ranks, weights in itertools.product(
-        FUSED, INT8, ("2", "stages"), ("sharded", "offloaded")
-    )
-    if not (ranks == "stages" and family in WITHOUT_STAGES)
-]
-
-
-def cover():
-    """Each format, both ways to keep weights, over families and layouts in turn."""
-    ways = zip(
-        itertools.cycle(FUSED), INT8, itertools.cycle(("sharded", "offloaded", "sharded")), strict=False
-    )
-    return [(family, form, "2", weights) for family, form, weights in ways]
 
 
 @pytest.mark.host
-@pytest.mark.parametrize(("family", "form", "ranks", "weights"), PRODUCT if ALL else cover())
-def test_int8_weights_that_a_helper_computes_with_are_the_whole_ones(
-    written, monkeypatch, family, form, ranks, weights
-):
-    path = aligned(Path(written(family, form)))
-    with monkeypatch.context() as patch:
-        given = spied(patch)
-        calls = asked(path, family)[:1]
-    assert given and all(map(is_quantised, given)), "the helper is given layers that are not quantised"
-    patches = with_lora(loaded(path), written(family, "lora"), True).patches if weights == "sharded" else {}
-    assert_equal(monkeypatch, LAYOUTS[ranks], weights, path, calls, patches)
+@pytest.mark.parametrize(("number", "form"), [*enumerate(INT8)])
+def test_int8_weights_that_a_helper_computes_with_are_the_whole_ones(written, monkeypatch, number, form):
+    """Each format, both ways to keep weights, over families in turn."""
+    files, ways = host_files(Path(COMFYUI)), ("sharded", "offloaded")
+    fused = [family for family in FAMILIES if calls_the_helper(files, family)]
+    every = [(family, way) for family in fused for way in ways]
+    for family, weights in every if ALL else [(fused[number % len(fused)], ways[number % 2])]:
+        name = family.samples[0].name
+        path = aligned(Path(written(name, form)))
+        with monkeypatch.context() as patch:
+            given = spied(patch)
+            calls = asked(path, name)[:1]
+        assert given and all(map(is_quantised, given)), "the helper is given layers that are not quantised"
+        patches = with_lora(loaded(path), written(name, "lora"), True).patches if weights == "sharded" else {}
+        for ranks in ("2", "stages") if ALL and name not in WITHOUT_STAGES else ("2",):
+            assert_equal(monkeypatch, LAYOUTS[ranks], weights, path, calls, patches)
+
+
+def calls_the_helper(files, family):
+    """Whether code of the family's models may call it."""
+    return ("comfy.ops", HELPER) in files.reached(*(classes_of(plan)[0] for plan in family.plans))
 
 
 def spied(monkeypatch):
     """The weights of the layers that the helper is given from now on."""
     own, given = getattr(comfy.ops, HELPER), []
-
-    def helper(linear, *args):
-        given.append(linear.weight)
-        return own(linear, *args)
-
-    monkeypatch.setattr(comfy.ops, HELPER, helper)
+    monkeypatch.setattr(
+        comfy.ops, HELPER, lambda linear, *args: given.append(linear.weight) or own(linear, *args)
+    )
     return given
 
 
@@ -90,17 +71,14 @@ def assert_equal(monkeypatch, layout, weights, path, calls, patches):
     truth, ours = outputs.values()
     assert any(out is not None for out in truth.values())
     for key in truth:
-        assert (truth[key] is None and ours[key] is None) or torch.equal(truth[key], ours[key]), key
+        assert is_equal(truth[key], ours[key]), key
 
 
 # -- doubles of helpers that other versions of the host have, or will
 
 
-LUMINA = next(
-    family.samples[0].name
-    for family in FAMILIES
-    if classes_of(family.plans[0])[0].startswith("comfy.ldm.lumina")
-)
+KIND = "comfy.ldm.lumina"
+LUMINA = next(one.samples[0].name for one in FAMILIES if classes_of(one.plans[0])[0].startswith(KIND))
 
 
 def cast(linear, x):
@@ -134,18 +112,12 @@ def by_the_ranks_tokens(self, x):
 
 
 HELPERS = (one_at_a_time, all_at_once, by_the_ranks_tokens)
-KINDS = (("", torch.float32), ("", torch.float16), ("int8", torch.float32))
 # Such layers in int8 are tried above: on a CPU, this model's products of int8 take a minute
-IN_TURN = [
-    (one_at_a_time, KINDS[1], "2"),
-    (all_at_once, KINDS[0], "3"),
-    (by_the_ranks_tokens, KINDS[0], "stages"),
-]
+IN_TURN = [(one_at_a_time, "float16", "2"), (all_at_once, "", "3"), (by_the_ranks_tokens, "", "stages")]
+EVERY = itertools.product(HELPERS, ("", "float16", "int8"), ("3", "stages"))
 
 
-@pytest.mark.parametrize(
-    ("helper", "kind", "ranks"), list(itertools.product(HELPERS, KINDS, ("3", "stages"))) if ALL else IN_TURN
-)
+@pytest.mark.parametrize(("helper", "kind", "ranks"), EVERY if ALL else IN_TURN)
 def test_a_layer_whose_weights_are_cast_past_its_forward_has_its_turn(
     written, monkeypatch, helper, kind, ranks
 ):
@@ -153,11 +125,10 @@ def test_a_layer_whose_weights_are_cast_past_its_forward_has_its_turn(
         state = comfy.utils.load_torch_file(path)
         return model_of(SAMPLE_OF[LUMINA].form, size_of(LUMINA), state, torch.float16)
 
-    form, dtype = kind
-    path = aligned(Path(written(LUMINA, form)))
+    path = aligned(Path(written(LUMINA, kind if kind == "int8" else "")))
     calls = asked(path, LUMINA)[:1]
     monkeypatch.setattr(FeedForward, "forward", helper)
-    if dtype == torch.float16:
+    if kind == "float16":
         monkeypatch.setattr(test_sharded_families, "loaded", torch.inference_mode()(half))
     before = comfy.ops.cast_bias_weight
     assert_equal(monkeypatch, LAYOUTS[ranks], "sharded", path, calls, {})

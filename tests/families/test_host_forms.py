@@ -7,6 +7,8 @@ from pipemesh.lab.commands.parity import BOUND, Case, relative_error, sample, st
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.families.catalogue import NOT_HERE, SAMPLES
 
+from ..kit.patched import with_option
+
 pytestmark = pytest.mark.host
 NAME = next(
     name
@@ -26,21 +28,17 @@ def masked():
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (1, 1, 1, 2)], ids=["ulysses", "ring", "cfg"])
 def test_tokens_under_a_noise_mask_have_timesteps_of_their_own(clients, masked, degrees):
     stock, truth = masked
-    assert (
-        relative_error(sample(parallelize(stock, clients(*degrees), holds_ui_device=False), MASKED), truth)
-        <= BOUND
-    )
+    ours = parallelize(stock, clients(*degrees), holds_ui_device=False)
+    assert relative_error(sample(ours, MASKED), truth) <= BOUND
 
 
 KEEPING = "qwen-image-2.1-edit"  # a model that keeps the keys and values of a prompt and its images
 OFF, INT8 = {"device": "off"}, {"device": "cpu", "dtype": "int8"}
 
 
-def with_cache(model, setting):
+def with_setting(model, setting):
     """As its node sets it."""
-    clone = model.clone()
-    clone.model_options["transformer_options"]["qwen_image21_cache"] = setting
-    return clone
+    return with_option(model, qwen_image21_cache=setting)
 
 
 @pytest.mark.skipif(KEEPING in NOT_HERE, reason=NOT_HERE.get(KEEPING, ""))
@@ -48,8 +46,8 @@ def with_cache(model, setting):
 @pytest.mark.parametrize("setting", [OFF, INT8], ids=["not kept", "kept in int8"])
 def test_ranks_keep_of_a_prompt_what_the_nodes_setting_says(clients, setting, degrees):
     """What is kept in int8 is seen: so the ranks keep it."""
-    stock = with_cache(stock_model(5, family=KEEPING), setting)
+    stock = with_setting(stock_model(5, family=KEEPING), setting)
     once = partial(sample, case=Case(KEEPING, "ulysses1", "odd", 5, 4.0, False, "euler"), batch=2)
     truth = once(stock)
-    assert (relative_error(truth, once(with_cache(stock, {}))) > 10 * BOUND) is (setting is INT8)
+    assert (relative_error(truth, once(with_setting(stock, {}))) > 10 * BOUND) is (setting is INT8)
     assert relative_error(once(parallelize(stock, clients(*degrees), holds_ui_device=False)), truth) <= BOUND

@@ -3,22 +3,21 @@ named, and warm both are stock's own.
 """
 
 import re
-from functools import cache, partial
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 
 import comfy.samplers
-import comfy.supported_models
 import pytest
 import torch
+from comfy.patcher_extension import CallbacksMP
 from pipemesh.lab.commands import parity
 from pipemesh.lab.commands.parity import BOUND, Case, conditioning, relative_error, sample, stock_model
-from pipemesh.parallel_runtime.client import separability
+from pipemesh.parallel_runtime.client import patch_sampling, separability
 from pipemesh.parallel_runtime.errors import ModelError
 from pipemesh.parallel_runtime.families import plan_for
 from pipemesh.parallel_runtime.families.catalogue import PLAIN, REPRESENTATIVES, SAMPLES
 from pipemesh.parallel_runtime.families.flux import guided_config
-from pipemesh.parallel_runtime.families.sample import random_tensor
 
 from ..kit.models import VIDEO, run
 from ..kit.patched import (  # noqa: F401
@@ -29,6 +28,8 @@ from ..kit.patched import (  # noqa: F401
     SMALL,
     Patched,
     advanced,
+    cloned,
+    control_net,
     custom,
     execute,
     in_windows,
@@ -39,19 +40,31 @@ from ..kit.patched import (  # noqa: F401
     stock,
     suspended_coroutines,
     together,
+    with_object,
 )
 
 pytestmark = pytest.mark.usefixtures("one_cond_at_a_time")
 
 
-def assert_free_where_stale(stale, sampled, truth, least=100 * BOUND):
-    """Where something is stale a run is free, and computes what one in step does, and not stock's
-    own: ``least`` it is off. ``sampled``: model -> latent.
+def assert_free(sampled, warm, stale, truth, least=100 * BOUND):
+    """Hold a run to stock's own where it is warm. Where something is stale it is free too, and
+    computes what one in step does, and not stock's own: ``least`` it is off. ``sampled``: model ->
+    latent.
     """
+    assert torch.equal(sampled(warm.model), truth)
+    assert warm.mode == FREE
     free, in_step = sampled(stale.model), sampled(together(stale.model))
     assert stale.modes.pop(0) == FREE and stale.mode.startswith("single-timeline")
     assert relative_error(free, in_step) <= BOUND
     assert relative_error(free, truth) > least, "nothing was stale"
+
+
+def odd_case(name, sampler="euler"):
+    return Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 4.0, False, sampler)
+
+
+def ours(case, warm_up=ALL_WARM):
+    return Patched(stock_model(case.heads, family=case.family), warm_up=warm_up)
 
 
 # -- samplers
@@ -61,16 +74,15 @@ def assert_free_where_stale(stale, sampled, truth, least=100 * BOUND):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_is_stock_when_warm_and_runs_free_if_it_acts_on_each_pixel(name):
     options = {"sampler": name, "steps": 4, "cfg": 2.0, "size": SIZE, "negative": conditioning(2, 13)}
-    truth = run(stock(), **options)
-    state = torch.get_rng_state()
+    sampled = partial(run, **options)
+    truth, state = sampled(stock()), torch.get_rng_state()
     torch.manual_seed(0)
-    assert torch.equal(run(patched().model, **options), truth)
-    assert torch.equal(torch.get_rng_state(), state)
     if name == "dpm_adaptive":
+        assert torch.equal(sampled(patched().model), truth)
         assert patched().modes.pop() == "single-timeline, because of the sampler dpm_adaptive"
-        return
-    assert patched().mode == FREE
-    assert_free_where_stale(patched(warm_up=1), lambda model: run(model, **options), truth)
+    else:
+        assert_free(sampled, patched(), patched(warm_up=1), truth)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_samplers_that_draw_from_torchs_own_generator_draw_as_stock_does():
@@ -88,14 +100,11 @@ MASK = {
     "latent": latent(),
     "noise_mask": torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(2)).round(),
 }
-RANGES = [
-    [tensor, {**extras, "start_percent": n / 2, "end_percent": (n + 1) / 2}]
-    for n in (0, 1)
-    for tensor, extras in conditioning(n, 9)
-]
-COMBINED = [
-    [tensor, {**extras, "strength": 0.3 + n}] for n in (0, 1) for tensor, extras in conditioning(n, 9)
-]
+
+
+def adding(extras, *, tokens=9, seeds=(0, 1)):
+    """A prompt of texts to each of which is added what ``extras`` makes of its number."""
+    return [[text, {**own, **extras(n)}] for n in seeds for text, own in conditioning(n, tokens)]
 
 
 PLAIN_WORKFLOWS = {
@@ -109,49 +118,41 @@ PLAIN_WORKFLOWS = {
     "inpaint, sde": {**MASK, "sampler": "dpmpp_2m_sde", "cfg": 2.0, "denoise": 0.7},
     "batch, cfg": {"batch": 2, "cfg": 2.0},
     "batch": {"batch": 2, "sampler": "euler_ancestral"},
-    "timestep ranges": {"positive": RANGES},
-    "combined": {"positive": COMBINED, "cfg": 2.0},
-    "guidance": {"positive": [[text, {**extras, "guidance": 9.0}] for text, extras in conditioning(1, 9)]},
+    "timestep ranges": {"positive": adding(lambda n: {"start_percent": n / 2, "end_percent": (n + 1) / 2})},
+    "combined": {"positive": adding(lambda n: {"strength": 0.3 + n}), "cfg": 2.0},
+    "guidance": {"positive": adding(lambda _: {"guidance": 9.0}, seeds=(1,))},
 }
 
 
+@pytest.fixture(scope="module")
+def plain():
+    return run(stock(), size=SIZE, steps=4)
+
+
 @pytest.mark.parametrize("name", PLAIN_WORKFLOWS)
-def test_a_plain_workflow_runs_free_and_is_stock_when_warm(name):
+def test_a_plain_workflow_runs_free_and_is_stock_when_warm(plain, name):
     options = {"size": SIZE, "steps": 4, **PLAIN_WORKFLOWS[name]}
     truth = run(stock(), **options)
-    assert relative_error(run(stock(), size=SIZE, steps=4), truth) > 0.001, "the options do nothing"
-    assert torch.equal(run(patched().model, **options), truth)
-    assert patched().mode == FREE
-    assert_free_where_stale(patched(warm_up=1), lambda model: run(model, **options), truth)
+    assert relative_error(plain, truth) > 0.001, "the options do nothing"
+    assert_free(partial(run, **options), patched(), patched(warm_up=1), truth)
 
 
 @pytest.mark.parametrize("size, patches", [((9, 6), 4), ((8, 11), 3), ((6, 6), 9), ((1, 8), 2)], ids=str)
 def test_heights_need_not_divide_by_the_number_of_patches(size, patches):
-    options = {"size": size, "steps": 4, "cfg": 2.0}
-    ours = patched(patches)
-    assert torch.equal(run(ours.model, **options), run(stock(), **options))
-    assert ours.mode == FREE
-    stale = patched(patches, warm_up=1)
-    assert relative_error(run(stale.model, **options), run(together(stale.model), **options)) <= BOUND
-    stale.modes.clear()
+    sampled = partial(run, size=size, steps=4, cfg=2.0)
+    assert_free(sampled, patched(patches), patched(patches, warm_up=1), sampled(stock()), least=-1.0)
 
 
-OTHERS = [  # each family and form with another sampler
-    Case(one.name, "ulysses1", "odd", one.heads[0], 4.0, False, sampler)
-    for one, sampler in zip(REPRESENTATIVES.values(), cycle(parity.SAMPLERS), strict=False)
-    if one.name != PLAIN
-]
+OTHERS = zip((name for name in REPRESENTATIVES if name != PLAIN), cycle(parity.SAMPLERS), strict=False)
 
 
 @pytest.mark.cover(3)
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.family)
-def test_every_family_runs_free(case):
+@pytest.mark.parametrize(("name", "sampler"), OTHERS)
+def test_every_family_runs_free(name, sampler):
+    """Each with another sampler."""
+    case = odd_case(REPRESENTATIVES[name].name, sampler)
     truth = sample(stock_model(case.heads, family=case.family), case)
-    warm = Patched(stock_model(case.heads, family=case.family))
-    assert torch.equal(sample(warm.model, case), truth)
-    assert warm.mode == FREE
-    stale = Patched(stock_model(case.heads, family=case.family), warm_up=1)
-    assert_free_where_stale(stale, lambda model: sample(model, case), truth, BOUND)
+    assert_free(partial(sample, case=case), ours(case), ours(case, 1), truth, BOUND)
 
 
 @pytest.mark.cover(8)
@@ -160,29 +161,23 @@ def test_every_other_sample_runs_free_and_is_stock_when_warm(name):
     """What its nodes add to a prompt is known to leave each pixel to itself, or named. A plan that
     cannot be cut says why.
     """
-    case = Case(name, "ulysses1", "odd", SAMPLES[name].heads[0], 4.0, False, "euler")
-    warm = Patched(stock_model(case.heads, family=name))
-    assert torch.equal(
-        sample(warm.model, case, steps=2), sample(stock_model(case.heads, family=name), case, steps=2)
-    )
-    together, facts = plan_for(type(warm.model.model.diffusion_model)).together, SAMPLES[name]
-    extras = facts.extras(parity.empty_latent(case))
+    case, sampled = odd_case(name), partial(sample, case=odd_case(name), steps=2)
+    warm = ours(case)
+    assert torch.equal(sampled(warm.model), sampled(stock_model(case.heads, family=name)))
+    together = plan_for(type(warm.model.model.diffusion_model)).together
+    extras = SAMPLES[name].extras(parity.empty_latent(case))
     refers = {"reference_latents", "concat_latent_image"} & extras.keys()
     if together.always:
-        assert warm.mode == f"all of them at once, because of {together.always}"
+        says = [f"all of them at once, because of {together.always}"]
     elif refers and together.arguments:
-        assert warm.mode == f"all of them at once, because of {both_sides(together.arguments[0])}"
+        says = [f"all of them at once, because of {both_sides(together.arguments[0])}"]
     elif together.refiners:
-        assert (
-            warm.mode
-            == f"single-timeline, because of the model's {together.refiners[0]}, which looks at the whole"
-            " image"
-        )
+        looks = f"the model's {together.refiners[0]}, which looks at the whole image"
+        says = [f"single-timeline, because of {looks}"]
     else:
-        before = [
-            f"single-timeline, because of {both_sides(name)}" for name in ("reference_latent", "ref_latent")
-        ]
-        assert warm.mode in (FREE, *before)
+        names = ("reference_latent", "ref_latent")
+        says = [FREE, *(f"single-timeline, because of {both_sides(name)}" for name in names)]
+    assert warm.mode in says
 
 
 def both_sides(name):
@@ -191,25 +186,15 @@ def both_sides(name):
 
 @pytest.mark.parametrize("key", ["time_dim_concat", "context_latents"])
 def test_frames_that_stand_behind_a_videos_own_run_free(key):
-    frame = latent(size=(1, 5, 6))
-    prompts = [
-        [
-            [text, {**extras, key: [frame] if key == "context_latents" else frame}]
-            for text, extras in conditioning(n, 9)
-        ]
-        for n in (1, 2)
-    ]
+    frame, case = latent(size=(1, 5, 6)), odd_case(VIDEO)
+    extras = {key: [frame] if key == "context_latents" else frame}
     options = {"latent": torch.zeros(1, 16, 3, 5, 6), "cfg": 2.0, "steps": 4}
-    options |= {"positive": prompts[0], "negative": prompts[1]}
-    plain = stock_model(5, family=VIDEO)
+    options["positive"], options["negative"] = (adding(lambda _: extras, seeds=(n,)) for n in (1, 2))
+    plain = stock_model(case.heads, family=VIDEO)
     truth = run(plain, **options)
-    assert relative_error(run(plain, **{**options, "positive": conditioning(1, 9)}), truth) > 0.001, (
-        "the frame does nothing"
-    )
-    warm, stale = (Patched(stock_model(5, family=VIDEO), warm_up=warm_up) for warm_up in (ALL_WARM, 1))
-    assert torch.equal(run(warm.model, **options), truth)
-    assert warm.mode == FREE
-    assert_free_where_stale(stale, lambda model: run(model, **options), truth, BOUND)
+    without = run(plain, **options | {"positive": conditioning(1, 9)})
+    assert relative_error(without, truth) > 0.001, "the frame does nothing"
+    assert_free(partial(run, **options), ours(case), ours(case, 1), truth, BOUND)
 
 
 def basic_guider(model):
@@ -254,56 +239,57 @@ NODES = {  # what a node takes the place of, and the node
 }
 
 
+def outputs_of_advanced(*args, **given):
+    return torch.stack([one["samples"] for one in advanced(*args, **given)])
+
+
+@pytest.fixture(scope="module")
+def as_it_is():
+    return outputs_of_advanced(stock())
+
+
 @pytest.mark.parametrize("name", NODES)
-def test_stock_guiders_model_sampling_and_samplers_run_free_as_a_server_loads_them(name):
+def test_stock_guiders_model_sampling_and_samplers_run_free_as_a_server_loads_them(as_it_is, name):
     place, node = NODES[name]
 
-    def sampled(of, wrap=lambda model: model):
-        model = wrap(node(of) if place == "model" else of)
-        return advanced(model, **({} if place == "model" else {place: node(model)}))
+    def sampled(of):
+        if place == "model":
+            return outputs_of_advanced(node(of))
+        return outputs_of_advanced(of, **{place: node(of)})
 
-    truths = sampled(stock())
-    assert relative_error(advanced(stock())[0]["samples"], truths[0]["samples"]) > 0.001, (
-        "the node does nothing"
-    )
-    for ours, truth in zip(sampled(patched().model), truths, strict=True):
-        assert torch.equal(ours["samples"], truth["samples"])
-    assert patched().mode == FREE
-    stale = patched(warm_up=1)
-    for free, in_step in zip(sampled(stale.model), sampled(stale.model, together), strict=True):
-        assert relative_error(free["samples"], in_step["samples"]) <= BOUND
-    assert stale.modes.pop(0) == FREE and stale.mode.startswith("single-timeline")
-
-
-class StandInVae:
-    """Pixels (B, H, W, 3) to 16 channels of an eighth."""
-
-    def encode(self, pixels):
-        small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
-        return small.repeat(1, 6, 1, 1)[:, :16]
-
-
-def test_an_inpainting_model_with_its_conditioning_runs_free():
-    height, width = SIZE[0] * 8, SIZE[1] * 8
-    pixels = torch.rand(1, height, width, 3, generator=torch.Generator().manual_seed(4))
-    mask = torch.zeros(1, height, width)
-    mask[:, 30:80, 20:60] = 1.0
-    positive, negative, image = execute(
-        "", "InpaintModelConditioning", conditioning(1, 13), conditioning(2, 7), pixels, StandInVae(), mask
-    )
-
-    def sampled(model):
-        return advanced(model, custom("CFGGuider", model, positive, negative, 3.0), image=image)
-
-    truths = sampled(stock(fill=True))
-    for ours, truth in zip(sampled(patched(fill=True).model), truths, strict=True):
-        assert torch.equal(ours["samples"], truth["samples"])
-    assert patched(fill=True).mode == FREE
-    stale, truth = patched(warm_up=1, fill=True), truths[0]["samples"]
-    assert_free_where_stale(stale, lambda model: sampled(model)[0]["samples"], truth, BOUND)
+    truth = sampled(stock())
+    assert relative_error(as_it_is[0], truth[0]) > 0.001, "the node does nothing"
+    assert_free(sampled, patched(), patched(warm_up=1), truth, least=-1.0)
 
 
 # -- what is kept together
+
+
+def with_cache(name, model):
+    return execute("nodes_easycache", name, model, 0.5, 0.1, 0.95, False)
+
+
+@pytest.mark.parametrize("name", ["EasyCache", "LazyCache"])
+def test_a_step_cache_skips_as_many_evaluations_of_stale_patches_as_stock_skips(name):
+    counted = []
+
+    def sampled(model, forward):
+        own = "diffusion_model._forward"
+        model = with_object(model, own, lambda *args, **more: counted.append(1) or forward(*args, **more))
+        return run(model, size=SIZE, steps=8)
+
+    plain, stale = stock(), patched(warm_up=1)
+    truth = sampled(with_cache(name, plain), plain.model.diffusion_model._forward)
+    kept = len(counted)
+    found = sampled(with_cache(name, stale.model), stale.model.object_patches["diffusion_model._forward"])
+    assert 0 < kept < 8 and len(counted) == 2 * kept
+    assert stale.mode.startswith("single-timeline")
+    assert relative_error(found, truth) > 100 * BOUND, "nothing was stale"
+
+
+def test_patches_without_a_whole_evaluation_before_them_are_refused():
+    with pytest.raises(ModelError, match=r"warm_up 0: .* choose 1 or more"):
+        patched(warm_up=0)
 
 
 def foreign_post_cfg(args):
@@ -311,17 +297,11 @@ def foreign_post_cfg(args):
 
 
 def with_post_cfg(model):
-    clone = model.clone()
-    clone.set_model_sampler_post_cfg_function(foreign_post_cfg)
-    return clone
+    return cloned(model, "set_model_sampler_post_cfg_function", foreign_post_cfg)
 
 
 def with_prepare_state(model):
-    from comfy.patcher_extension import CallbacksMP
-
-    clone = model.clone()
-    clone.add_callback(CallbacksMP.ON_PREPARE_STATE, foreign_prepare_state)
-    return clone
+    return cloned(model, "add_callback", CallbacksMP.ON_PREPARE_STATE, foreign_prepare_state)
 
 
 def foreign_prepare_state(patcher, timestep, model_options, *_):
@@ -342,38 +322,33 @@ class ForeignSampling(torch.nn.Module):
 
 
 def with_foreign_sampling(model):
-    clone = model.clone()
-    clone.add_object_patch("model_sampling", ForeignSampling(model.get_model_object("model_sampling")))
-    return clone
+    return with_object(model, "model_sampling", ForeignSampling(model.get_model_object("model_sampling")))
 
 
-REGION = [
-    [tensor, {**extras, "area": (6, 5, 2, 3), "strength": 0.7}] for tensor, extras in conditioning(3, 9)
-]
+REGION = adding(lambda _: {"area": (6, 5, 2, 3), "strength": 0.7}, seeds=(3,))
+rescaled = partial(execute, "nodes_model_advanced", "RescaleCFG", multiplier=0.7)
+LOOK = {  # at more than a pixel: what nodes do, the options of the run, and what is said
+    "RescaleCFG": (rescaled, {}, "sampler_cfg_function .*rescale_cfg"),
+    "CFGZeroStar": (
+        partial(execute, "nodes_cfg", "CFGZeroStar"),
+        {},
+        "sampler_post_cfg_function .*cfg_zero_star",
+    ),
+    "EasyCache": (partial(with_cache, "EasyCache"), {"steps": 8}, "easycache"),
+    "post-CFG": (with_post_cfg, {}, "sampler_post_cfg_function .*test_modes.foreign_post_cfg"),
+    "area": (lambda m: m, {"positive": conditioning(1, 13) + REGION}, "area on the positive conditioning"),
+    "callback": (with_prepare_state, {}, "on_prepare_state callback .*foreign_prepare_state"),
+    "model sampling": (
+        with_foreign_sampling,
+        {},
+        "object patch model_sampling .*comfyui_foreign.sampling.ForeignSampling",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "patch, options, words",
-    [
-        (
-            lambda m: execute("nodes_model_advanced", "RescaleCFG", m, 0.7),
-            {},
-            "sampler_cfg_function .*rescale_cfg",
-        ),
-        (lambda m: execute("nodes_cfg", "CFGZeroStar", m), {}, "sampler_post_cfg_function .*cfg_zero_star"),
-        (
-            lambda m: execute("nodes_easycache", "EasyCache", m, 0.5, 0.1, 0.95, False),
-            {"steps": 8},
-            "easycache",
-        ),
-        (with_post_cfg, {}, "sampler_post_cfg_function .*test_modes.foreign_post_cfg"),
-        (lambda m: m, {"positive": conditioning(1, 13) + REGION}, "area on the positive conditioning"),
-        (with_prepare_state, {}, "on_prepare_state callback .*foreign_prepare_state"),
-        (with_foreign_sampling, {}, "object patch model_sampling .*comfyui_foreign.sampling.ForeignSampling"),
-    ],
-    ids=["RescaleCFG", "CFGZeroStar", "EasyCache", "post-CFG", "area", "callback", "model sampling"],
-)
-def test_what_looks_at_more_than_a_pixel_is_named_and_stock_when_warm(patch, options, words):
+@pytest.mark.parametrize("name", LOOK)
+def test_what_looks_at_more_than_a_pixel_is_named_and_stock_when_warm(name):
+    patch, options, words = LOOK[name]
     options = {"size": SIZE, "steps": 4, "cfg": 3.0, **options}
     truth = run(patch(stock()), **options)
     if patch not in (with_prepare_state, with_foreign_sampling):
@@ -388,9 +363,7 @@ def named(mode, words):
 
 
 def test_all_that_keeps_patches_together_is_named_at_once():
-    run(
-        execute("nodes_model_advanced", "RescaleCFG", with_post_cfg(patched().model), 0.7), size=SIZE, cfg=3.0
-    )
+    run(rescaled(with_post_cfg(patched().model)), size=SIZE, cfg=3.0)
     named(patched().mode, "foreign_post_cfg.* and .*rescale_cfg")
 
 
@@ -405,67 +378,45 @@ def test_code_among_the_samplers_options_is_named():
     def foreign_noise(sigma, sigma_next):
         return torch.zeros(1, 16, *SIZE)
 
-    advanced(
-        patched().model,
-        sampler=comfy.samplers.ksampler("euler_ancestral", {"noise_sampler": foreign_noise}),
-    )
+    sampler = comfy.samplers.ksampler("euler_ancestral", {"noise_sampler": foreign_noise})
+    advanced(patched().model, sampler=sampler)
     named(patched().mode, "the sampler's option noise_sampler .*foreign_noise")
-
-
-@cache
-def control_net():
-    """A tiny one of the host's own classes."""
-    import comfy.controlnet
-    import comfy.ldm.flux.controlnet
-    import comfy.ops
-
-    net = comfy.ldm.flux.controlnet.ControlNetFlux(
-        dtype=torch.float32, operations=comfy.ops.disable_weight_init, **guided_config(SMALL)
-    )
-    net.load_state_dict(
-        {
-            name: random_tensor(name, tuple(tensor.shape), 3, torch.float32)
-            for name, tensor in net.state_dict().items()
-        }
-    )
-    return comfy.controlnet.ControlNet(net, load_device=torch.device("cpu"), extra_conds=["y", "guidance"])
 
 
 def test_a_controlnet_is_named_and_stock_when_warm():
     image = torch.rand(1, 12 * 8, 10 * 8, 3, generator=torch.Generator().manual_seed(5))
+    net = control_net({**guided_config(SMALL), "dtype": torch.float32}, 3)
     both = conditioning(1, 13), conditioning(2, 7)
-    prompts = execute("", "ControlNetApplyAdvanced", *both, control_net(), image, 0.8, 0.0, 1.0)
-    options = {"size": (12, 10), "steps": 4, "cfg": 3.0}
-    truth = run(stock(), positive=prompts[0], negative=prompts[1], **options)
-    assert relative_error(run(stock(), **options), truth) > 0.01, "the ControlNet does nothing"
-    assert torch.equal(run(patched().model, positive=prompts[0], negative=prompts[1], **options), truth)
+    prompts = execute("", "ControlNetApplyAdvanced", *both, net, image, 0.8, 0.0, 1.0)
+    plain = partial(run, size=(12, 10), steps=4, cfg=3.0)
+    sampled = partial(plain, positive=prompts[0], negative=prompts[1])
+    truth = sampled(stock())
+    assert relative_error(plain(stock()), truth) > 0.01, "the ControlNet does nothing"
+    assert torch.equal(sampled(patched().model), truth)
     named(patched().mode, "control on the positive conditioning")
-    control_net.cache_clear()
 
 
 windowed = partial(in_windows, context_length=2, context_overlap=1)
 
 
 def test_context_windows_are_named_and_stock_when_warm():
-    case = Case(VIDEO, "ulysses1", "odd", 5, 4.0, False, "euler")
-    ours = Patched(stock_model(case.heads, family=case.family))
-
-    plain = stock_model(case.heads, family=case.family)
+    case = odd_case(VIDEO)
+    warm, plain = ours(case), stock_model(case.heads, family=VIDEO)
     truth = sample(windowed(plain), case)
     assert relative_error(sample(plain, case), truth) > 0.001, "the windows do nothing"
-    assert torch.equal(sample(windowed(ours.model), case), truth)
-    named(ours.mode, "context_handler")
+    assert torch.equal(sample(windowed(warm.model), case), truth)
+    named(warm.mode, "context_handler")
 
 
 def test_what_is_kept_of_one_window_or_region_is_not_seen_by_another(monkeypatch):
     """The first evaluations of two windows, or regions, are exact, each of its own; else the second
     would see the keys of the first. So it is also where calls have no numbers.
     """
-    stale = Patched(stock_model(5, family=VIDEO), warm_up=1)
+    stale = ours(odd_case(VIDEO), 1)
     video = {"steps": 1, "latent": torch.zeros(1, 16, 5, 8, 6)}
     truth = run(windowed(stock_model(5, family=VIDEO)), **video)
     assert torch.equal(run(windowed(stale.model), **video), truth)
-    monkeypatch.setattr("pipemesh.parallel_runtime.client.patch_sampling.has_foreign_code", lambda *_: False)
+    monkeypatch.setattr(patch_sampling, "has_foreign_code", lambda *_: False)
     assert torch.equal(run(windowed(stale.model), **video), truth)
     options = {"size": SIZE, "steps": 1, "cfg": 3.0, "positive": conditioning(1, 13) + REGION}
     assert torch.equal(run(patched(warm_up=1).model, **options), run(stock(), **options))
@@ -488,10 +439,8 @@ def test_samplers_of_other_packs_are_named_even_under_a_stock_name(monkeypatch):
         return comfy.samplers.ksampler("euler")
 
     for sampler in (added(), replaced()):
-        assert torch.equal(
-            advanced(patched().model, sampler=sampler)[0]["samples"],
-            advanced(stock(), sampler=sampler)[0]["samples"],
-        )
+        here, truth = (advanced(of, sampler=sampler)[0]["samples"] for of in (patched().model, stock()))
+        assert torch.equal(here, truth)
         named(patched().mode, "the sampler foreign")
 
 
@@ -504,9 +453,7 @@ def test_a_sampler_whose_patches_take_different_numbers_of_evaluations_is_refuse
             x = model(x, sigmas[0] * x.new_ones(1), **extra_args)
         return x
 
-    monkeypatch.setattr(
-        "pipemesh.parallel_runtime.client.patch_sampling.why_single_timeline", lambda *_: None
-    )
+    monkeypatch.setattr(patch_sampling, "why_single_timeline", lambda *_: None)
     with pytest.raises(ModelError, match="set pipefusion to 1 for this sampler"):
         advanced(patched().model, sampler=comfy.samplers.KSAMPLER(sample_at_whim))
     assert patched().mode == FREE and not suspended_coroutines()

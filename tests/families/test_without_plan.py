@@ -64,44 +64,18 @@ class Unplanned:
         return forward(x)
 
 
-class SwapsHalves(Unplanned):
-    def around(self, x, forward):
-        out = forward(x)
-        return out.roll(len(out) // 2, 0) if len(out) > 1 else out
+def unplanned(name, around):
+    return type(name, (Unplanned,), {"around": around})
 
 
-class LooksAcross(Unplanned):
-    def around(self, x, forward):
-        return forward(x + 0.1 * x.mean(0, keepdim=True))
+def swapping_halves(self, x, forward):
+    out = forward(x)
+    return out.roll(len(out) // 2, 0) if len(out) > 1 else out
 
 
-class Draws(Unplanned):
-    def around(self, x, forward):
-        return forward(x + 1e-6 * torch.randn(x.shape))
-
-
-class Keeps(Unplanned):
-    def around(self, x, forward):
-        self.before = x
-        return forward(x)
-
-
-class KeepsInPlace(Unplanned):
-    def around(self, x, forward):
-        self.pe_embedder.calls.append(1)
-        return forward(x)
-
-
-class KeepsAModule(Unplanned):
-    def around(self, x, forward):
-        self.before = type(self.pe_embedder)(4, 10, [4])
-        return forward(x)
-
-
-class KeepsALayer(Unplanned):
-    def around(self, x, forward):
-        self.img_in.before = torch.nn.Identity()
-        return forward(x)
+def doing(act):
+    """Does that with the transformer before each evaluation."""
+    return lambda self, x, forward: (act(self, x), forward(x))[1]
 
 
 class Sort(Enum):
@@ -113,6 +87,31 @@ class GivesAnObject(Unplanned):
         return super().forward(*args, sort=Sort.VIDEO, **kwargs)
 
 
+CANNOT = "has no token plan, and its prompts and images cannot be shared out"
+REFUSED = {  # how a sentence names what the class does
+    rf"SwapsHalves {CANNOT}: computed apart,": unplanned("SwapsHalves", swapping_halves),
+    f"LooksAcross {CANNOT}": unplanned(
+        "LooksAcross", lambda self, x, forward: forward(x + 0.1 * x.mean(0, keepdim=True))
+    ),
+    r"Draws draws random numbers, .*: sample it on one GPU": unplanned(
+        "Draws", lambda self, x, forward: forward(x + 1e-6 * torch.randn(x.shape))
+    ),
+    r"^The argument sort \(.*Sort\) of this MODEL's transformer is no plain data": GivesAnObject,
+    r"Keeps keeps before from one evaluation to the next, .*: sample it on one GPU": unplanned(
+        "Keeps", doing(lambda self, x: setattr(self, "before", x))
+    ),
+    r"KeepsInPlace keeps pe_embedder\.calls from one": unplanned(
+        "KeepsInPlace", doing(lambda self, x: self.pe_embedder.calls.append(1))
+    ),
+    r"KeepsAModule keeps before from one": unplanned(
+        "KeepsAModule", doing(lambda self, x: setattr(self, "before", type(self.pe_embedder)(4, 10, [4])))
+    ),
+    r"KeepsALayer keeps img_in\.before from one": unplanned(
+        "KeepsALayer", doing(lambda self, x: setattr(self.img_in, "before", torch.nn.Identity()))
+    ),
+}
+
+
 @pytest.fixture
 def of_class(monkeypatch):
     """A stock MODEL whose transformer is of such a class, which ComfyUI has under its name."""
@@ -121,10 +120,8 @@ def of_class(monkeypatch):
         model = stock_model(5)
         transformer = model.model.diffusion_model
         transformer.pe_embedder.calls = []
-        module, transformer.__class__ = (
-            ModuleType(home),
-            type(kind.__name__, (kind, type(transformer)), {"__module__": home}),
-        )
+        module = ModuleType(home)
+        transformer.__class__ = type(kind.__name__, (kind, type(transformer)), {"__module__": home})
         setattr(module, kind.__name__, type(transformer))
         monkeypatch.setitem(sys.modules, home, module)
         return model
@@ -149,24 +146,9 @@ def test_groups_share_out_what_nobody_has_looked_at_and_compute_the_first_evalua
     assert all(asked < whole or whole == min(rows) for _, asked, _ in pool.asked), "compared once"
 
 
-@pytest.mark.parametrize(
-    "kind, sentence",
-    [
-        (
-            SwapsHalves,
-            r"SwapsHalves has no token plan, and its prompts and images cannot be shared out: computed apart,",
-        ),
-        (LooksAcross, r"LooksAcross has no token plan, and its prompts and images cannot be shared out"),
-        (Draws, r"Draws draws random numbers, .*: sample it on one GPU"),
-        (Keeps, r"Keeps keeps before from one evaluation to the next, .*: sample it on one GPU"),
-        (GivesAnObject, r"^The argument sort \(.*Sort\) of this MODEL's transformer is no plain data"),
-        (KeepsInPlace, r"KeepsInPlace keeps pe_embedder\.calls from one"),
-        (KeepsAModule, r"KeepsAModule keeps before from one"),
-        (KeepsALayer, r"KeepsALayer keeps img_in\.before from one"),
-    ],
-)
-def test_what_would_be_another_image_in_groups_is_refused_in_the_first_evaluation(of_class, kind, sentence):
-    ours, pool = in_groups(Layout(data=2), of_class(kind))
+@pytest.mark.parametrize("sentence", REFUSED, ids=lambda sentence: REFUSED[sentence].__name__)
+def test_what_would_be_another_image_in_groups_is_refused_in_the_first_evaluation(of_class, sentence):
+    ours, pool = in_groups(Layout(data=2), of_class(REFUSED[sentence]))
     with pytest.raises(Refused, match=sentence):
         run(ours, batch=2)
     assert len(pool.asked) <= 6, "two in groups and one of both, and all of it once more in fp32"

@@ -5,9 +5,11 @@ compared one by one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from pipemesh.lab.commands.parity import BOUND
 from pipemesh.pool.trial.rounding import FACTOR, ROUNDING, SampleModel, bound, relative_error, wrapped
 
 DEVIATIONS = 5.0  # of the largest among a million normal deviates
@@ -44,3 +46,15 @@ def assert_replayed(run: SampleModel, ours: Any, stock: Any) -> None:
 
     assert torch.equal(run(wrapped(ours, replay)), truth)
     assert recorded and next(left, None) is None, "stock evaluates more often"
+
+
+def assert_honoured(
+    change: Callable[[Any], Any], run: SampleModel, ours: Any, stock: Any, least: float = 0.01
+) -> None:
+    """Hold what a node does to our MODEL to what it does to the stock one: something, the same, and
+    no longer than it is there.
+    """
+    plain, truth = run(stock), run(change(stock))
+    assert relative_error(truth, plain) > least, "the change does nothing"
+    assert relative_error(run(change(ours)), truth) <= BOUND
+    assert relative_error(run(ours), plain) <= BOUND, "the change stays"

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from pipemesh.lab import random_files
-from pipemesh.lab.commands.parity import conditioning, sample
+from pipemesh.lab.commands.parity import Case, conditioning, sample
 from pipemesh.parallel_runtime.families.catalogue import FAMILIES, SAMPLES, sample_with
 from pipemesh.parallel_runtime.families.sample import Size
 from pipemesh.parallel_runtime.forward import forward_name
@@ -33,26 +33,16 @@ def run(
     negative=None,
     size=(8, 10),
     batch=1,
-    **kwargs,
+    **more,
 ):
     import comfy.sample
 
-    latent = kwargs.pop("latent", torch.zeros(batch, 16, *size))
+    latent = more.pop("latent", torch.zeros(batch, 16, *size))
+    noise = comfy.sample.prepare_noise(latent, seed)
+    prompts = positive or conditioning(1, 13), negative or conditioning(2, 7)
+    given = steps, cfg, sampler, "simple", *prompts, latent
     with torch.inference_mode():
-        return comfy.sample.sample(
-            model,
-            comfy.sample.prepare_noise(latent, seed),
-            steps,
-            cfg,
-            sampler,
-            "simple",
-            positive or conditioning(1, 13),
-            negative or conditioning(2, 7),
-            latent,
-            disable_pbar=True,
-            seed=seed,
-            **kwargs,
-        )
+        return comfy.sample.sample(model, noise, *given, disable_pbar=True, seed=seed, **more)
 
 
 def load(path):
@@ -72,66 +62,47 @@ def with_lora(model, files, strength):
 
 def with_references(model, method, channels, size=(10, 14)):
     """Sample with two reference latents, as Kontext-like workflows do."""
-    import comfy.sample
-
     reference = torch.randn(1, channels, 9, 8, generator=torch.Generator().manual_seed(4))
     extras = {"reference_latents": [reference, reference[:, :, :4]], "reference_latents_method": method}
     text = [[tensor, {**options, **extras}] for tensor, options in conditioning(1, 13)]
-    latent = torch.zeros(1, channels, *size)
-    with torch.inference_mode():
-        return comfy.sample.sample(
-            model,
-            comfy.sample.prepare_noise(latent, 3),
-            3,
-            1.0,
-            "euler",
-            "simple",
-            text,
-            text,
-            latent,
-            disable_pbar=True,
-            seed=3,
-        )
+    return run(model, 3, positive=text, negative=text, latent=torch.zeros(1, channels, *size))
 
 
 class IdleRank:
     """Stand in for the rank around a stage: one with no other work and enough memory."""
 
-    def tick(self):
-        pass
-
-    def note(self, phase):
-        pass
-
-    def count(self, done, total):
-        pass
-
-    def next_part(self):
-        return None
-
-    def reserve(self, nbytes):
-        pass
+    tick = note = count = next_part = reserve = staticmethod(lambda *_, **__: None)
 
 
-def asked_of(patcher, case):
-    """Return a stock transformer's forward, and the arguments of its calls in the first steps of a
-    case.
-    """
+def calls_within(patcher, work):
+    """Return a stock transformer's forward, and the arguments of its calls while ``work`` runs."""
     module = patcher.model.diffusion_model
     name = forward_name(module)
     forward = getattr(module, name)
     signature = inspect.signature(forward)
-    asked = []
+    calls = []
 
     def spy(*args, **kwargs):
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         arguments.update(arguments.pop("kwargs", {}))
-        asked.append(arguments)
+        calls.append(arguments)
         return forward(*args, **kwargs)
 
     setattr(module, name, spy)
-    sample(patcher, case, steps=2)
+    work()
     delattr(module, name)
+    return forward, calls
+
+
+def asked_of(patcher, case):
+    """Those in the first steps of a case."""
+    return calls_within(patcher, partial(sample, patcher, case, steps=2))
+
+
+def asked_first(patcher, of, heads=None, mask=False):
+    """Return a stock transformer's forward, and what it is asked for first in a run of a sample."""
+    case = Case(of.name, "ulysses1", "odd", heads or of.heads[-1], 1.0, mask, "euler")
+    forward, (asked, *_) = asked_of(patcher, case)
     return forward, asked
 
 

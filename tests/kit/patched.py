@@ -5,14 +5,19 @@ import gc
 from functools import cache, partial
 from pathlib import Path
 
+import comfy.controlnet
+import comfy.ldm.modules.attention as attention
+import comfy.ops
 import comfy.samplers
 import pytest
 import torch
+from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import conditioning
 from pipemesh.lab.in_process import reference
 from pipemesh.parallel_runtime.client.coroutines import Coroutine
+from pipemesh.parallel_runtime.crossing.named_code import OVERRIDE
 from pipemesh.parallel_runtime.families.flux import FILE, guided_config
 from pipemesh.parallel_runtime.families.sample import Form, Size
 
@@ -24,8 +29,6 @@ SMALL = Size(heads=2, head_dim=16, blocks=(1, 1))
 GUIDED = Form(config_class="Flux", config=guided_config, file=FILE)  # its guidance is a conditioning too
 TILED = {"size": (12, 20), "steps": 8, "cfg": 1.0}
 TILES = (0, 10)  # their left edges, and as wide
-# Image and mask beside the latent
-FILL = Form(config_class="Flux", config=lambda size: {**guided_config(size), "in_channels": 96})
 
 
 class Patched:
@@ -42,18 +45,16 @@ class Patched:
         return mode
 
 
-def built(fill=False):
-    return (FILL if fill else GUIDED).random_model(SMALL)
+def built():
+    return GUIDED.random_model(SMALL)
+
+
+stock = cache(built)
 
 
 @cache
-def stock(fill=False):
-    return built(fill)
-
-
-@cache
-def patched(patches=3, warm_up=ALL_WARM, fill=False):
-    return Patched(built(fill), patches, warm_up)
+def patched(patches=3, warm_up=ALL_WARM):
+    return Patched(built(), patches, warm_up)
 
 
 @pytest.fixture
@@ -84,6 +85,43 @@ def cloned(model, change, *given):
     clone = model.clone()
     getattr(clone, change)(*given)
     return clone
+
+
+def with_object(model, name, value):
+    return cloned(model, "add_object_patch", name, value)
+
+
+def with_option(model, **options):
+    clone = model.clone()
+    clone.model_options["transformer_options"].update(options)
+    return clone
+
+
+def with_override(model, override):
+    return with_option(model, **{OVERRIDE: override})
+
+
+def halved(q, k, v, heads, mask=None, **kwargs):
+    return attention.attention_basic(q, k, v, heads, mask, **kwargs) / 2
+
+
+def control_net(config, seed):
+    """ComfyUI's own class around its own architecture, with random weights."""
+    net = ControlNetFlux(operations=comfy.ops.disable_weight_init, **config)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.05)
+    return comfy.controlnet.ControlNet(net, load_device=torch.device("cpu"), extra_conds=["y", "guidance"])
+
+
+def as_comfyui_chooses(optimized_attention):
+    """As ModelPatcher.set_model_optimized_attention of later ComfyUIs."""
+
+    def optimized_attention_override(_, *args, **kwargs):
+        return optimized_attention(*args, **kwargs)
+
+    return optimized_attention_override
 
 
 def together(model):

@@ -9,10 +9,10 @@ import types
 import weakref
 from copy import deepcopy
 
-import comfy.ldm.flux.layers
+import comfy.ldm.flux.layers as layers
 import comfy.ldm.flux.math
 import comfy.ldm.flux.model
-import comfy.ldm.modules.attention
+import comfy.ldm.modules.attention as attention
 import comfy.lora
 import comfy.model_management as mm
 import comfy.ops
@@ -22,6 +22,7 @@ import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.flux.model import Flux
+from comfy.patcher_extension import WrappersMP
 from pipemesh.lab.commands.parity import BOUND, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import parallelize
 from pipemesh.parallel_runtime.errors import Refused
@@ -31,14 +32,15 @@ from pipemesh.parallel_runtime.watch.model_changes import Watch, require_unchang
 from pipemesh.parallel_runtime.weights import comparison
 
 from ..kit.models import load, run, with_lora
+from ..kit.patched import cloned, wrapped
 
 
-def pulid_forward(self, *args, **kwargs):
-    return Flux.forward_orig(self, *args, **kwargs)
-
-
-def nag_forward(self, x, timestep, context, *args, **kwargs):
+def nag_forward(self, x, *args, **kwargs):
     return torch.zeros_like(x)
+
+
+def teacache_forward(self, *args, **kwargs):
+    return Flux.forward_orig(self, *args, **kwargs)
 
 
 def block_forward(self, *args, **kwargs):
@@ -62,33 +64,27 @@ def set_on(thing, name, function):
 
 
 IN_PLACE = {
-    "PuLID-Flux": (
-        lambda dm: set_on(dm, "forward_orig", pulid_forward),
-        r"its method forward_orig .*pulid_forward",
-    ),
-    "NAG": (lambda dm: set_on(dm, "forward", nag_forward), r"its method forward .*nag_forward"),
+    "PuLID-Flux": (lambda dm: set_on(dm, "forward_orig", nag_forward), "method forward_orig .*nag_forward"),
+    "NAG": (lambda dm: set_on(dm, "forward", nag_forward), "its method forward .*nag_forward"),
     "a block's forward": (
         lambda dm: set_on(dm.double_blocks[1], "forward", block_forward),
-        r"diffusion_model.double_blocks.1 .*its method forward .*block_forward",
+        "diffusion_model.double_blocks.1 .*its method forward .*block_forward",
     ),
-    "a layer's hook": (
-        lambda dm: dm.img_in.register_forward_hook(layer_hook),
-        r"img_in .*forward hook .*layer_hook",
-    ),
-    "a layer's pre-hook": (
+    "a hook": (lambda dm: dm.img_in.register_forward_hook(layer_hook), "img_in .*forward hook .*layer_hook"),
+    "a pre-hook": (
         lambda dm: dm.img_in.register_forward_pre_hook(layer_hook),
-        r"img_in .*forward hook .*layer_hook",
+        "img_in .*forward hook .*layer_hook",
     ),
-    "RES4LYF": (lambda dm: setattr(dm, "__class__", ReFlux), r"ReFlux has no token plan"),
+    "RES4LYF": (lambda dm: setattr(dm, "__class__", ReFlux), "ReFlux has no token plan"),
     "RES4LYF's blocks": (
         lambda dm: setattr(dm.double_blocks[0], "__class__", ReDoubleStreamBlock),
-        r"double_blocks.0 .*class of another pack .*ReDoubleStreamBlock",
+        "double_blocks.0 .*class of another pack .*ReDoubleStreamBlock",
     ),
-    "torch.compile": (lambda dm: dm.compile(), r"_compiled_call_impl"),
+    "torch.compile": (lambda dm: dm.compile(), "_compiled_call_impl"),
 }
 
 
-def own_attention(q, k, v, heads, *args, **kwargs):
+def own_attention(q, *args, **kwargs):
     return torch.zeros_like(q)
 
 
@@ -97,55 +93,41 @@ def wrapped_attention(*args, **kwargs):
     return own_attention(*args, **kwargs)
 
 
-FOR_ALL = {
-    "the model's forward": (
-        Flux,
-        "_forward",
-        nag_forward,
-        r"flux.model.Flux._forward was replaced .*nag_forward",
-    ),
-    "a block's forward": (
-        DoubleStreamBlock,
-        "forward",
-        block_forward,
-        r"layers.DoubleStreamBlock.forward .*block_forward",
-    ),
-    "a class method": (
-        Flux,
-        "load_state_dict",
-        classmethod(nag_forward),
-        r"Flux.load_state_dict .*nag_forward",
-    ),
+FOR_ALL = {  # what is replaced, by what, and how a sentence says it
+    "the model's forward": (Flux, "_forward", nag_forward, "flux.model.Flux._forward was replaced .*nag_"),
+    "a block's forward": (DoubleStreamBlock, "forward", block_forward, "layers.DoubleStreamBlock.* .*block_"),
+    "a class method": (Flux, "load_state_dict", classmethod(nag_forward), "Flux.load_state_dict .*nag_"),
     "a layer's forward": (
         comfy.ops.disable_weight_init.Linear,
         "forward_comfy_cast_weights",
         nag_forward,
-        r"Linear.forward_comfy",
+        "Linear.forward_comfy",
     ),
-    "a function of the module": (
-        comfy.ldm.flux.layers,
-        "attention",
-        wrapped_attention,
-        r"flux.layers.attention .*attention",
-    ),
+    "a function of the module": (layers, "attention", wrapped_attention, "flux.layers.attention .*attention"),
     "a function behind it": (
         comfy.ldm.flux.math,
         "optimized_attention",
         own_attention,
-        r"flux.math.optimized_attention .*own_attention",
+        "flux.math.optimized_attention .*own_attention",
     ),
     "one of ComfyUI's own": (
         comfy.ldm.flux.math,
         "optimized_attention",
-        comfy.ldm.modules.attention.attention_split,
-        r"flux.math.optimized_attention .*attention_split",
+        attention.attention_split,
+        "flux.math.optimized_attention .*attention_split",
     ),
     "a class": (
         comfy.ldm.flux.model,
         "SingleStreamBlock",
         ReDoubleStreamBlock,
-        r"model.SingleStreamBlock .*ReDoubleStreamBlock",
+        "model.SingleStreamBlock .*ReDoubleStreamBlock",
     ),
+}
+OF_OTHERS = {
+    "an added name": (attention, "own_attention", own_attention),
+    "a class of UNets": (attention, "BasicTransformerBlock", ReDoubleStreamBlock),
+    "a method of UNets": (attention.SpatialTransformer, "forward", block_forward),
+    "the source of an imported function": (einops, "rearrange", own_attention),
 }
 
 
@@ -156,16 +138,15 @@ def flux():
 
 @pytest.mark.parametrize("name", FOR_ALL)
 def test_a_function_of_comfyuis_own_that_a_pack_replaced_for_all_models_is_named(flux, monkeypatch, name):
-    owner, attribute, instead, what = FOR_ALL[name]
+    *replaced, what = FOR_ALL[name]
     require_unchanged(flux)
     watch = Watch(flux)
     watch.check()
-    monkeypatch.setattr(owner, attribute, instead, raising=False)
+    monkeypatch.setattr(*replaced, raising=False)
     sentence = f"^ComfyUI's comfy.*{what}.*remove the node or the pack .*bypass PipeMesh Parallelize"
-    with pytest.raises(Refused, match=sentence):
-        require_unchanged(flux)
-    with pytest.raises(Refused, match=sentence):
-        watch.check()
+    for check in (lambda: require_unchanged(flux), watch.check):
+        with pytest.raises(Refused, match=sentence):
+            check()
     monkeypatch.undo()
     require_unchanged(flux)
     watch.check()
@@ -179,14 +160,6 @@ def test_code_of_comfyuis_that_its_file_does_not_have_is_named_with_the_file(flu
         require_unchanged(flux)
     monkeypatch.undo()
     require_unchanged(flux)
-
-
-OF_OTHERS = {
-    "an added name": (comfy.ldm.modules.attention, "own_attention", own_attention),
-    "a class of UNets": (comfy.ldm.modules.attention, "BasicTransformerBlock", ReDoubleStreamBlock),
-    "a method of UNets": (comfy.ldm.modules.attention.SpatialTransformer, "forward", block_forward),
-    "the source of an imported function": (einops, "rearrange", own_attention),
-}
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
@@ -206,8 +179,8 @@ def test_a_run_is_refused_where_a_pack_replaced_a_function_for_all_models(pair, 
         patch.setattr(Flux, "forward", nag_forward)
         with pytest.raises(Refused, match=r"evaluated by .*nag_forward without its transformer's forward"):
             run(parallel)
-    monkeypatch.setattr(Flux, "forward_orig", pulid_forward)
-    with pytest.raises(Refused, match=r"Flux.forward_orig was replaced .*pulid_forward"):
+    monkeypatch.setattr(Flux, "forward_orig", teacache_forward)
+    with pytest.raises(Refused, match=r"Flux.forward_orig was replaced .*teacache_forward"):
         run(parallel)
     assert not requests["Forward"]
 
@@ -227,17 +200,13 @@ def test_a_pack_that_replaced_what_applies_weight_patches_is_refused_only_where_
     monkeypatch.setattr(comfy.lora, "calculate_weight", lambda *args, **kwargs: apply(*args, **kwargs))
     assert relative_error(run(with_lora(parallel, files, 1.0)), truth) <= BOUND
     requests.clear()
-    own = {
-        "the type fooocus": ("fooocus", (value,)),
-        "the type .*PackAdapter": PackAdapter(set(), (value,) * 6),
-    }
-    for what, patch in own.items():
-        clone = parallel.clone()
-        clone.add_patches({key: patch})
-        with pytest.raises(
-            Refused, match=f"weight patch of {key} is of {what}, .*run this sampler on one GPU"
-        ):
-            run(clone)
+    for what, patch in (
+        ("fooocus", ("fooocus", (value,))),
+        (".*PackAdapter", PackAdapter({*()}, (value,) * 6)),
+    ):
+        says = f"weight patch of {key} is of the type {what}, .*run this sampler on one GPU"
+        with pytest.raises(Refused, match=says):
+            run(cloned(parallel, "add_patches", {key: patch}))
     assert not requests["Forward"]
 
 
@@ -246,13 +215,13 @@ def test_a_pack_that_replaced_what_applies_weight_patches_is_refused_only_where_
     [
         ("NAG", "before it is parallelized"),
         ("PuLID-Flux", "before it is sampled"),
-        *((name, "between two runs") for name in IN_PLACE),
+        ("a block's forward", "between two runs"),
+        ("RES4LYF", "between two runs"),
     ],
 )
 def test_what_is_changed_in_place_is_named_before_anything_is_computed(files, client, requests, name, when):
     change, what = IN_PLACE[name]
-    model = load(files["model"])
-    parallel = None
+    model, parallel = load(files["model"]), None
     if when != "before it is parallelized":
         parallel = parallelize(model, client, True)
     if when == "between two runs":
@@ -262,6 +231,18 @@ def test_what_is_changed_in_place_is_named_before_anything_is_computed(files, cl
     with pytest.raises(Refused, match=f"{what}.*(leave|bypass) PipeMesh Parallelize"):
         run(parallel or parallelize(model, client, True), steps=1)
     assert not requests["Forward"]
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PLACE if name != "RES4LYF"])
+def test_each_change_in_place_is_named_at_first_and_while_the_model_samples(name):
+    change, what = IN_PLACE[name]
+    model = stock_model(1).model.diffusion_model
+    watch = Watch(model)
+    watch.check()
+    change(model)
+    for check in (lambda: require_unchanged(model), watch.check):
+        with pytest.raises(Refused, match=f"{what}.*(leave|bypass) PipeMesh Parallelize"):
+            check()
 
 
 def test_a_method_that_was_put_back_and_is_replaced_again_is_named(files, client, requests):
@@ -290,23 +271,12 @@ def test_what_is_unchanged_is_looked_through_in_the_first_run_alone(files, clien
     assert not walks
 
 
-class CachedTransformerBlocks(torch.nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, *args, **kwargs):
-        return self.blocks[0](*args, **kwargs)
-
-
-def teacache_forward(self, *args, **kwargs):
-    return Flux.forward_orig(self, *args, **kwargs)
+class CachedTransformerBlocks(torch.nn.ModuleList):
+    """As WaveSpeed's: one in place of all blocks."""
 
 
 def within_a_wrapper(change, put_back):
-    """A MODEL patch that changes the transformer around each call of the model, and puts it
-    back.
-    """
+    """A wrapper that changes the transformer around each call of the model, and puts it back."""
 
     def wrapper(apply_model, options):
         model = apply_model.__self__.diffusion_model
@@ -320,10 +290,8 @@ def within_a_wrapper(change, put_back):
 
 
 def swap_blocks(model):
-    kept, model.double_blocks = (
-        model.double_blocks,
-        torch.nn.ModuleList([CachedTransformerBlocks(model.double_blocks)]),
-    )
+    kept, swapped = model.double_blocks, CachedTransformerBlocks(model.double_blocks)
+    model.double_blocks = torch.nn.ModuleList([swapped])
     return kept
 
 
@@ -359,12 +327,10 @@ WITHIN = {
 
 @pytest.mark.parametrize("name", WITHIN)
 def test_what_a_wrapper_changes_while_the_model_samples_is_named(pair, requests, name):
-    change, put_back, what = WITHIN[name]
+    *change, what = WITHIN[name]
     stock, parallel = pair
-    clone = parallel.clone()
-    clone.set_model_unet_function_wrapper(within_a_wrapper(change, put_back))
     with pytest.raises(Refused, match=f"{what}.*bypass PipeMesh Parallelize"):
-        run(clone)
+        run(wrapped(parallel, within_a_wrapper(*change)))
     assert not requests["Forward"]
     assert relative_error(run(parallel), run(stock)) <= BOUND
 
@@ -382,8 +348,6 @@ def own_model(x, *args, **kwargs):
 
 
 def test_a_run_that_asks_the_pool_for_nothing_is_refused_by_the_name_of_the_wrapper(pair, requests):
-    from comfy.patcher_extension import WrappersMP
-
     calls = []
 
     def own_transformer(executor, x, *args, **kwargs):
@@ -391,12 +355,14 @@ def test_a_run_that_asks_the_pool_for_nothing_is_refused_by_the_name_of_the_wrap
         return torch.zeros_like(x)
 
     stock, parallel = pair
-    clones = [parallel.clone() for _ in range(4)]
-    clones[0].set_model_unet_function_wrapper(own_sampler)
-    clones[1].add_wrapper(WrappersMP.DIFFUSION_MODEL, own_transformer)
-    clones[2].model_options["sampler_calc_cond_batch_function"] = own_conds
-    clones[3].add_object_patch("apply_model", own_model)
-    for clone, name in zip(clones, ("sampler", "transformer", "conds", "model"), strict=True):
+    of_conds = parallel.clone()
+    of_conds.model_options["sampler_calc_cond_batch_function"] = own_conds
+    for clone, name in (
+        (wrapped(parallel, own_sampler), "sampler"),
+        (cloned(parallel, "add_wrapper", WrappersMP.DIFFUSION_MODEL, own_transformer), "transformer"),
+        (of_conds, "conds"),
+        (cloned(parallel, "add_object_patch", "apply_model", own_model), "model"),
+    ):
         with pytest.raises(Refused, match=f"evaluated by .*own_{name} without .* nothing ran in the pool"):
             run(clone)
     assert not requests["Forward"]
@@ -437,34 +403,25 @@ def test_attributes_that_are_no_code_are_let_be():
         watch.check()
 
 
-def set_theta(model):
+def set_numbers(model):
     model.pe_embedder.theta = 100
-
-
-def set_params(model):
     model.params.txt_ids_dims, model.params.axes_dim = [1], list(model.params.axes_dim)
-
-
-def set_norm(model):
     for block in model.double_blocks:
         block.img_norm1.eps = 0.5
 
 
-@pytest.mark.parametrize("change", [set_theta, set_params, set_norm])
-def test_attributes_that_were_changed_in_place_are_the_ranks_too(pair, files, change):
-    stock, parallel = load(files["model"]), pair[1].clone()
-    truth = run(stock)
-    change(stock.model.diffusion_model)
+def test_attributes_that_were_changed_in_place_are_the_ranks_too(pair, files):
+    stock, (plain, parallel) = load(files["model"]), pair
+    ours, truth = parallel.model.diffusion_model, run(plain)
+    kept = deepcopy(ours.params), ours.pe_embedder.theta
+    set_numbers(stock.model.diffusion_model)
+    set_numbers(ours)
     changed = run(stock)
     assert relative_error(changed, truth) > 100 * BOUND, "the change does nothing"
-    kept = deepcopy(parallel.model.diffusion_model.params), parallel.model.diffusion_model.pe_embedder.theta
-    change(parallel.model.diffusion_model)
-    try:
-        assert relative_error(run(parallel), changed) <= BOUND
-    finally:
-        parallel.model.diffusion_model.params, parallel.model.diffusion_model.pe_embedder.theta = kept
-        for block in parallel.model.diffusion_model.double_blocks:
-            block.img_norm1.eps = 1e-6
+    assert relative_error(run(parallel), changed) <= BOUND
+    ours.params, ours.pe_embedder.theta = kept
+    for block in ours.double_blocks:
+        block.img_norm1.eps = 1e-6
     assert relative_error(run(parallel), truth) <= BOUND, "it stays"
 
 
@@ -473,26 +430,20 @@ def test_attributes_that_differ_from_a_model_built_anew_are_told_and_no_others()
     model, attributes = base.diffusion_model, Attributes()
     assert attributes.changed(base) == {}
     watch = Watch(model, attributes=attributes.watched(model))
-    model.pe_embedder.theta, model.params.txt_ids_dims, model.double_blocks[1].img_norm2.eps = (
-        5.0,
-        [0, 1],
-        1e-3,
-    )
-    model.patch_size, model.note = (3,), "none of the model's"
+    model.pe_embedder.theta, model.params.txt_ids_dims = 5.0, [0, 1]
+    model.double_blocks[1].img_norm2.eps, model.patch_size, model.note = 1e-3, (3,), "none of the model's"
     assert attributes.changed(base) == {
         "diffusion_model.pe_embedder.theta": 5.0,
         "diffusion_model.params.txt_ids_dims": [0, 1],
         "diffusion_model.double_blocks.1.img_norm2.eps": 1e-3,
         "diffusion_model.patch_size": (3,),
     }
-    with pytest.raises(
-        Refused, match=r"^diffusion_model\.\S+ of this MODEL was changed from \S+ to \S+ while it samples"
-    ):
+    says = r"^diffusion_model\.\S+ of this MODEL was changed from \S+ to \S+ while it samples"
+    with pytest.raises(Refused, match=says):
         watch.check()
     model.params.axes_dim = own_conds
-    with pytest.raises(
-        Refused, match=r"params.axes_dim .*changed in place to .*own_conds, which cannot be sent"
-    ):
+    says = "params.axes_dim .*changed in place to .*own_conds, which cannot be sent"
+    with pytest.raises(Refused, match=says):
         attributes.changed(base)
 
 
@@ -511,12 +462,16 @@ def test_rows_of_numbers_that_change_while_the_model_samples_are_named(change):
 
 
 def test_a_tensor_of_another_dtype_and_another_setting_of_a_function_differ():
-    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
-    assert is_unchanged(gelu, functools.partial(torch.nn.functional.gelu, approximate="tanh"))
-    assert not is_unchanged(gelu, functools.partial(torch.nn.functional.gelu, approximate="none"))
-    assert not is_unchanged(torch.ones(2), torch.ones(2, dtype=torch.int64))
-    one, other = (lambda: 1), (lambda: 2)
-    assert not is_unchanged(one, other)
+    tanh, also, none = (
+        functools.partial(torch.nn.functional.gelu, approximate=how) for how in ("tanh", "tanh", "none")
+    )
+    assert is_unchanged(tanh, also)
+    for one, other in (
+        (tanh, none),
+        (torch.ones(2), torch.ones(2, dtype=torch.int64)),
+        (lambda: 1, lambda: 2),
+    ):
+        assert not is_unchanged(one, other)
 
 
 def test_a_forward_that_is_replaced_after_the_first_steps_is_named(pair, requests):
@@ -528,10 +483,9 @@ def test_a_forward_that_is_replaced_after_the_first_steps_is_named(pair, request
         if left[0] < 0:
             set_on(model, "forward", nag_forward)
 
-    clone = parallel.clone()
-    clone.set_model_unet_function_wrapper(
-        within_a_wrapper(change, lambda model, _: vars(model).pop("forward", None))
-    )
+    def put_back(model, _):
+        vars(model).pop("forward", None)
+
     with pytest.raises(Refused, match="nag_forward"):
-        run(clone, steps=4)
+        run(wrapped(parallel, within_a_wrapper(change, put_back)), steps=4)
     assert requests["Forward"] == 2

@@ -33,8 +33,9 @@ from pipemesh.pool.trial.comparisons import model_of
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore
 
-from ..fixtures import ALL, running_clients
+from ..fixtures import ALL, ROOT, running_clients
 from ..kit.models import run
+from ..kit.models import with_lora as with_model_lora
 from ..kit.pipelines import ALL_WARM
 
 # Our distance from the fp32 truth over stock's; far below 1, the ranks would not quantise
@@ -67,36 +68,29 @@ def written(tmp_path_factory):
     @cache
     def file(family, form=""):
         path, sample = folder / f"{family}-{form}.safetensors", SAMPLE_OF[family]
+        has_loader, size = sample.form.file is not None, size_of(family)
         if form == "lora":
-            layers = {name: tensor for name, tensor in load_file(file(family)).items() if tensor.dim() == 2}
-            return str(
-                write_lora(
-                    path, file(family), tuple(name.removesuffix(".weight") for name in layers), size=0.2
-                )
-            )
-        if sample.form.file is not None:
-            return str(
-                write_quantised(path, file(family), form)
-                if form
-                else write_model(path, sample.form, size_of(family))
-            )
-        transformer = sample.form.random_model(size_of(family)).model.diffusion_model
-        if form:
-            return str(write_quantised(path, file(family), form, taken_by(transformer, form)))
-        save_file(transformer.state_dict(), path)
+            layers = [name for name, tensor in load_file(file(family)).items() if tensor.dim() == 2]
+            write_lora(path, file(family), tuple(name.removesuffix(".weight") for name in layers), size=0.2)
+        elif form and has_loader:
+            write_quantised(path, file(family), form)
+        elif has_loader:
+            write_model(path, sample.form, size)
+        else:
+            transformer = sample.form.random_model(size).model.diffusion_model
+            if form:
+                write_quantised(path, file(family), form, taken_by(transformer, form))
+            else:
+                save_file(transformer.state_dict(), path)
         return str(path)
 
     return file
 
 
-def text(seed, tokens, dim):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [
-            torch.randn(1, tokens, dim, generator=generator),
-            {"pooled_output": torch.randn(1, 32, generator=generator)},
-        ]
-    ]
+def text(seed, tokens, dim, **extras):
+    random = torch.Generator().manual_seed(seed)
+    tensor, pooled = (torch.randn(size, generator=random) for size in ((1, tokens, dim), (1, 32)))
+    return [[tensor, {"pooled_output": pooled, **extras}]]
 
 
 def sampled(model, family, cfg=1.0):
@@ -132,11 +126,7 @@ def loaded(path):
 
 
 def with_lora(model, file, lora):
-    return (
-        comfy.sd.load_lora_for_models(model, None, comfy.utils.load_torch_file(file), 1.0, 0)[0]
-        if lora
-        else model
-    )
+    return with_model_lora(model, {"lora": file}, 1.0) if lora else model
 
 
 def in_pool(model, clients, layout):
@@ -161,29 +151,23 @@ def prepares_text(plan):
     return hasattr(getattr(import_module(module), name), METHOD)
 
 
-def cover():
+def every_format():
     """Every format under a LoRA of all layers, and each layout without one too, over families that
     have files, and one that has none, in turn. And one whose text ComfyUI prepares with quantised
     weights.
     """
     families = [name for name, sample in SAMPLE_OF.items() if sample.form.file is not None]
     families, layouts = [families[0], WITHOUT_FILE, *families[1:]], list(LAYOUTS)
+    preparing = next(family.samples[0].name for family in FAMILIES if prepares_text(family.plans[0]))
     return [
         (form, families[(number + lora) % len(families)], lora, layouts[(number + 2 * lora) % len(layouts)])
         for number, form in enumerate(FORMATS)
         for lora in (False, True)
         if lora or number < len(layouts)
-    ] + [
-        (
-            "fp8_scaled",
-            next(family.samples[0].name for family in FAMILIES if prepares_text(family.plans[0])),
-            False,
-            "ulysses",
-        )
-    ]
+    ] + [("fp8_scaled", preparing, False, "ulysses")]
 
 
-@pytest.mark.parametrize(("form", "family", "lora", "layout"), PRODUCT if ALL else cover())
+@pytest.mark.parametrize(("form", "family", "lora", "layout"), PRODUCT if ALL else every_format())
 def test_quantised_weights_are_as_far_from_the_truth_as_stocks(
     written, stock, clients, form, family, lora, layout
 ):
@@ -192,17 +176,15 @@ def test_quantised_weights_are_as_far_from_the_truth_as_stocks(
         rounded = stock(family, form, lora)
     except NoCapableBackendError as error:
         pytest.skip(f"by stock neither: {error}")
-    ours = sampled(
-        with_lora(in_pool(loaded(written(family, form)), clients, layout), written(family, "lora"), lora),
-        family,
-    )
+    parallel = in_pool(loaded(written(family, form)), clients, layout)
+    ours = sampled(with_lora(parallel, written(family, "lora"), lora), family)
     distance = rms(rounded - truth)
     assert distance > 1e-3 * rms(truth), "nothing is quantised"  # fp32 rounds a thousand times finer
     assert BOUNDS[0] <= rms(ours - truth) / distance <= BOUNDS[1]
 
 
 def test_ranks_on_unlike_gpus_multiply_in_the_precision_that_all_of_them_have(written, setup, clients):
-    argv = (sys.executable, str(Path(__file__).parents[1] / "kit" / "unlike_worker.py"), "{fd}", "{parent}")
+    argv = (sys.executable, str(ROOT / "tests/kit/unlike_worker.py"), "{fd}", "{parent}")
     with running_clients(replace(setup, argv=argv)) as unlike:
         ours, truth = (
             sampled(in_pool(loaded(written(PLAIN, "fp8_scaled")), pools, "ulysses"), PLAIN)
@@ -255,22 +237,27 @@ def test_a_lora_goes_on_and_off_without_a_load(written, client, requests, near):
     assert requests["SetWeightPatches"] and not requests["Load"]
 
 
-@pytest.mark.parametrize("form", ["fp8_scaled_old", "int8_convrot", "mxfp8", "nvfp4"])
-def test_the_uis_quantised_weights_are_those_of_the_checkpoint(written, form):
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ("fp8_scaled_old", None),
+        ("int8_convrot", None),
+        ("nvfp4", None),
+        ("int8_rowwise", 3),
+        ("mxfp8", (37, 5)),
+    ],
+)
+def test_the_uis_quantised_weights_are_those_of_the_checkpoint_until_one_scale_is_written(
+    written, form, place
+):
     model = loaded(written(PLAIN, form))
-    weights = describe_source(model).weights
+    source = describe_source(model)
+    weights = source.weights
     weights.compare(model.model)
     assert not weights.changed
-    assert describe_source(model).attributes.changed(model.model) == {}, (
-        "what the loader notes counts as changed by a node"
-    )
-
-
-@pytest.mark.parametrize(("form", "place"), [("int8_rowwise", 3), ("mxfp8", (37, 5))])
-def test_a_write_to_one_scale_of_a_quantised_weight_is_found(written, form, place):
-    model = loaded(written(PLAIN, form))
-    weights = describe_source(model).weights
-    weights.compare(model.model)
+    assert source.attributes.changed(model.model) == {}, "what the loader notes counts as a change"
+    if place is None:
+        return
     name, layer = "double_blocks.0.img_attn.qkv", model.model.diffusion_model.double_blocks[0].img_attn.qkv
     layer.weight._params.scale.view(torch.uint8).numpy()[place] ^= 1
     with pytest.raises(Refused, match=rf"to the weight {name}.weight_scale of {form}"):
@@ -282,18 +269,12 @@ def test_a_write_to_one_scale_of_a_quantised_weight_is_found(written, form, plac
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("what", ["data", "scale"])
 def test_a_quantised_weight_that_a_node_changed_in_place_reaches_the_ranks(written, clients, what):
-    def change(model):
-        weight = model.model.diffusion_model.double_blocks[0].img_attn.qkv.weight
-        if what == "data":
-            weight._qdata.zero_()
-        else:
-            weight._params.scale.mul_(3)
-
     stock, model = loaded(written(PLAIN, "int8")), loaded(written(PLAIN, "int8"))
     unchanged = sampled(stock, PLAIN)
-    with torch.inference_mode():
-        change(stock)
-        change(model)
+    for one in (stock, model):
+        weight = one.model.diffusion_model.double_blocks[0].img_attn.qkv.weight
+        with torch.inference_mode():
+            (weight._qdata if what == "data" else weight._params.scale).mul_(3 if what == "scale" else 0)
     truth = sampled(stock, PLAIN)
     ours = sampled(in_pool(model, clients, "ulysses"), PLAIN)
     assert rms(ours - truth) <= 0.1 * rms(truth - unchanged)
@@ -316,31 +297,20 @@ def test_a_lora_that_widens_the_first_layer_takes_the_image_that_it_was_made_for
     written, clients, tmp_path, form
 ):
     """As the control LoRAs of released models do."""
-    lora = {
-        "diffusion_model.img_in.lora_down.weight": torch.randn(
-            4, 128, generator=torch.Generator().manual_seed(1)
-        )
-        / 11,
-        "diffusion_model.img_in.lora_up.weight": torch.randn(
-            256, 4, generator=torch.Generator().manual_seed(2)
-        )
-        / 2,
-        "diffusion_model.img_in.reshape_weight": torch.tensor([256, 128]),
-    }
-    file = str(tmp_path / "control.safetensors")
-    save_file(lora, file)
+    down, up = (
+        torch.randn(size, generator=torch.Generator().manual_seed(seed)) / by
+        for seed, size, by in ((1, (4, 128), 11), (2, (256, 4), 2))
+    )
+    layer, file = "diffusion_model.img_in", str(tmp_path / "control.safetensors")
+    lora = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+    save_file({**lora, f"{layer}.reshape_weight": torch.tensor([256, 128])}, file)
     image = torch.randn(SAMPLES[PLAIN].latents["odd"], generator=torch.Generator().manual_seed(3))
 
     def controlled(model, image):
-        prompts = [
-            [
-                [tensor, {**extras, "concat_latent_image": image}]
-                for tensor, extras in text(seed, 13, size_of(PLAIN).text_dim)
-            ]
-            for seed in (1, 2)
-        ]
-        patched = with_lora(model, file, True)
-        return run(patched, cfg=2.0, latent=torch.zeros_like(image), positive=prompts[0], negative=prompts[1])
+        dim = size_of(PLAIN).text_dim
+        positive, negative = (text(seed, 13, dim, concat_latent_image=image) for seed in (1, 2))
+        patched, latent = with_lora(model, file, True), torch.zeros_like(image)
+        return run(patched, cfg=2.0, latent=latent, positive=positive, negative=negative)
 
     stock, parallel = loaded(written(PLAIN, form)), in_pool(loaded(written(PLAIN, form)), clients, "ulysses")
     truth = controlled(stock, image)

@@ -2,7 +2,6 @@
 whole, to the last bit, in every format: all ranks in one process, each a ResidentModel of its own.
 """
 
-import inspect
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,6 @@ from comfy_kitchen.exceptions import NoCapableBackendError
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.lab.random_files import write_model
 from pipemesh.parallel_runtime.comm.shard_gather import ShardGather
-from pipemesh.parallel_runtime.forward import forward_name
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.weights.quantisation import stored_bytes, stored_tensors
@@ -25,6 +23,7 @@ from pipemesh.parallel_runtime.worker.resident_model import ResidentModel
 from ..comm.test_collectives import Rank
 from ..fixtures import ALL
 from ..kit.collectives import World
+from ..kit.models import calls_within, in_one
 from .test_kept_weights import aligned
 from .test_quantised import (
     FORMATS,
@@ -58,7 +57,7 @@ WITH_FILE = [name for name, sample in SAMPLE_OF.items() if sample.form.file is n
 STORED = ("", "mxfp8", "fp8_scaled", "nvfp4", "int8_convrot", "fp8", "convrot_w4a4")
 
 
-def cover():
+def every_layout():
     """Layouts in turn, every other one of a family without a file."""
     families = itertools.cycle((WITH_FILE[0], WITHOUT_FILE, WITH_FILE[1], WITHOUT_FILE))
     return list(zip(families, STORED, itertools.cycle(LAYOUTS), strict=False))
@@ -67,22 +66,8 @@ def cover():
 def asked(path, family):
     """The arguments of the first evaluation of each branch, as stock calls the model."""
     model = loaded(path)
-    transformer, calls = model.model.diffusion_model, []
-    own = getattr(transformer, forward_name(transformer))
-    signature = inspect.signature(own)
-
-    def forward(*args, **kwargs):
-        arguments = dict(signature.bind(*args, **kwargs).arguments)
-        calls.append(arguments | arguments.pop("kwargs", {}))
-        return own(*args, **kwargs)
-
-    setattr(transformer, forward_name(transformer), forward)
-    sampled(model, family, cfg=2.0)
+    _, calls = calls_within(model, lambda: sampled(model, family, cfg=2.0))
     return [{**one, "transformer_options": {"cond_or_uncond": [0]}} for one in calls[:2]]
-
-
-def tensors_of(out):
-    return out if isinstance(out, (list, tuple)) else [out]
 
 
 def serving(mesh, weights, runs, calls):
@@ -127,9 +112,7 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
                 resident.patch("", {}, {}, rank, True)
             resident.method.begin(part)
             out = resident.on_rank(dict(calls[part.branch]), rank.at + 1)
-            outputs[mesh.rank, rank.at] = (
-                None if out is None else torch.cat([one.flatten() for one in tensors_of(out)])
-            )
+            outputs[mesh.rank, rank.at] = None if out is None else in_one(out)
         if patches and weights in ("whole", "sharded"):
             assert resident.patch("lora", None, {}, rank, True), "the set comes back"
             assert all(map(torch.equal, bytes_of(resident), merged))
@@ -140,7 +123,7 @@ def computed(monkeypatch, layout, weights, path, calls, patches):
     return outputs, residents
 
 
-@pytest.mark.parametrize(("family", "form", "ranks"), PRODUCT if ALL else cover())
+@pytest.mark.parametrize(("family", "form", "ranks"), PRODUCT if ALL else every_layout())
 def test_a_family_computes_the_same_however_its_weights_are_kept(written, monkeypatch, family, form, ranks):
     path, layout = aligned(Path(written(family, form))), LAYOUTS[ranks]  # as test_kept_weights says
     try:
@@ -210,10 +193,10 @@ def test_an_evaluation_gathers_each_block_in_one_message_and_waits_once_for_it(
 
 
 def in_turn(monkeypatch, layout, weights, paths, calls):
-    """(rank, evaluation) -> outputs of two models that the ranks hold at once: a run of the first,
-    one of the second, and one of the first again.
+    """The writer's outputs of two models that the ranks hold at once: a run of the first, one of
+    the second, and one of the first again.
     """
-    world, outputs = World(layout, "gloo", monkeypatch), {}
+    world, outputs = World(layout, "gloo", monkeypatch), []
 
     def work(mesh, _run):
         rank, requests, load = serving(mesh, weights, (1, 2, 3), calls)
@@ -222,9 +205,7 @@ def in_turn(monkeypatch, layout, weights, paths, calls):
             resident = residents[(part.run - 1) % 2]
             resident.method.begin(part)
             out = resident.on_rank(dict(calls[part.branch]), rank.at + 1)
-            outputs[mesh.rank, rank.at] = (
-                torch.cat([one.flatten() for one in tensors_of(out)]) if layout.writes(mesh.rank) else None
-            )
+            outputs.extend([in_one(out)] if layout.writes(mesh.rank) else [])
             if part.branch == len(calls) - 1:
                 resident.end_run()
 
@@ -246,8 +227,7 @@ def test_two_models_in_turn_compute_what_they_do_with_whole_weights(written, mon
     for kept in ("whole", weights):
         with monkeypatch.context() as patch:
             found[kept] = in_turn(patch, layout, kept, paths, calls)
-    truth = [out for out in found["whole"].values() if out is not None]
-    ours = [out for out in found[weights].values() if out is not None]
+    truth, ours = found["whole"], found[weights]
     assert len(truth) == len(ours) == 3 * len(calls)
     assert not torch.equal(truth[0], truth[len(calls)]), "both models are the same"
     assert max(map(relative_error, ours, truth)) <= BOUND

@@ -43,11 +43,9 @@ def parameter(patcher):
     return patcher.model.diffusion_model.get_parameter(NAME)
 
 
-def finds_a_write(patcher, place=0):
-    """Compares, which finds nothing, and again once a row was written, or that ``place`` of the
-    weight, which finds that.
-    """
-    weights = compared(patcher)
+def finds_a_write(patcher, place=0, weights=None):
+    """Compares, which finds nothing, and again once a row was written, which finds that."""
+    weights = weights or compared(patcher)
     assert not weights.changed
     with torch.inference_mode(parameter(patcher).is_inference()):
         parameter(patcher).data[place] += 1
@@ -89,13 +87,7 @@ def patcher(request, files):
         return load(files["model"])
 
 
-def test_weights_of_the_checkpoint_are_left_where_they_are(patcher):
-    before = {slot.name: slot.tensor.data_ptr() for slot in slots(patcher.model.diffusion_model)}
-    weights = compared(patcher)
-    assert not weights.changed and weights.changed_id == ""
-    assert before == {slot.name: slot.tensor.data_ptr() for slot in slots(patcher.model.diffusion_model)}
-
-
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("is_late", [False, True], ids=["before it was compared", "later"])
 @pytest.mark.parametrize("change", WAYS, ids=lambda change: change.__name__)
 def test_a_change_in_place_is_found_and_left_alone(patcher, change, is_late):
@@ -139,26 +131,32 @@ def mapped(patcher, files):
     return patcher
 
 
-def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_is_found(mapped, monkeypatch):
-    patcher = mapped
-    where = parameter(patcher).data_ptr()
-    read = []
+@pytest.fixture
+def read(monkeypatch):
+    """Where the tensors lie of which a checksum is made."""
+    seen = []
     monkeypatch.setattr(
-        comparison, "checksum", lambda tensor, *_: read.append(tensor.data_ptr()) or checksum(tensor)
+        comparison, "checksum", lambda tensor, *_: seen.append(tensor.data_ptr()) or checksum(tensor)
     )
-    weights = compared(patcher)
+    return seen
+
+
+def test_one_element_that_is_written_on_pages_of_a_file_that_comfyui_mapped_is_found(
+    mapped, read, monkeypatch
+):
+    where, weights = parameter(mapped).data_ptr(), compared(mapped)
     assert BackgroundCheck(weights, "").require_unchanged(60.0)
     assert read and where not in read, "the kernel tells of its pages"
-    assert parameter(patcher).data_ptr() == where and not weights.changed
+    assert parameter(mapped).data_ptr() == where and not weights.changed
     look_at, looked_at = comparison._looked_at, []
     monkeypatch.setattr(
         comparison, "_looked_at", lambda tensor: looked_at.append(tensor.data_ptr()) or look_at(tensor)
     )
-    weights.compare(patcher.model)
+    weights.compare(mapped.model)
     assert where not in looked_at, "the kernel tells at once of all pages whether they were written to"
-    with torch.inference_mode(parameter(patcher).is_inference()):
-        parameter(patcher).data[211, 34] += 0.5
-    weights.compare(patcher.model)
+    with torch.inference_mode(parameter(mapped).is_inference()):
+        parameter(mapped).data[211, 34] += 0.5
+    weights.compare(mapped.model)
     assert weights.changed == {NAME}
 
 
@@ -187,7 +185,7 @@ def test_pages_that_the_kernel_tells_of_are_those_of_files_that_nobody_else_can_
 
 
 @pytest.mark.parametrize("kind", [mmap.MAP_SHARED, mmap.MAP_PRIVATE], ids=["as a GGUF file", "private"])
-def test_pages_of_a_file_are_not_read_while_ranks_compute(patcher, tmp_path, monkeypatch, kind):
+def test_pages_of_a_file_are_not_read_while_ranks_compute(patcher, tmp_path, read, kind):
     """If the file is cut short, that would end ComfyUI; if it is overwritten, no node did it."""
     with torch.inference_mode(parameter(patcher).is_inference()):
         before = parameter(patcher).detach().clone()
@@ -197,12 +195,10 @@ def test_pages_of_a_file_are_not_read_while_ranks_compute(patcher, tmp_path, mon
             warnings.simplefilter("ignore")  # it cannot be written to
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, kind, mmap.PROT_READ), dtype=before.dtype)
         parameter(patcher).data = mapped.view(before.shape)
-    weights, read = Weights(), []
+    weights = Weights()
     state_source(patcher, weights)
     weights.compare(patcher.model)
-    monkeypatch.setattr(
-        comparison, "checksum", lambda tensor, *_: read.append(tensor.data_ptr()) or checksum(tensor)
-    )
+    read.clear()
     with open(tmp_path / "file", "r+b") as file:
         file.write(bytes(before.nbytes))
     assert BackgroundCheck(weights, "").require_unchanged(60.0)
@@ -218,33 +214,38 @@ def test_other_weights_at_the_address_of_those_that_are_gone_are_compared_anew(m
     assert same.data_ptr() == gone.data_ptr() and not mark.is_still(same)
 
 
-def test_weights_in_another_dtype_than_the_files_are_compared_as_the_loader_cast_them(tmp_path):
-    path = write_model(tmp_path / "half.safetensors", dtype=torch.bfloat16)
-    patcher = load(str(path))
+def in_another_dtype(folder, _):
+    """As the loader cast them."""
+    patcher = load(str(write_model(folder / "half.safetensors", dtype=torch.bfloat16)))
     assert parameter(patcher).dtype == torch.float32
-    finds_a_write(patcher)
+    return patcher
 
 
-def test_the_transformer_of_a_whole_checkpoint_is_compared_under_its_own_names(tmp_path, files):
-    path = tmp_path / "checkpoint.safetensors"
-    own = safetensors.torch.load_file(files["model"])
-    state = {f"model.diffusion_model.{name}": tensor for name, tensor in own.items()}
+def of_a_whole_checkpoint(folder, state):
+    """Under names of the transformer's own."""
+    state = {f"model.diffusion_model.{name}": tensor for name, tensor in state.items()}
+    path = folder / "checkpoint.safetensors"
     safetensors.torch.save_file({**state, "vae.decoder.conv_in.bias": torch.zeros(8)}, path)
-    patcher = comfy.sd.load_checkpoint_guess_config(str(path), output_vae=False, output_clip=False)[0]
-    finds_a_write(patcher, -1)
+    return comfy.sd.load_checkpoint_guess_config(str(path), output_vae=False, output_clip=False)[0]
 
 
-def test_a_checkpoint_that_cannot_be_mapped_is_compared_too(tmp_path, files):
-    path = tmp_path / "model.pt"
-    torch.save(safetensors.torch.load_file(files["model"]), path)
-    finds_a_write(load(str(path)))
+def of_a_file_that_cannot_be_mapped(folder, state):
+    torch.save(state, folder / "model.pt")
+    return load(str(folder / "model.pt"))
+
+
+LOADED = [in_another_dtype, of_a_whole_checkpoint, of_a_file_that_cannot_be_mapped]
+
+
+@pytest.mark.parametrize("loaded_so", LOADED, ids=lambda made: made.__name__)
+def test_weights_are_compared_however_they_were_loaded(tmp_path, files, loaded_so):
+    finds_a_write(loaded_so(tmp_path, safetensors.torch.load_file(files["model"])), -1)
 
 
 def test_weights_that_comfyui_computes_from_those_of_the_file_are_compared(patcher, monkeypatch):
     """As it splits one of PixelDiT's into two."""
-    monkeypatch.setattr(
-        patcher.model.model_config, "process_unet_state_dict", lambda state: {**state, NAME: state[NAME] * 1}
-    )
+    config = patcher.model.model_config
+    monkeypatch.setattr(config, "process_unet_state_dict", lambda state: {**state, NAME: state[NAME] * 1})
     finds_a_write(patcher)
 
 
@@ -266,11 +267,7 @@ def test_what_was_sent_is_compared_by_checksum_wherever_it_lies_now(patcher):
     with torch.inference_mode(parameter(patcher).is_inference()):
         parameter(patcher).data = parameter(patcher).data.clone()
     weights.compare(patcher.model)
-    assert not weights.changed
-    with torch.inference_mode():
-        parameter(patcher).data[200:202] = 0
-    weights.compare(patcher.model)
-    assert weights.changed == {NAME}
+    finds_a_write(patcher, 200, weights)
 
 
 def by_data(weight, place):
@@ -314,9 +311,7 @@ def test_an_element_of_every_row_and_of_every_column_is_looked_at(shape):
 class CountedOps(TorchDispatchMode):
     """Counts what torch is asked to compute."""
 
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
@@ -325,13 +320,13 @@ class CountedOps(TorchDispatchMode):
 
 def test_a_weight_is_looked_at_in_few_operations_of_torch(patcher):
     weights, looked_at = compared(patcher), len(list(slots(patcher.model.diffusion_model)))
-    with CountedOps() as ops:
-        weights.compare(patcher.model)
-    assert looked_at <= ops.count <= 7 * looked_at
-    ops.count = 0
-    with ops:
-        assert not list(weights.changed_since(lambda: False))
-    assert looked_at <= ops.count <= 7 * looked_at
+    for compare in (
+        lambda: weights.compare(patcher.model),
+        lambda: list(weights.changed_since(lambda: False)),
+    ):
+        with CountedOps() as ops:
+            assert not compare()
+        assert looked_at <= ops.count <= 7 * looked_at
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.complex128], ids=str)
@@ -367,10 +362,7 @@ def test_a_change_is_found_when_the_checkpoint_is_gone(tmp_path):
     weights = compared(patcher)
     path.unlink()
     weights.compare(patcher.model)
-    assert not weights.changed
-    parameter(patcher).data[5] += 1
-    weights.compare(patcher.model)
-    assert weights.changed == {NAME}
+    finds_a_write(patcher, 5, weights)
 
 
 def test_a_cancel_amid_it_loses_nothing(patcher):

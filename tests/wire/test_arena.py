@@ -13,27 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.errors import SharedMemoryFull
 from pipemesh.parallel_runtime.wire import arena as arenas
-from pipemesh.parallel_runtime.wire.arena import (
-    BOARD_BYTES,
-    MAX_RANKS,
-    PHASES,
-    ROOM,
-    Allocator,
-    Arena,
-    Board,
-)
+from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, MAX_RANKS, PHASES, ROOM, Allocator, Arena, Board
 from pipemesh.parallel_runtime.wire.parcel import Parcel
 from pipemesh.parallel_runtime.wire.segment import ALIGN, Segment, TensorRef, aligned
 from pipemesh.parallel_runtime.wire.tree import decode_tree
 
-from .test_wire import DTYPES, bits, descriptors, mappings
+from .test_wire import DTYPES, arena, bits, descriptors, mappings
 
-
-@pytest.fixture
-def arena():
-    arena = Arena(nbytes=BOARD_BYTES + (64 << 10))
-    yield arena
-    arena.close()
+__all__ = ["arena"]  # a fixture
 
 
 @contextmanager
@@ -50,8 +37,14 @@ def largest_file(nbytes: int):
 # -- segments
 
 
-def test_a_segment_that_grows_keeps_its_refs_and_its_old_views():
+@pytest.fixture
+def segment():
     segment = Segment.create("test", 4096, ROOM)
+    yield segment
+    segment.close()
+
+
+def test_a_segment_that_grows_keeps_its_refs_and_its_old_views(segment):
     ref = segment.put(128, torch.arange(8.0))
     view = segment.tensor(ref)
     segment.grow(1 << 20)
@@ -60,19 +53,16 @@ def test_a_segment_that_grows_keeps_its_refs_and_its_old_views():
     assert torch.equal(segment.tensor(ref), torch.arange(8.0))
     assert view.data_ptr() == segment.tensor(ref).data_ptr()
     assert torch.equal(segment.tensor(far), torch.ones(16, dtype=torch.bfloat16))
-    segment.close()
 
 
-def test_another_mapping_follows_what_was_grown():
-    mine = Segment.create("test", 4096, ROOM)
-    theirs = Segment(os.dup(mine.fd), 4096, ROOM)
-    mine.grow(64 << 10)
-    ref = mine.put(32 << 10, torch.arange(5))
+def test_another_mapping_follows_what_was_grown(segment):
+    theirs = Segment(os.dup(segment.fd), 4096, ROOM)
+    segment.grow(64 << 10)
+    ref = segment.put(32 << 10, torch.arange(5))
     theirs.follow()
     assert torch.equal(theirs.tensor(ref), torch.arange(5))
     theirs.tensor(ref)[0] = 9
-    assert mine.tensor(ref)[0] == 9
-    mine.close()
+    assert segment.tensor(ref)[0] == 9
     theirs.close()
 
 
@@ -87,14 +77,10 @@ def test_a_mapping_that_cannot_grow_says_so_again_when_asked_again():
     mine.close()
 
 
-def test_a_piece_that_ends_behind_the_segment_is_refused_and_none_is_cut_short():
-    mine = Segment.create("test", 4096)
-    with (
-        open(mine.fd, "rb", closefd=False) as file,
-        pytest.raises(ValueError, match=r"piece ends at byte 4104 of"),
-    ):
-        mine.fill([(4000, 104), (0, 8)], file.fileno())
-    mine.close()
+def test_a_piece_that_ends_behind_the_segment_is_refused_and_none_is_cut_short(segment):
+    says = pytest.raises(ValueError, match=r"piece ends at byte 4104 of")
+    with open(segment.fd, "rb", closefd=False) as file, says:
+        segment.fill([(4000, 104), (0, 8)], file.fileno())
 
 
 @pytest.mark.parametrize("left", [1 << 30, None], ids=["a limit", "no limit"])
@@ -103,7 +89,7 @@ def test_memory_that_grows_takes_a_quarter_of_the_addresses_that_a_limit_leaves(
     if not (child := os.fork()):
         status = 1
         try:
-            taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * PAGESIZE
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * PAGESIZE
             if left is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (taken + left, resource.RLIM_INFINITY))
             room = len(Segment.create("test", 4096, ROOM)._mapping)
@@ -164,23 +150,17 @@ def test_a_closed_arena_gives_its_memory_back_with_the_last_view():
 
 def test_an_arena_that_cannot_grow_says_so_and_stays_usable():
     arena = Arena(nbytes=64 << 10)
-    kept = arena.put(torch.arange(100.0))
+    values = torch.arange(100.0), torch.arange(50.0), torch.ones(30 << 10), torch.full((1 << 20,), 3.0)
+    refs = [arena.put(values[0])]
     with largest_file(256 << 10):
         for _ in range(2):
             with pytest.raises(SharedMemoryFull):
                 arena.put(torch.zeros(1 << 20))
+        refs.append(arena.put(values[1]))  # there is still room for this without growing
         assert arena.nbytes == 64 << 10
-        small = arena.put(torch.arange(50.0))  # there is still room for this without growing
-        assert arena.nbytes == 64 << 10
-        medium = arena.put(torch.ones(30 << 10))  # 120 KiB: fits below the limit
-    large = arena.put(torch.full((1 << 20,), 3.0))
-    for ref, expected in (
-        (kept, torch.arange(100.0)),
-        (small, torch.arange(50.0)),
-        (medium, torch.ones(30 << 10)),
-    ):
-        assert torch.equal(arena.segment.tensor(ref), expected)
-    assert arena.segment.tensor(large).min() == 3.0
+        refs.append(arena.put(values[2]))  # 120 KiB: fits below the limit
+    refs.append(arena.put(values[3]))
+    assert all(map(torch.equal, map(arena.segment.tensor, refs), values))
     arena.close()
 
 
@@ -198,28 +178,22 @@ def test_sizes_that_rise_within_a_run_add_up_as_the_page_says_until_the_arena_is
 
 def test_an_arena_grows_by_what_is_needed_where_doubling_is_refused():
     arena = Arena(nbytes=64 << 10)
+    sizes = 16 << 10, 60 << 10
     with largest_file(125 << 10):
-        ref = arena.put(torch.ones(16 << 10, dtype=torch.uint8))
-        second = arena.put(torch.ones(60 << 10, dtype=torch.uint8))
-    assert arena.segment.tensor(ref).sum() == 16 << 10
-    assert arena.segment.tensor(second).sum() == 60 << 10
+        refs = [arena.put(torch.ones(size, dtype=torch.uint8)) for size in sizes]
+    assert [arena.segment.tensor(ref).sum() for ref in refs] == [*sizes]
     arena.close()
 
 
 def test_a_frame_writes_storage_that_appears_twice_once(arena):
     base = torch.randn(5, 5)
     with arena.frame() as frame:
-        first, again = frame.put(base), frame.put(base[:])
-        assert first == again
-        others = [
-            frame.put(base.t()),
-            frame.put(base[1:]),
-            frame.put(base.clone()),
-            frame.put(base.view(torch.int32)),
-        ]
-        assert len({first.offset, *(ref.offset for ref in others)}) == 5
-        assert torch.equal(arena.segment.tensor(others[0]), base.t())
-        assert torch.equal(arena.segment.tensor(others[1]), base[1:])
+        first = frame.put(base)
+        assert frame.put(base[:]) == first
+        others = base.t(), base[1:], base.clone(), base.view(torch.int32)
+        refs = [frame.put(other) for other in others]
+        assert len({first.offset, *(ref.offset for ref in refs)}) == 5
+        assert all(map(torch.equal, map(arena.segment.tensor, refs), others))
 
 
 def test_a_frame_never_takes_a_new_tensor_for_one_that_is_gone(arena):
@@ -266,10 +240,8 @@ def test_live_blocks_never_overlap_and_everything_given_back_merges(operations):
             allocator.give(offset, live.pop(offset))
         else:
             offset = allocator.take(number)
-            assert offset >= BOARD_BYTES
-            assert offset % ALIGN == 0
-            assert offset + number <= allocator.end
-            assert offset not in live
+            assert BOARD_BYTES <= offset <= allocator.end - number
+            assert offset % ALIGN == 0 and offset not in live
             live[offset] = number
             seams.add(allocator.end)
         places = sorted((offset, offset + max(1, number)) for offset, number in live.items())
@@ -307,18 +279,15 @@ def test_a_pattern_that_repeats_does_not_grow(pattern, kept, random):
 
 def test_the_board_shows_each_ranks_line_to_every_process(arena):
     theirs = Board(Segment(os.dup(arena.segment.fd), arena.nbytes))
-    for rank in range(MAX_RANKS):
-        theirs.enter(rank, PHASES[rank % len(PHASES)])
+    phases = [PHASES[rank % len(PHASES)] for rank in range(MAX_RANKS)]
+    for rank, phase in enumerate(phases):
+        theirs.enter(rank, phase)
         for _ in range(rank):
             theirs.tick(rank)
     arena.board.cancel(2**40)
     assert theirs.cancelled_request == arena.board.cancelled_request == 2**40
-    assert [arena.board.progress(rank) for rank in range(MAX_RANKS)] == [
-        rank + 1 for rank in range(MAX_RANKS)
-    ]
-    assert [arena.board.phase(rank) for rank in range(MAX_RANKS)] == [
-        PHASES[rank % len(PHASES)] for rank in range(MAX_RANKS)
-    ]
+    assert [arena.board.progress(rank) for rank in range(MAX_RANKS)] == [*range(1, MAX_RANKS + 1)]
+    assert [arena.board.phase(rank) for rank in range(MAX_RANKS)] == phases
 
 
 def test_ranks_at_work_on_the_same_request_can_be_compared(arena):

@@ -5,7 +5,8 @@ import os
 import socket
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -15,14 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipemesh.parallel_runtime.wire.arena import BOARD_BYTES, Arena
 from pipemesh.parallel_runtime.wire.channel import HEADER, Channel, ChannelClosed
-from pipemesh.parallel_runtime.wire.messages import (
-    Close,
-    Done,
-    FromRank,
-    Memory,
-    Release,
-    ToRank,
-)
+from pipemesh.parallel_runtime.wire.messages import Close, Done, FromRank, Memory, Release, ToRank
 from pipemesh.parallel_runtime.wire.segment import TensorRef
 from pipemesh.parallel_runtime.wire.tree import NotPlain, decode_tree, encode_tree, is_plain
 
@@ -56,32 +50,23 @@ def tensors(draw) -> torch.Tensor:
 
 
 SCALARS = st.one_of(
-    *(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**63), 2**64 - 1),
-        st.floats(),
-        st.text(max_size=8),
-        st.binary(max_size=8),
-    ),
+    *(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats()),
+    *(st.text(max_size=8), st.binary(max_size=8)),
 )
+PLAIN = SCALARS | st.sampled_from(DTYPES)
 ITEMS = st.recursive(
-    st.one_of(SCALARS, st.sampled_from(DTYPES)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)),
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=4,
 )
-LEAVES = st.one_of(
-    SCALARS, st.sampled_from(DTYPES), tensors(), st.frozensets(ITEMS, max_size=4), st.sets(ITEMS, max_size=4)
-)
-KEYS = st.one_of(st.text(max_size=6), st.integers(-(2**63), 2**63 - 1))
+LEAVES = PLAIN | tensors() | st.frozensets(ITEMS, max_size=4) | st.sets(ITEMS, max_size=4)
+KEYS = st.text(max_size=6) | st.integers(-(2**63), 2**63 - 1)
 TREES = st.recursive(
     LEAVES,
-    lambda inner: st.one_of(
-        *(
-            st.lists(inner, max_size=4),
-            st.lists(inner, max_size=4).map(tuple),
-            st.dictionaries(KEYS, inner, max_size=4),
-        ),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -89,14 +74,10 @@ TREES = st.recursive(
 
 def same(one, other) -> bool:
     """Equal in content, in every type and to the bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and (one.shape, one.dtype, bits(one)) == (
-            other.shape,
-            other.dtype,
-            bits(other),
-        )
     if type(one) is not type(other):
         return False
+    if isinstance(one, torch.Tensor):
+        return (one.shape, one.dtype, bits(one)) == (other.shape, other.dtype, bits(other))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
@@ -110,15 +91,14 @@ def same(one, other) -> bool:
 @given(TREES)
 def test_a_tree_of_tensors_and_plain_data_crosses_unchanged(tree):
     arena = Arena(nbytes=BOARD_BYTES + (64 << 10))
-    try:
-        with arena.frame() as frame:
-            assert same(
-                tree,
-                decode_tree(encode_tree(tree, lambda _path, tensor: frame.put(tensor)), arena.segment.tensor),
-            )
-        assert is_plain(tree)
-    finally:
-        arena.close()
+    with closing(arena), arena.frame() as frame:
+        body = encode_tree(tree, lambda _path, tensor: frame.put(tensor))
+        assert same(tree, decode_tree(body, arena.segment.tensor))
+    assert is_plain(tree)
+
+
+def encoded(tree):
+    return encode_tree(tree, lambda _path, _tensor: TensorRef(0, (1,), "float32"))
 
 
 class Foreign:
@@ -140,7 +120,7 @@ class Foreign:
 )
 def test_what_cannot_cross_is_named_by_its_path(tree, path):
     with pytest.raises(NotPlain) as caught:
-        encode_tree(tree, lambda _path, _tensor: TensorRef(0, (), "uint8"))
+        encoded(tree)
     assert caught.value.path == path
     assert str(caught.value).startswith(f"{path} is a ")
     assert not is_plain(tree)
@@ -149,43 +129,42 @@ def test_what_cannot_cross_is_named_by_its_path(tree, path):
 @pytest.mark.parametrize("key", [None, 1.5, (1, 2), True, 2**64, "\udc80"])
 def test_a_key_that_cannot_cross_is_named_by_its_dict(key):
     with pytest.raises(NotPlain, match=r"^a key of options/deep is a "):
-        encode_tree({"options": {"deep": {key: 1}}}, lambda _path, _tensor: TensorRef(0, (), "uint8"))
+        encoded({"options": {"deep": {key: 1}}})
 
 
 def test_equal_sets_are_equal_bytes():
     """Else an argument would be new to the ranks because of the order in which a set was filled."""
-    ascending, descending = set(), set()
-    for number in range(0, 800, 8):
-        ascending.add(number)
-        descending.add(792 - number)
+    ascending, descending = set(range(0, 800, 8)), set(range(792, -8, -8))
     assert list(ascending) != list(descending)
-    assert encode_tree(ascending, lambda *_: None) == encode_tree(descending, lambda *_: None)
+    assert encoded(ascending) == encoded(descending)
 
 
 def test_tensors_are_offered_under_their_path():
-    paths = []
-    tree = {
-        "control": {"input": [torch.zeros(1), None, torch.zeros(1)]},
-        "x": torch.zeros(1),
-        7: (torch.zeros(1),),
-    }
+    paths, one = [], torch.zeros(1)
+    tree = {"control": {"input": [one, None, one]}, "x": one, 7: (one,)}
     encode_tree(tree, lambda path, _tensor: paths.append(path) or TensorRef(0, (1,), "float32"))
     assert paths == ["control/input/0", "control/input/2", "x", "7/0"]
+
+
+PACKED = msgspec.msgpack.encode
+
+
+def extension(number, content):
+    return PACKED(msgspec.msgpack.Ext(number, content))
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        msgspec.msgpack.encode([msgspec.msgpack.Ext(9, b"")]),
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(3, b"nn")),
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(3, b"no_such_dtype")),
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode("not a reference"))),
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode([0, [1], "nn", 0]))),
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(2, msgspec.msgpack.encode([msgspec.msgpack.Ext(8, b"")]))),
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode([[1]]))),
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(5, msgspec.msgpack.encode(1))),
-        b"\xc1",
-        b"",
+        PACKED([msgspec.msgpack.Ext(9, b"")]),
+        extension(3, b"nn"),
+        extension(3, b"no_such_dtype"),
+        extension(1, PACKED("not a reference")),
+        extension(1, PACKED([0, [1], "nn", 0])),
+        extension(2, PACKED([msgspec.msgpack.Ext(8, b"")])),
+        extension(4, PACKED([[1]])),
+        extension(5, PACKED(1)),
+        *(b"\xc1", b""),
     ],
 )
 def test_a_foreign_extension_is_rejected(body, arena):
@@ -197,9 +176,7 @@ def test_what_a_tree_was_read_from_is_let_go_at_once():
     """Not when the garbage collector comes by: it may be a segment that holds a whole model."""
     source = Foreign()
     source.get = lambda ref: torch.zeros(1)
-    body = encode_tree(
-        {"a": ([torch.zeros(1)], torch.float32)}, lambda _path, _tensor: TensorRef(0, (1,), "float32")
-    )
+    body = encoded({"a": ([torch.zeros(1)], torch.float32)})
     gone = weakref.ref(source)
     gc.disable()
     try:
@@ -223,42 +200,38 @@ def ends():
     pair[1].close()
 
 
-def framed(message: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(message)
+MEMORY = Memory(1, 2, 3)
+
+
+def framed(message) -> bytes:
+    body = PACKED(message)
     return HEADER.pack(len(body), 0) + body
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=4), st.data())
 def test_messages_arrive_whole_however_the_bytes_are_cut(sizes, data):
-    messages = [
-        Done(request=index + 1, memory=Memory(1, 2, 3), output=bytes(size))
-        for index, size in enumerate(sizes)
-    ]
+    messages = [Done(request=index, memory=MEMORY, output=bytes(size)) for index, size in enumerate(sizes)]
     stream = b"".join(map(framed, messages))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=6)))
     ours, theirs = socket.socketpair()
-    channel = Channel(ours, FromRank)
-    try:
-        received = []
-        for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+    received = []
+    with theirs, closing(Channel(ours, FromRank)) as channel:
+        for begin, end in pairwise((0, *cuts, len(stream))):
             theirs.sendall(stream[begin:end])
             received += channel.pump()
-        assert received == [(message, []) for message in messages]
-    finally:
-        channel.close()
-        theirs.close()
+    assert received == [(message, []) for message in messages]
 
 
 def test_an_answer_has_only_the_fields_that_it_has_something_to_say_in():
     """An evaluation's is sent by each rank in each step."""
-    sent = msgspec.msgpack.decode(framed(Done(request=1, memory=Memory(1, 2, 3), idle=True))[HEADER.size :])
+    sent = msgspec.msgpack.decode(framed(Done(request=1, memory=MEMORY, idle=True))[HEADER.size :])
     assert {*sent} == {"type", "request", "memory", "idle"}
 
 
 def test_a_message_larger_than_the_sockets_buffer_arrives_whole(ends):
     ui, rank, _ = ends
-    big = Done(request=1, memory=Memory(1, 2, 3), output=os.urandom(3 << 20))
+    big = Done(request=1, memory=MEMORY, output=os.urandom(3 << 20))
     sender = threading.Thread(target=rank.send, args=(big,))
     sender.start()
     message, fds = ui.receive()
@@ -267,32 +240,25 @@ def test_a_message_larger_than_the_sockets_buffer_arrives_whole(ends):
     assert fds == []
 
 
-def inode(fd: int) -> int:
-    return os.fstat(fd).st_ino
+def inodes(fds):
+    return [os.fstat(fd).st_ino for fd in fds]
 
 
 def test_descriptors_arrive_with_the_message_they_were_sent_with(ends):
     ui, rank, _ = ends
     sent = [os.memfd_create(f"test-{n}") for n in range(3)]
-    ui.send(Release(request=1, model="none"))
-    ui.send(Release(request=2, model="two" * 50_000), sent[:2])
-    ui.send(Release(request=3, model="none"))
-    ui.send(Release(request=4, model="one"), sent[2:])
-    try:
-        received = {}
-        for _ in range(4):
-            message, fds = rank.receive()
-            received[message.request] = fds
-        assert {request: list(map(inode, fds)) for request, fds in received.items()} == {
-            1: [],
-            2: [inode(sent[0]), inode(sent[1])],
-            3: [],
-            4: [inode(sent[2])],
-        }
-        assert not any(os.get_inheritable(fd) for fds in received.values() for fd in fds)
-    finally:
-        for fd in [*sent, *(fd for fds in received.values() for fd in fds)]:
-            os.close(fd)
+    for request, (model, fds) in enumerate([("", []), ("two" * 50_000, sent[:2]), ("", []), ("", sent[2:])]):
+        ui.send(Release(request=request, model=model), fds)
+    received = [rank.receive() for _ in range(4)]
+    every = [fd for _, fds in received for fd in fds]
+    assert [message.request for message, _ in received] == [0, 1, 2, 3]
+    assert [inodes(fds) for _, fds in received] == [[], inodes(sent[:2]), [], inodes(sent[2:])]
+    assert not any(map(os.get_inheritable, every))
+    for fd in [*sent, *every]:
+        os.close(fd)
+
+
+FAILED = {"type": "Failed", "request": 1, "phase": "", "text": "", "trace": "", "memory": [1, 2, 3]}
 
 
 @pytest.mark.parametrize(
@@ -302,22 +268,13 @@ def test_descriptors_arrive_with_the_message_they_were_sent_with(ends):
         {"type": "Release", "request": 1, "model": "a message for ranks"},
         {"type": "Done", "request": "one", "memory": [1, 2, 3]},
         {"type": "Done", "request": 1, "memory": [1, 2]},
-        {
-            "type": "Failed",
-            "request": 1,
-            "kind": "unheard of",
-            "phase": "",
-            "text": "",
-            "trace": "",
-            "memory": [1, 2, 3],
-        },
+        {**FAILED, "kind": "unheard of"},
         [1, 2, 3],
     ],
 )
 def test_a_message_of_the_wrong_schema_is_rejected(ends, message):
     ui, _, raw = ends
-    body = msgspec.msgpack.encode(message)
-    raw.sendall(HEADER.pack(len(body), 0) + body)
+    raw.sendall(framed(message))
     with pytest.raises(msgspec.ValidationError):
         ui.receive()
 
@@ -339,7 +296,7 @@ def mappings(name: str) -> int:
 def test_a_rejected_message_leaves_no_descriptor_open(ends):
     ui, rank, _ = ends
     held = os.memfd_create("rejected")
-    ui.send(Done(request=1, memory=Memory(1, 2, 3)), [held])  # the rank accepts no such message
+    ui.send(Done(request=1, memory=MEMORY), [held])  # the rank accepts no such message
     with pytest.raises(msgspec.ValidationError):
         rank.receive()
     assert descriptors("rejected") == [str(held)]
@@ -349,7 +306,7 @@ def test_a_rejected_message_leaves_no_descriptor_open(ends):
 def test_descriptors_of_a_message_nobody_took_are_closed_with_the_channel(ends):
     ui, rank, _ = ends
     held = os.memfd_create("untaken")
-    body = msgspec.msgpack.encode(Close())
+    body = PACKED(Close())
     socket.send_fds(ui._sock, [HEADER.pack(len(body), 1) + body[:1]], [held])  # the rest never comes
     assert list(rank.pump()) == []
     os.close(held)
@@ -360,7 +317,7 @@ def test_descriptors_of_a_message_nobody_took_are_closed_with_the_channel(ends):
 
 def test_a_closed_peer_is_told_to_the_reader_after_what_it_said(ends):
     ui, rank, _ = ends
-    rank.send(Done(request=1, memory=Memory(1, 2, 3)))
+    rank.send(Done(request=1, memory=MEMORY))
     rank.close()
     assert ui.receive()[0].request == 1
     with pytest.raises(ChannelClosed):
@@ -370,9 +327,8 @@ def test_a_closed_peer_is_told_to_the_reader_after_what_it_said(ends):
 def test_a_closed_peer_is_told_to_the_writer(ends):
     ui, rank, _ = ends
     rank.close()
-    with pytest.raises(ChannelClosed):
-        ui.send(Close())
     held = os.memfd_create("test")
-    with pytest.raises(ChannelClosed):
-        ui.send(Close(), [held])
+    for fds in ([], [held]):
+        with pytest.raises(ChannelClosed):
+            ui.send(Close(), fds)
     os.close(held)
