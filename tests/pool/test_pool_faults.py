@@ -4,7 +4,6 @@ next run is right.
 
 from __future__ import annotations
 
-import threading
 import time
 
 import psutil
@@ -28,6 +27,7 @@ from pipemesh.parallel_runtime.families.catalogue import FAMILIES
 from pipemesh.pool.handle import PoolHandle
 from pipemesh.pool.pool import WorkerPool
 
+from ..kit.at_once import Once, in_forward, kill
 from ..kit.fake_pools import DEADLINE_S, cpus, is_alive
 from ..kit.holdings import NOTHING, Holdings
 from ..kit.models import write_model
@@ -37,27 +37,6 @@ from ..wire.test_arena import largest_file
 
 SAMPLE = next(one for one in FAMILIES[0].samples if one.prompt_extras)  # with a reference
 EDIT = Case(SAMPLE.name, "ulysses2", "odd", 2, 1.0, False, "euler")
-
-
-class Once(threading.Thread):
-    """Acts the moment ``happens()``: what a test does to a rank while its own thread waits for that
-    rank.
-    """
-
-    def __init__(self, happens, act):
-        super().__init__(daemon=True)
-        self._happens, self._act = happens, act
-        self.acted = False
-        self.start()
-
-    def run(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            if self._happens():
-                self._act()
-                self.acted, self.acted_at = True, time.monotonic()
-                return
-            time.sleep(0.0005)  # shared memory has no event to wait for
 
 
 @pytest.fixture(scope="module")
@@ -131,17 +110,6 @@ def is_right(model, truth) -> bool:
     return relative_error(picture(model), truth) <= BOUND
 
 
-def kill(pool: WorkerPool, rank: int) -> None:
-    psutil.Process(pool.ranks.pids[rank]).kill()
-
-
-def in_forward(pool: WorkerPool, rank: int, ticks: int = 6) -> bool:
-    """Some blocks deep: every request starts the counter at a multiple of 2^32."""
-    return (
-        pool.arena.board.phase(rank) == "computing" and pool.arena.board.progress(rank) % (1 << 32) >= ticks
-    )
-
-
 KILLED = (
     r"^Rank 1 on cpu was killed \(signal 9; the system does this when memory runs out\) while {}: "
     r"run again, a fresh pool will be started\.$"
@@ -186,7 +154,7 @@ def kept_references(client):
     return edited(stock), parallelize(stock, client, holds_ui_device=False)
 
 
-@pytest.mark.parametrize("loss", ["a rank died", "the pool was closed", "the model was released"])
+@pytest.mark.parametrize("loss", ["a rank died", "the model was released"])
 def test_a_run_goes_on_after_a_loss_unless_a_nodes_code_keeps_a_state_of_it(
     handle, client, kept_references, loss
 ):
@@ -198,8 +166,6 @@ def test_a_run_goes_on_after_a_loss_unless_a_nodes_code_keeps_a_state_of_it(
         if loss == "a rank died":
             kill(pool, 1)
             pool.ranks._crew.supervisor.exit_of(1, DEADLINE_S)
-        elif loss == "the pool was closed":
-            handle.close()
         else:
             client.residency.release(model.remote.model)
 

@@ -327,7 +327,7 @@ def test_any_sequence_of_acts_and_failures_leaves_a_pool_that_works_or_nothing_a
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150 if ALL else 8,
+            max_examples=150 if ALL else 6,
             stateful_step_count=20,
             phases=phases,
             deadline=None,
