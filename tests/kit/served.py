@@ -101,11 +101,8 @@ def graph(
         model = with_lora(model)
     common = {
         "model": model,
-        "positive": ["positive", 0],
-        "negative": ["negative", 0],
+        **{name: [name, 0] for name in ("positive", "negative")},
         "latent_image": ["empty", 0],
-    }
-    common |= {
         "steps": steps,
         "cfg": 2.0,
         "sampler_name": "euler",
@@ -113,13 +110,8 @@ def graph(
         **(parallel_input if parallel else {}),
     }
     if "Advanced" in sampler:
-        common |= {
-            "add_noise": "enable",
-            "noise_seed": seed,
-            "start_at_step": 0,
-            "end_at_step": 10000,
-            "return_with_leftover_noise": "disable",
-        }
+        common |= {"add_noise": "enable", "noise_seed": seed, "start_at_step": 0, "end_at_step": 10000}
+        common |= {"return_with_leftover_noise": "disable"}
     else:
         common |= {"seed": seed, "denoise": 1.0}
     nodes["sampler"] = node(sampler, **common)
@@ -177,8 +169,17 @@ def live_pool(server):
     )
 
 
+def ranks_of(pool):
+    return [rank["pid"] for rank in pool["ranks"]]
+
+
 def pids(server):
-    return [rank["pid"] for rank in live_pool(server)["ranks"]]
+    return ranks_of(live_pool(server))
+
+
+def once_it_samples(act):
+    """Acts when a prompt's sampler begins."""
+    return lambda event: event.type == "executing" and event.data.get("node") == "sampler" and act()
 
 
 def wait_for_phase(server, phase, of=all):

@@ -5,8 +5,8 @@ cancel, faults, two instances.
 import json
 import os
 import signal
-from itertools import combinations
-from pathlib import Path
+from functools import partial
+from itertools import combinations, product
 from urllib.request import urlopen
 
 import psutil
@@ -16,20 +16,21 @@ from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.server import CUSTOM_NODES
 from pipemesh.lab.commands.parity import BOUND, relative_error
 
-from ..fixtures import ALL
+from ..fixtures import ALL, ROOT
 from ..kit.models import write_model
 from ..kit.served import (
     LARGE,
     STEPS,
     accepts,
     box,
-    custom,
     graph,
     latent,
     linked,
     live_pool,
+    once_it_samples,
     overlap,
     pids,
+    ranks_of,
     start,
     wait_for_phase,
     widgets,
@@ -46,12 +47,7 @@ TEXT = 3  # comfyui: protocol.BinaryEventTypes
 
 def test_cancel_while_the_pool_starts_and_the_next_run_is_right(server, truth):
     """First of all tests here: no pool is up yet."""
-
-    def cancel(event):
-        if event.type == "executing" and event.data.get("node") == "sampler":
-            server.interrupt()
-
-    stopped = server.run(graph("stopped"), on_event=cancel)
+    stopped = server.run(graph("stopped"), on_event=once_it_samples(server.interrupt))
     assert stopped.error.kind == "interrupted"
     ours, result = latent(server, graph("started"))
     assert relative_error(ours, truth) <= BOUND
@@ -72,38 +68,21 @@ def test_every_sampler_node_gives_the_stock_latent(server, truth, sampler):
     assert relative_error(latent(server, graph(f"by_{sampler}", sampler=sampler))[0], truth) <= BOUND
 
 
-def test_custom_sampling_with_a_stock_guider_gives_the_stock_latent(server):
-    inputs = {"cond1": ["positive", 0], "cond2": ["negative", 0], "negative": ["negative", 0]}
-    inputs |= {"cfg_conds": 3.0, "cfg_cond2_negative": 2.0, "style": "regular"}
-    ours, stock = (
-        latent(server, custom(f"dual_{parallel}", "DualCFGGuider", inputs, seed=4, parallel=parallel))[0]
-        for parallel in (True, False)
-    )
-    assert relative_error(ours, stock) <= BOUND
-
-
 def test_a_lora_strength_changed_between_two_queued_prompts_needs_no_reload(server, truth):
-    truths = [
-        latent(server, graph("lora_stock", parallel=False, lora=strength))[0] for strength in (1.0, 0.3)
-    ]
-    assert relative_error(truths[0], truth) > 0.05
-    latent(server, graph("lora_loaded"))
+    def of(name, **options):
+        return latent(server, graph(f"lora_{name}", **options))[0]
+
+    truths = {strength: of("stock", parallel=False, lora=strength) for strength in (1.0, 0.3)}
+    assert relative_error(truths[1.0], truth) > 0.05
+    of("loaded")
     before = live_pool(server)
-    for after in (False, True):
-        for strength, expected in zip((1.0, 0.3), truths, strict=True):
-            patches = live_pool(server)["patchings"]
-            assert (
-                relative_error(
-                    latent(server, graph("lora_pool", lora=strength, lora_after=after))[0], expected
-                )
-                <= BOUND
-            )
-            assert live_pool(server)["patchings"] == patches + 1
-    assert relative_error(latent(server, graph("lora_off"))[0], truth) <= BOUND
-    assert (pids(server), live_pool(server)["loads"]) == (
-        [rank["pid"] for rank in before["ranks"]],
-        before["loads"],
-    )
+    for after, strength in product((False, True), truths):
+        patches = live_pool(server)["patchings"]
+        assert relative_error(of("pool", lora=strength, lora_after=after), truths[strength]) <= BOUND
+        assert live_pool(server)["patchings"] == patches + 1
+    assert relative_error(of("off"), truth) <= BOUND
+    now = live_pool(server)
+    assert (ranks_of(now), now["loads"]) == (ranks_of(before), before["loads"])
 
 
 # -- in patches
@@ -124,10 +103,8 @@ def test_a_pipeline_is_exact_while_it_warms_up_says_how_it_samples_and_gives_the
         return ours, result.outputs["report"]["text"][0], texts, pids(server)
 
     whole, text, texts, ranks = sampled("warm_pipeline", warm_up=100)
-    assert any(b"samplerPipeMesh: starting workers, " in said for said in texts), (
-        "a user sees why nothing moves yet"
-    )
-    assert any(b"samplerPipeMesh: workers are ready" in said for said in texts)
+    for why in (b"starting workers, ", b"workers are ready"):  # a user sees why nothing moves yet
+        assert any(b"samplerPipeMesh: " + why in said for said in texts)
     assert relative_error(whole, truth) <= BOUND
     assert "stage 1:   1 cpu" in text and ", sampled whole" in text
     first, text, texts, same = sampled("pipeline", warm_up=1)
@@ -148,12 +125,12 @@ def test_cancel_inside_a_forward_leaves_the_pool_warm(server, truth):
     latent(server, graph("warm"))
     before = pids(server)
 
-    def cancel(event):
-        if event.type == "executing" and event.data.get("node") == "sampler":
-            wait_for_phase(server, "computing")
-            server.interrupt()
+    def cancel():
+        wait_for_phase(server, "computing")
+        server.interrupt()
 
-    stopped = server.run(graph("stopped", pixels=LARGE, steps=20), on_event=cancel)
+    large = graph("stopped", pixels=LARGE, steps=20)
+    stopped = server.run(large, on_event=once_it_samples(cancel))
     assert stopped.error.kind == "interrupted"
     assert not stopped.ticks, "a whole step passed before the cancel was heard"
     assert pids(server) == before
@@ -162,21 +139,21 @@ def test_cancel_inside_a_forward_leaves_the_pool_warm(server, truth):
 
 def test_cancel_while_loading_leaves_the_pool_warm(server):
     write_model(server.models / "diffusion_models" / "many.safetensors", heads=1, blocks=(2, 120))
-    expected, _ = latent(server, graph("many_stock", unet="many", parallel=False, steps=1))
+    many = partial(graph, unet="many", steps=1)
+    expected, _ = latent(server, many("many_stock", parallel=False))
     latent(server, graph("warm"))
     before = live_pool(server)
 
-    def cancel(event):
-        if event.type == "executing" and event.data.get("node") == "sampler":
-            wait_for_phase(server, "loading", of=any)
-            server.interrupt()
+    def cancel():
+        wait_for_phase(server, "loading", of=any)
+        server.interrupt()
 
-    stopped = server.run(graph("stopped", unet="many", steps=1), on_event=cancel)
+    stopped = server.run(many("stopped"), on_event=once_it_samples(cancel))
     assert stopped.error.kind == "interrupted"
     assert live_pool(server)["loads"] == before["loads"], "the load had ended before the cancel was heard"
-    assert relative_error(latent(server, graph("after_load", unet="many", steps=1))[0], expected) <= BOUND
-    assert live_pool(server)["loads"] == before["loads"] + 1
-    assert pids(server) == [rank["pid"] for rank in before["ranks"]]
+    assert relative_error(latent(server, many("after_load"))[0], expected) <= BOUND
+    now = live_pool(server)
+    assert (now["loads"], ranks_of(now)) == (before["loads"] + 1, ranks_of(before))
 
 
 # -- memory
@@ -213,22 +190,10 @@ def test_a_node_that_runs_out_of_memory_frees_what_the_pool_holds(server, truth)
 # -- errors
 
 
-def test_an_impossible_layout_is_refused_at_validation_with_the_equation(server):
-    nodes = graph("refused")
-    nodes["pool"]["inputs"] |= {"devices": "cpu,cpu", "ulysses": 1, "ring": 2, "pipefusion": 2}
-    error = server.run(nodes).error
-    assert error.kind == "refused"
-    assert "ring 2 x pipefusion 2 = 4 ranks, 2 devices listed" in error.message
-
-
-def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool(server, truth):
-    nodes = linked(
-        graph("linked"), devices="cpu", ulysses=2, ring=1, pipefusion=1, patches=0, warm_up=1, stages=""
-    )
+def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool_or_are_refused_there(server, truth):
+    numbers = {"ulysses": 2, "ring": 1, "pipefusion": 1, "patches": 0, "warm_up": 1}
+    nodes = linked(graph("linked"), devices="cpu", stages="", **numbers)
     assert relative_error(latent(server, nodes)[0], truth) <= BOUND
-
-
-def test_what_other_nodes_hold_and_no_pool_can_be_is_refused_at_the_pool(server):
     result = server.run(linked(graph("refused_link"), ulysses=4, devices="cpu,cpu,cpu"))
     error = result.error
     assert (error.kind, error.class_type) == ("failed", "PipeMeshPool")
@@ -236,16 +201,14 @@ def test_what_other_nodes_hold_and_no_pool_can_be_is_refused_at_the_pool(server)
         "ulysses 4 = 4 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose ulysses 3"
         " or ring 3."
     )
+    # The frontend shows it before the sentence: no path of this machine
     kinds = {event.data["exception_type"] for event in result.events if event.type == "execution_error"}
-    assert kinds == {"pipemesh.LayoutError"}, (
-        "the frontend shows it before the sentence: no path of this machine"
-    )
+    assert kinds == {"pipemesh.LayoutError"}
 
 
 def test_a_packs_code_in_the_blocks_is_an_error_at_the_node_that_names_it(server, truth):
     error = server.run(graph("patched", between=[("TestAttentionPatch", {})])).error
-    assert error.kind == "failed"
-    assert error.class_type == "KSampler"
+    assert (error.kind, error.class_type) == ("failed", "KSampler")
     assert "halved_keys" in error.message and "remove the node" in error.message
     assert relative_error(latent(server, graph("after_patched"))[0], truth) <= BOUND
 
@@ -254,32 +217,23 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
     latent(server, graph("before_kill"))
     before = pids(server)
 
-    def kill(event):
-        if event.type == "executing" and event.data.get("node") == "sampler":
-            wait_for_phase(server, "computing")
-            os.kill(before[1], signal.SIGKILL)
+    def kill():
+        wait_for_phase(server, "computing")
+        os.kill(before[1], signal.SIGKILL)
 
-    error = server.run(graph("killed", pixels=LARGE), on_event=kill).error
+    error = server.run(graph("killed", pixels=LARGE), on_event=once_it_samples(kill)).error
     assert error.kind == "failed"
-    assert (
-        "Rank 1 on cpu was killed" in error.message
-        and "while computing" in error.message
-        and "run again" in error.message
-    )
+    for words in ("Rank 1 on cpu was killed", "while computing", "run again"):
+        assert words in error.message
     ours, result = latent(server, graph("after_kill"))
     assert relative_error(ours, truth) <= BOUND
     waits = [event.data for event in result.events if event.type == "pipemesh.progress"]
-    assert {one["node"] for one in waits} == {"sampler"} and {one["prompt"] for one in waits} == {
-        result.prompt_id
-    }
+    assert {(one["node"], one["prompt"]) for one in waits} == {("sampler", result.prompt_id)}
     assert any("starting workers" in one["text"] and one["total"] == 2 for one in waits)
-    bars = [
-        event.data["nodes"].get("sampler", {}) for event in result.events if event.type == "progress_state"
-    ]
-    assert 2 in [bar.get("max") for bar in bars], "ComfyUI's own bar counts the workers"
-    assert [tick.value for tick in result.ticks if tick.node == "sampler"] == [*range(1, STEPS + 1)], (
-        "and its steps are as ever"
-    )
+    nodes = [event.data["nodes"] for event in result.events if event.type == "progress_state"]
+    # ComfyUI's own bar counts the workers, and its steps are as ever
+    assert 2 in [one.get("sampler", {}).get("max") for one in nodes]
+    assert [tick.value for tick in result.ticks if tick.node == "sampler"] == [*range(1, STEPS + 1)]
     assert not set(before) & set(pids(server))
     assert not any(psutil.pid_exists(pid) for pid in before)
 
@@ -287,14 +241,10 @@ def test_a_rank_killed_inside_a_forward_is_named_and_the_next_run_starts_a_fresh
 # -- what a user sees of the nodes
 
 
-NODES = (
-    "PipeMeshPool",
-    "PipeMeshParallelize",
-    "PipeMeshParallelizeVAE",
-    "PipeMeshKSampler",
-    "PipeMeshKSamplerAdvanced",
-    "PipeMeshReport",
-)
+NODES = [
+    f"PipeMesh{name}"
+    for name in ("Pool", "Parallelize", "ParallelizeVAE", "KSampler", "KSamplerAdvanced", "Report")
+]
 
 
 def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_prompt_once_more_runs_nothing(
@@ -306,15 +256,13 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
         nodes["save"]["inputs"]["samples"] = ["report", 0]
         ours, result = latent(server, nodes)
         assert seed != 5 or relative_error(ours, truth) <= BOUND
-        return result.outputs["report"]["text"][0], {
-            event.data["node"] for event in result.events if event.type == "executing"
-        } - {None}
+        executed = {event.data["node"] for event in result.events if event.type == "executing"}
+        return result.outputs["report"]["text"][0], executed - {None}
 
     text, _ = reported("report_1")
     speed, waited, rest = text.split("\n\n", 2)
-    assert " times as fast as one device: " in speed and speed.endswith("(timed here)"), (
-        "the truth was sampled by stock before"
-    )
+    # The truth was sampled by stock before
+    assert " times as fast as one device: " in speed and speed.endswith("(timed here)")
     assert waited.startswith("What the prompt waited for") and "first evaluation" in waited
     assert rest.startswith("ulysses 2 = 2 ranks, gloo, ready")
     run = server.get("/pipemesh/status")["last_runs"][0]["figures"]
@@ -327,19 +275,15 @@ def test_the_report_shows_the_last_run_and_passes_the_latent_on_and_the_same_pro
 
 
 def test_the_log_says_at_the_start_which_devices_there_are(server):
-    assert (
-        "[PipeMesh] No GPU here: 2 ranks on the CPU stand for GPUs. Auto mode is off."
-        in server.log.read_text(encoding="utf-8")
-    )
+    said = "[PipeMesh] No GPU here: 2 ranks on the CPU stand for GPUs. Auto mode is off."
+    assert said in server.log.read_text(encoding="utf-8")
 
 
 def test_a_report_alone_says_the_next_move_and_hands_no_latent_on(server):
     nodes = {"pool": node("PipeMeshPool", devices="cpu", layout="by hand", ulysses=3)}
     nodes["report"] = node("PipeMeshReport", pool=["pool", 0])
-    assert (
-        "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing"
-        in server.run(nodes).outputs["report"]["text"][0]
-    )
+    (text,) = server.run(nodes).outputs["report"]["text"]
+    assert "The pool ulysses 3 = 3 ranks on cpu (gloo) has sampled nothing" in text
     nodes["save"] = node("PipeMeshDemoSaveLatent", samples=["report", 0], name="none")
     assert "connect the sampler's LATENT" in server.run(nodes).error.message
 
@@ -358,36 +302,21 @@ def test_every_node_has_tooltips_on_all_sockets_and_a_help_page(server, node_id)
         assert urlopen(address).read().decode().startswith(title)
 
 
-def examples(server):
-    """The workflows that the template browser offers."""
-    names = server.get("/workflow_templates")["pipemesh"]
+def test_the_example_workflows_are_in_the_template_browser_with_known_nodes_and_values_they_take(server):
+    """No node of theirs lies over another."""
+    known, names = server.get("/object_info"), server.get("/workflow_templates")["pipemesh"]
     assert names
-    return [
-        json.loads((Path(__file__).parents[2] / "example_workflows" / f"{name}.json").read_text())
-        for name in names
-    ]
-
-
-def test_the_example_workflow_is_in_the_template_browser_with_known_nodes_and_values_they_take(server):
-    known = server.get("/object_info")
-    for workflow in examples(server):
-        assert all(
-            item["type"] in known or item["type"] in ("MarkdownNote", "Note") for item in workflow["nodes"]
-        )
-        assert any(item["type"].startswith("PipeMesh") for item in workflow["nodes"])
-        for item in workflow["nodes"]:
-            if item["type"] in known:
-                takes, given = list(widgets(known[item["type"]])), item.get("widgets_values") or []
-                assert len(given) <= len(takes), item
-                assert len(given) == len(takes) or not item["type"].startswith("PipeMesh"), item
-                for widget, value in zip(takes, given, strict=False):
-                    assert accepts(*widget, value), (item["type"], widget, value)
-
-
-def test_no_node_of_the_example_workflow_lies_over_another(server):
-    known = server.get("/object_info")
-    for workflow in examples(server):
-        boxes = [(item["type"], box(item, known.get(item["type"]))) for item in workflow["nodes"]]
+    for name in names:
+        nodes = json.loads((ROOT / "example_workflows" / f"{name}.json").read_text())["nodes"]
+        assert {item["type"] for item in nodes} <= {*known, "MarkdownNote", "Note"}
+        assert any(item["type"].startswith("PipeMesh") for item in nodes)
+        for item in (item for item in nodes if item["type"] in known):
+            takes, given = list(widgets(known[item["type"]])), item.get("widgets_values") or []
+            assert len(given) <= len(takes), item
+            assert len(given) == len(takes) or not item["type"].startswith("PipeMesh"), item
+            for widget, value in zip(takes, given, strict=False):
+                assert accepts(*widget, value), (item["type"], widget, value)
+        boxes = [(item["type"], box(item, known.get(item["type"]))) for item in nodes]
         assert not [
             (one, other) for (one, here), (other, there) in combinations(boxes, 2) if overlap(here, there)
         ]

@@ -23,17 +23,18 @@ def test_a_caption_is_drawn_as_it_says_and_one_of_a_linked_node_too(server):
         x, y = CENTRES[PLACES[thing.place]]
         seen = shown[y - 4 : y + 4, x - 4 : x + 4].mean((0, 1))
         assert min(RGB, key=lambda name: numpy.linalg.norm(seen - RGB[name])) == COLOURS[thing.colour]
-    linked = showcase.graph(CAPTION, None, SIDE, STEPS)
-    linked["text"] = node("PrimitiveString", value=CAPTION)
-    linked["positive"]["inputs"]["caption"] = ["text", 0]
-    assert server.run(linked).error is None
+    assert server.run(with_caption(CAPTION, is_linked=True)).error is None
+
+
+def with_caption(caption, is_linked):
+    nodes = showcase.graph(caption, None, SIDE, STEPS)
+    if is_linked:
+        nodes["text"] = node("PrimitiveString", value=caption)
+        nodes["positive"]["inputs"]["caption"] = ["text", 0]
+    return nodes
 
 
 @pytest.mark.parametrize("is_linked", [False, True], ids=["typed", "linked"])
 def test_a_caption_with_an_unknown_word_is_refused_by_it(server, is_linked):
-    nodes = showcase.graph("a pink ring at the centre on a dark ground", None, SIDE, STEPS)
-    if is_linked:
-        nodes["text"] = node("PrimitiveString", value=nodes["positive"]["inputs"]["caption"])
-        nodes["positive"]["inputs"]["caption"] = ["text", 0]
-    error = server.run(nodes).error
+    error = server.run(with_caption("a pink ring at the centre on a dark ground", is_linked)).error
     assert error is not None and '"pink" is no colour of the picture set: choose red, green' in str(error)

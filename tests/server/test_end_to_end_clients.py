@@ -13,13 +13,12 @@ import numpy
 import pytest
 from PIL import Image
 from pipemesh.lab.comfyui.api import node
-from safetensors.torch import save_file
 
 from ..fixtures import COMFYUI
 from ..kit.api_clients import CLIENTS
 from ..kit.served import graph, start
-from ..kit.vaes import image_weights
 from .test_end_to_end_auto import runs, switch
+from .test_end_to_end_decoding import write_vae
 from .test_end_to_end_page import numbered
 
 SEEDS = count(700)  # ComfyUI runs again what is new alone
@@ -28,13 +27,7 @@ PATCHED = [("TestAttentionPatch", {})]  # which ranks are not given
 
 @pytest.fixture(scope="module", autouse=True)
 def with_vae(server):
-    write_vae(server)
-
-
-def write_vae(server):
-    path = server.models / "vae" / "of_clients.safetensors"
-    path.parent.mkdir(exist_ok=True)
-    save_file(image_weights(), path)
+    write_vae(server, "of_clients")
 
 
 @pytest.fixture
@@ -65,7 +58,7 @@ def sent(server, nodes, previews="latent2rgb"):
         ):
             asked = {"prompt": nodes, "client_id": "silent", "extra_data": {"preview_method": previews}}
             prompt, frames = server.post("/prompt", asked)["prompt_id"], []
-            while not frames or frames[-1] != ended(prompt):
+            while not frames or frames[-1] != end_of(prompt):
                 one = await socket.receive()
                 frames.append(one.data if one.type == aiohttp.WSMsgType.BINARY else json.loads(one.data))
             return frames
@@ -73,7 +66,7 @@ def sent(server, nodes, previews="latent2rgb"):
     return asyncio.run(asyncio.wait_for(read(), 120))
 
 
-def ended(prompt):
+def end_of(prompt):
     return {"type": "executing", "data": {"node": None, "prompt_id": prompt}}
 
 
@@ -130,7 +123,7 @@ def as_users(host, models, pytestconfig):
     if not pytestconfig.getoption("--clients"):
         pytest.skip("needs a Python that has the clients: --clients PYTHON")
     with start(host, models, args=["--preview-method", "none"]) as running:
-        write_vae(running)
+        write_vae(running, "of_clients")
         yield running
 
 
@@ -144,9 +137,9 @@ def test_a_client_itself_gets_what_it_gets_of_stock(as_users, client, tmp_path, 
     def result(name):
         as_users.free()
         script = str(Path(__file__).parents[1] / "kit" / "api_clients.py")
-        command = [pytestconfig.getoption("--clients"), script, client, as_users.address]
-        files = [str(tmp_path / "graph.json"), str(tmp_path / name), str(Path(COMFYUI) / "script_examples")]
-        ran = subprocess.run([*command, *files], capture_output=True, text=True, timeout=120)
+        files = tmp_path / "graph.json", tmp_path / name, Path(COMFYUI) / "script_examples"
+        command = [pytestconfig.getoption("--clients"), script, client, as_users.address, *map(str, files)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert ran.returncode == 0, ran.stderr
         told = json.loads(ran.stdout.splitlines()[-1])
         told = [one for one in told if one[-2] in (0, 1, one[-1])]  # steps between come as time permits

@@ -1,7 +1,6 @@
 """A latent decoded and encoded by two ranks of a running server, by ComfyUI's own nodes."""
 
 import numpy
-import pytest
 from PIL import Image
 from pipemesh.lab.comfyui.api import node
 from safetensors.torch import save_file
@@ -10,14 +9,13 @@ from ..kit.served import graph, live_pool, pids
 from ..kit.vaes import image_weights
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vae(server):
-    path = server.models / "vae" / "tiny.safetensors"
+def write_vae(server, name):
+    path = server.models / "vae" / f"{name}.safetensors"
     path.parent.mkdir(exist_ok=True)
     save_file(image_weights(), path)
 
 
-def picture(server, name, *, parallel):
+def decoded(server, name, *, parallel):
     nodes = graph(name, parallel=parallel)
     nodes["vae"] = node("VAELoader", vae_name="tiny.safetensors")
     vae = ["vae", 0]
@@ -33,11 +31,12 @@ def picture(server, name, *, parallel):
 
 
 def test_what_two_ranks_sample_they_decode_to_the_picture_of_stock(server):
-    stock = picture(server, "vae_stock", parallel=False)
-    ours = picture(server, "vae_ours", parallel=True)
+    write_vae(server, "tiny")
+    stock = decoded(server, "vae_stock", parallel=False)
+    ours = decoded(server, "vae_ours", parallel=True)
     before = pids(server)
     assert stock.shape == ours.shape and stock.std() > 10
     assert abs(stock - ours).max() <= 1
-    assert picture(server, "vae_again", parallel=True).shape == ours.shape and pids(server) == before
+    assert decoded(server, "vae_again", parallel=True).shape == ours.shape and pids(server) == before
     assert len(live_pool(server)["models"]) == 2, "the transformer and the VAE"
     assert "on one device" not in server.log_tail()

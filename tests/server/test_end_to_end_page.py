@@ -4,25 +4,24 @@ examples. By command: test --browser; those marked quick wherever there is a Chr
 """
 
 import json
-from pathlib import Path
 
 import pytest
-from PIL import Image, ImageStat
+from PIL import Image
 from pipemesh.lab.comfyui.api import node
 from pipemesh.lab.comfyui.page import ComfyPage
 from pipemesh.lab.templates.files import installed
 
+from ..fixtures import ROOT
 from ..kit.served import graph, held
+from .test_end_to_end_auto import runs
 from .test_end_to_end_queue import IN_GROUPS
 
 pytestmark = pytest.mark.browser
 
 SUCCESS = ["execution_success", ""]
 POOL = "app.graph.nodes.find(node => node.type == 'PipeMeshPool')"
-SHOWN = (
-    f"{POOL}.widgets.filter(widget => !widget.hidden && widget.name != 'pick').map(widget => [widget.name,"
-    " widget.value])"
-)
+SHOWN = f"{POOL}.widgets.filter(one => !one.hidden && one.name != 'pick').map(one => [one.name, one.value])"
+PICK = f"{POOL}.widgets.find(one => one.name == 'pick')"
 # The page keeps values by ids
 CLEAR = "const last = app.graph.last_node_id; app.graph.clear(); app.graph.last_node_id = last + 1"
 NEW = f"(() => {{ {CLEAR}; app.graph.add(LiteGraph.createNode('PipeMeshPool')); return true }})()"
@@ -64,27 +63,27 @@ PLACED = """(async () => {
 })()"""  # brings a node into sight and returns the box around it
 
 
-class PageWithoutThePack(ComfyPage):
-    """As of a server where the pack failed behind ComfyUI's look at its page."""
+def page_whose_server(answers):
+    """A page for which ``answers(url)`` decides: the status of an answer, or the server's own."""
 
-    first = f"""{ComfyPage.first};(() => {{
-      const real = window.fetch
-      const isOurs = url => String(url).includes('/pipemesh/')
-      window.fetch = (url, ...rest) => isOurs(url) ? Promise.resolve(new Response('', {{ status: 404 }})) : real(url, ...rest)
-    }})()"""
+    class Page(ComfyPage):
+        first = f"""{ComfyPage.first};(() => {{
+          const real = window.fetch, answers = {answers}
+          window.fetch = (url, ...rest) => {{
+            const status = answers(String(url))
+            return status ? Promise.resolve(new Response('', {{ status }})) : real(url, ...rest)
+          }}
+        }})()"""
+
+    return Page
 
 
-class PageOfABadMoment(ComfyPage):
-    """Its first question for the status and for the texts has no answer, as behind a busy proxy."""
-
-    first = f"""{ComfyPage.first};(() => {{
-      const real = window.fetch, once = ['/pipemesh/status', '/i18n']
-      window.fetch = (url, ...rest) => {{
-        const place = once.findIndex(path => String(url).includes(path))
-        if (place >= 0) return once.splice(place, 1), Promise.resolve(new Response('', {{ status: 503 }}))
-        return real(url, ...rest)
-      }}
-    }})()"""
+PageWithoutThePack = page_whose_server("url => url.includes('/pipemesh/') && 404")
+# Its first question for the status and for the texts has no answer, as behind a busy proxy
+PageOfABadMoment = page_whose_server("""(once => url => {
+  const place = once.findIndex(path => url.includes(path))
+  return place >= 0 && (once.splice(place, 1), 503)
+})(['/pipemesh/status', '/i18n'])""")
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +100,30 @@ def auto(page):
     page.set("PipeMesh.Auto", False)
 
 
+@pytest.fixture
+def forms(page):
+    """Yields ComfyUI's two forms of nodes, switched to; afterwards the first again."""
+
+    def switched():
+        for form in ("canvas", "vue"):
+            page.set("Comfy.VueNodes.Enabled", form == "vue")
+            yield form
+
+    yield switched()
+    page.set("Comfy.VueNodes.Enabled", False)
+
+
 def numbered(nodes):
     """The page takes numbers for ids only."""
-    ids, text = {name: str(number) for number, name in enumerate(nodes, 1)}, json.dumps(nodes)
-    for name, number in ids.items():
-        text = text.replace(f'["{name}", 0]', f'["{number}", 0]').replace(
-            f'"{name}": {{"class_type"', f'"{number}": {{"class_type"'
-        )
-    return json.loads(text)
+    ids = {name: str(number) for number, name in enumerate(nodes, 1)}
+
+    def value(one):
+        return [ids[one[0]], one[1]] if isinstance(one, list) and one[:1] and one[0] in ids else one
+
+    return {
+        ids[name]: {**one, "inputs": {key: value(each) for key, each in one["inputs"].items()}}
+        for name, one in nodes.items()
+    }
 
 
 def without_plan(seed):
@@ -141,10 +156,7 @@ def test_a_server_that_failed_to_answer_once_costs_the_page_neither_panel_nor_se
 def test_the_switch_in_the_settings_reaches_the_server_and_a_node_on_one_gpu_has_a_badge(server, page):
     assert page.evaluate("app.extensionManager.setting.get('PipeMesh.Auto')") is False
     page.set("PipeMesh.Auto", True)
-    assert (
-        server.get("/settings")["PipeMesh.Auto"] is True
-        and server.get("/pipemesh/status")["auto"]["on"] is True
-    )
+    assert server.get("/settings")["PipeMesh.Auto"] is server.get("/pipemesh/status")["auto"]["on"] is True
     page.load(without_plan(seed=201), "switch")
     assert page.evaluate(BADGED) == []
     assert page.run() == SUCCESS
@@ -163,35 +175,19 @@ def test_a_badge_stays_with_its_workflow_and_is_there_again_when_its_tab_is(page
     page.until(f"({BADGED}).length")
 
 
-@pytest.fixture
-def template(page, host, auto):
-    """Opens an official template as it is."""
-    workflows = {one.name: one for one in installed(host)}
-    return lambda name: page.evaluate(f"app.loadGraphData({json.dumps(workflows[name].workflow())})")
-
-
-def last_runs(server):
-    return {run["began"] for run in server.get("/pipemesh/status")["last_runs"]}
-
-
-def test_an_official_template_runs_on_all_devices_as_it_is_where_auto_mode_is_on(server, page, template):
-    template("image_z_image_turbo")
-    before = last_runs(server)
-    assert page.run() == SUCCESS
-    assert last_runs(server) - before and page.evaluate(BADGED) == []
-
-
 def test_an_official_template_that_cannot_runs_on_one_gpu_with_a_badge_and_a_notice_that_says_why(
-    server, page, template
+    server, page, auto, host
 ):
-    template("video_causal_forcing_i2v")
-    before, prompt = last_runs(server), page.queue()
+    """Its sampler is in a subgraph."""
+    workflow = next(one for one in installed(host) if one.name == "video_causal_forcing_i2v").workflow()
+    page.evaluate(f"app.loadGraphData({json.dumps(workflow)})")
+    before, prompt = runs(server), page.queue()
     page.until(f"({BADGED}).length")
     server.post("/interrupt", {})
     page.end(prompt)  # the stand-in of this model cannot be sampled to its end
     notice = server.get("/pipemesh/status")["notices"][0]
     assert notice["text"].startswith("On one GPU: CausalWanModel has no token plan") and notice["node"]
-    assert last_runs(server) == before
+    assert runs(server) == before
 
 
 def test_a_switch_without_effect_says_so_when_it_is_changed_and_not_before(page):
@@ -239,17 +235,16 @@ TITLE_OF_PARALLELIZE = """(() => {
 
 
 def test_a_nodes_help_page_is_in_the_pages_language_else_in_english(page):
+    help_pages = {"ja": "モデルのローダーとサンプラーの間", "ru": "Put it between the model"}
+    button = "document.querySelector('[data-testid=info-button]')"
     try:
-        for language, says in (
-            ("ja", "モデルのローダーとサンプラーの間"),
-            ("ru", "Put it between the model"),
-        ):
+        for language, says in help_pages.items():
             page.set("Comfy.Locale", language)
             page.reload()
             page.load(numbered(graph("page")), f"help {language}")
             page.click(*page.evaluate(TITLE_OF_PARALLELIZE))
-            page.until("document.querySelector('[data-testid=info-button]')")
-            page.evaluate("document.querySelector('[data-testid=info-button]').click()")
+            page.until(button)
+            page.evaluate(f"{button}.click()")
             page.until(f"document.body.innerText.includes({json.dumps(says)})")
     finally:
         page.set("Comfy.Locale", "en")
@@ -263,9 +258,7 @@ def reported(name, **kwargs):
     """A workflow of a run with its Report behind it."""
     nodes = graph(name, **kwargs)
     nodes["pool"]["inputs"]["layout"] = "by hand"
-    return numbered(
-        {**nodes, "report": {"class_type": "PipeMeshReport", "inputs": {"latent": ["sampler", 0]}}}
-    )
+    return numbered(nodes | {"report": node("PipeMeshReport", latent=["sampler", 0])})
 
 
 def test_the_report_is_there_again_after_the_page_was_loaded_anew(page):
@@ -282,70 +275,36 @@ def test_the_report_is_there_again_after_the_page_was_loaded_anew(page):
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
     page.until(f"{SAID} == {json.dumps(said)}")
     page.evaluate(f"app.loadGraphData({json.dumps({**saved, 'id': '11111111-1111-4111-8111-111111111111'})})")
-    page.evaluate(
-        "(async () => { for (let asked = 0; asked < 3; asked++) await fetch('/history?max_items=20') })()"
-    )
+    asks = "for (let asked = 0; asked < 3; asked++) await fetch('/history?max_items=20')"
+    page.evaluate(f"(async () => {{ {asks} }})()")
     assert not page.evaluate(SAID), "another workflow's"
 
 
-def test_the_report_keeps_its_size_and_wraps_long_sentences_in_both_forms_of_nodes(page, screens):
+def test_the_report_keeps_its_size_and_wraps_long_sentences_in_both_forms_of_nodes(page, screens, forms):
     page.resize(1280, 1200)
-    try:
-        for form in ("canvas", "vue"):
-            page.set("Comfy.VueNodes.Enabled", form == "vue")
-            page.load(reported("report_shown", seed=204), f"report {form}")
-            assert page.run() == SUCCESS
-            page.evaluate(PLACED % REPORT)  # the page shows only what is in sight
-            page.until(f"{SAID}.includes('Last run: ')")
-            area = f"[...document.querySelectorAll('textarea')].find(area => area.value == {SAID})"
-            page.until(f"{area}.offsetHeight >= 300")
-            style = page.evaluate(
-                f"(({{ whiteSpace, fontFamily }}) => [whiteSpace, fontFamily])(getComputedStyle({area}))"
-            )
-            assert style == ["pre-wrap", "monospace"]
-            pictured(page, REPORT, screens / f"report-{form}.png")
-    finally:
-        page.set("Comfy.VueNodes.Enabled", False)
+    area = f"[...document.querySelectorAll('textarea')].find(area => area.value == {SAID})"
+    style = f"(({{ whiteSpace, fontFamily }}) => [whiteSpace, fontFamily])(getComputedStyle({area}))"
+    for form in forms:
+        page.load(reported("report_shown", seed=204), f"report {form}")
+        assert page.run() == SUCCESS
+        page.evaluate(PLACED % REPORT)  # the page shows only what is in sight
+        page.until(f"{SAID}.includes('Last run: ')")
+        page.until(f"{area}.offsetHeight >= 300")
+        assert page.evaluate(style) == ["pre-wrap", "monospace"]
+        page.screenshot(screens / f"report-{form}.png", page.evaluate(PLACED % REPORT))
 
 
-@pytest.mark.parametrize("palette", ["dark", "light"])
-def test_a_pool_node_shows_its_inputs_folded_and_by_hand_in_both_forms_of_nodes(page, screens, palette):
-    page.resize(1280, 900)
+def colour(page, palette):
     page.set("Comfy.ColorPalette", palette)
-    page.until(
-        f"document.documentElement.classList.contains('dark-theme') == {json.dumps(palette == 'dark')}"
-    )
-    try:
-        for form in ("canvas", "vue"):
-            page.set("Comfy.VueNodes.Enabled", form == "vue")
-            page.evaluate(NEW)
-            page.until(f"{POOL}.widgets.some(widget => widget.name == 'pick')")
-            page.evaluate(CHOOSE % "'auto'")
-            folded = pictured(page, POOL, screens / f"pool-{palette}-{form}-auto.png")
-            page.evaluate(CHOOSE % "'by hand'")
-            unfolded = pictured(page, POOL, screens / f"pool-{palette}-{form}-by-hand.png")
-            assert unfolded.height > folded.height + 60
-            assert all((brightness(one) > 128) == (palette == "light") for one in (folded, unfolded))
-    finally:
-        page.set("Comfy.VueNodes.Enabled", False)
-        page.set("Comfy.ColorPalette", "dark")
+    dark = json.dumps(palette == "dark")
+    page.until(f"document.documentElement.classList.contains('dark-theme') == {dark}")
 
 
-def pictured(page, node, file):
-    """Takes a picture of a node alone."""
-    page.screenshot(file, page.evaluate(PLACED % node))
-    return Image.open(file).convert("L")
-
-
-def brightness(picture):
-    return ImageStat.Stat(picture).median[0]
-
-
-REACHED = """(() => {
-  const button = [...document.querySelectorAll('button')].find(one => one.textContent.trim() == 'View details')
+DETAILS = "[...document.querySelectorAll('button')].find(one => one.textContent.trim() == 'View details')"
+REACHED = f"""(button => {{
   const at = button.getBoundingClientRect()
   return button.contains(document.elementFromPoint(at.x + at.width / 2, at.y + at.height / 2))
-})()"""
+}})({DETAILS})"""
 
 
 @pytest.mark.quick
@@ -357,37 +316,27 @@ def test_a_mistake_in_the_pool_is_one_sentence_that_is_seen(page):
         " ring 2."
     )
     page.until(f"document.body.innerText.includes({json.dumps(sentence)})")
-    page.until(
-        "[...document.querySelectorAll('button')].some(one => one.textContent.trim() == 'View details')"
-    )
+    page.until(f"!!{DETAILS}")
     assert page.evaluate(REACHED), "what ComfyUI itself says of it is not covered"
     page.evaluate("document.querySelector('.pipemesh-mistake button').click()")
     assert sentence not in page.evaluate("document.body.innerText")
-    (errors,) = page.evaluate(
-        "Object.values(app.lastNodeErrors).map(node => node.errors.map(error => error.details))"
-    )
-    assert len(errors) == 1 and errors[0].endswith(sentence)
+    errors = "Object.values(app.lastNodeErrors).flatMap(node => node.errors.map(error => error.details))"
+    (error,) = page.evaluate(errors)
+    assert error.endswith(sentence)
 
 
 def test_devices_are_chosen_from_a_list_of_those_that_are_there_and_the_list_is_in_no_workflow(page):
     page.evaluate(NEW)
-    page.until(f"{POOL}.widgets.some(widget => widget.name == 'pick')")
-    choices = page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').options.values")
-    shown, everything, cpu = choices
-    assert shown == page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').value"), (
-        "what is shown is one of the choices"
-    )
+    page.until(f"!!{PICK}")
+    shown, everything, cpu = page.evaluate(f"{PICK}.options.values")
+    assert shown == page.evaluate(f"{PICK}.value"), "what is shown is one of the choices"
     assert cpu.startswith("cpu · CPU, ") and cpu.endswith(" GiB")
-    said = []
-    for choice in (cpu, cpu, cpu, everything):
-        page.evaluate(f"{POOL}.widgets.find(widget => widget.name == 'pick').callback({json.dumps(choice)})")
-        said.append(page.evaluate(QUEUED)["devices"])
-    assert said == ["cpu", "auto", "cpu", "auto"]
+    for choice, said in ((cpu, "cpu"), (cpu, "auto"), (cpu, "cpu"), (everything, "auto")):
+        page.evaluate(f"{PICK}.callback({json.dumps(choice)})")
+        assert page.evaluate(QUEUED)["devices"] == said
     assert "pick" not in page.evaluate(QUEUED)
     saved = page.evaluate(f"{POOL}.serialize().widgets_values")
-    assert len([value for value in saved if value is not None]) == len(
-        page.evaluate(f"Object.keys(await {QUEUED})".join(["(async () => ", ")()"]))
-    )
+    assert len([value for value in saved if value is not None]) == len(page.evaluate(QUEUED))
 
 
 @pytest.mark.parametrize("layout", ["auto", "by hand"])
@@ -400,16 +349,15 @@ def test_a_prompt_opens_as_the_layout_that_it_runs_in_on_the_server(page, layout
     assert {name: queued[name] for name in prompt[number]["inputs"]} == prompt[number]["inputs"]
 
 
-EXAMPLES = Path(__file__).parents[2] / "example_workflows"
+EXAMPLES = ROOT / "example_workflows"
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in EXAMPLES.glob("*.json")))
 def test_an_example_opens_with_every_node_and_link_and_is_queued_as_it_says(page, name):
     saved = json.loads((EXAMPLES / f"{name}.json").read_text(encoding="utf-8"))
     page.evaluate(f"app.loadGraphData({json.dumps(saved)})")
-    assert page.evaluate("app.graph.nodes.map(node => node.type).sort()") == sorted(
-        one["type"] for one in saved["nodes"]
-    )
+    types = sorted(one["type"] for one in saved["nodes"])
+    assert page.evaluate("app.graph.nodes.map(node => node.type).sort()") == types
     assert page.evaluate("[...app.graph.links.values()].length") == len(saved["links"])
     queued = page.evaluate("(async () => (await app.graphToPrompt()).output)()")
     linked = sum(isinstance(value, list) for one in queued.values() for value in one["inputs"].values())

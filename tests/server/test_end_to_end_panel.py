@@ -8,25 +8,22 @@ import re
 import signal
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from pipemesh.parallel_runtime.comm import traffic
 from pipemesh.parallel_runtime.texts import Text
 
+from ..fixtures import ROOT
 from ..kit.served import LARGE, graph, latent, live_pool, pids, wait_for_phase
-from .test_end_to_end_page import SUCCESS, numbered
+from .test_end_to_end_page import SUCCESS, colour, numbered
 from .test_end_to_end_status import example
 
 pytestmark = pytest.mark.browser
 
-LOCALES = Path(__file__).parents[2] / "locales"
 PANEL = "document.querySelector('.pipemesh')"
 TEXT = f"{PANEL}.innerText"
-OPEN = (
-    "(tabs => tabs.activeSidebarTabId == 'pipemesh' ||"
-    " tabs.toggleSidebarTab('pipemesh'))(app.extensionManager.sidebarTab)"
-)
+TABS = "app.extensionManager.sidebarTab"
+OPEN = f"(tabs => tabs.activeSidebarTabId == 'pipemesh' || tabs.toggleSidebarTab('pipemesh'))({TABS})"
 SEEN = """(() => {
   const at = document.querySelector('.pipemesh').getBoundingClientRect()
   return [at.x, at.y, at.width, Math.min(at.height, window.innerHeight - at.y)]
@@ -34,7 +31,10 @@ SEEN = """(() => {
 ABOVE = "position: fixed; left: 0; top: 0; height: 100vh; z-index: 9999; background: var(--comfy-menu-bg)"
 NARROW = f"{PANEL}.style.cssText = '{ABOVE}; width: %dpx'"
 WIDE = f"{PANEL}.style.cssText = ''"
-PRESS = "[...document.querySelectorAll('.pipemesh button')].find(one => one.textContent == %s).click()"
+BUTTONS = "[...document.querySelectorAll('.pipemesh button')]"
+ENABLED = f"{BUTTONS}.some(one => one.textContent == '%s' && !one.ariaDisabled)"
+PRESS = f"{BUTTONS}.find(one => one.textContent == %s).click()"
+UNCOUNTED = "(() => { window.fetch = window.realFetch })()"
 SAYS = """(() => {
   const real = window.realFetch ??= window.fetch, said = JSON.stringify(%s)
   window.fetch = (path, ...rest) => String(path).includes('/pipemesh/status') ? Promise.resolve(new Response(said)) : real(path, ...rest)
@@ -87,16 +87,47 @@ def page(opened_page):
     return opened_page
 
 
+@pytest.fixture
+def says(page):
+    """Has the panel read such a status; afterwards the server's own again."""
+    yield lambda made: page.evaluate(SAYS % json.dumps(made))
+    page.evaluate(WIDE)
+    page.evaluate(UNCOUNTED)
+
+
+@pytest.fixture
+def counted(page):
+    """Requests of the page are kept in ``window.asked``."""
+    page.evaluate(COUNTED)
+    yield
+    page.evaluate(UNCOUNTED)
+
+
 def open_panel(page):
     page.evaluate(OPEN)
     page.until(f"{PANEL} && {TEXT}.length > 20")
 
 
-def shown(page, text):
-    try:
-        page.until(f"{TEXT}.includes({json.dumps(text)})")
-    except TimeoutError as error:
-        raise AssertionError(f"{text!r} is not in {page.evaluate(TEXT)!r}") from error
+def shown(page, *texts):
+    for text in texts:
+        try:
+            page.until(f"{TEXT}.includes({json.dumps(text)})")
+        except TimeoutError as error:
+            raise AssertionError(f"{text!r} is not in {page.evaluate(TEXT)!r}") from error
+
+
+def gone(page, text):
+    page.until(f"!{TEXT}.includes({json.dumps(text)})")
+
+
+def narrow(page, file, width=320):
+    page.evaluate(NARROW % width)
+    assert page.evaluate(FITS)
+    page.screenshot(file, page.evaluate(SEEN))
+
+
+def texts_of(language):
+    return json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]
 
 
 @pytest.mark.parametrize("layout", ["by hand", "auto"])
@@ -119,19 +150,13 @@ def test_a_run_is_seen_to_go_on_from_the_click_until_its_first_step_and_then_in_
     own = [ms for name, ms in moved[:first_step] if name == "pipemesh.progress"]
     assert own[0] - moved[0][1] < 1000, "from the first event of ComfyUI's own"
     assert times[1] < 1000 and max(after - before for before, after in pairwise(times)) < 2000
-    assert page.evaluate("window.said.some(text => /: step \\d of 4/.test(text))")
-    assert page.evaluate("window.said.some(text => text.includes('About '))"), "how long it takes still"
-    assert page.evaluate("window.said.some(text => text.includes('PipeMesh: '))"), "what is waited for"
+    # Where it is, how long it takes still, and what is waited for
+    for said in (r"/: step \d of 4/", "/About /", "/PipeMesh: /"):
+        assert page.evaluate(f"window.said.some(text => {said}.test(text))"), said
     why = "2 workers compute one image together" if layout == "by hand" else "Layout: "
-    for text in (
-        "Nothing samples in a pool.",
-        "s per step",
-        "model.safetensors",
-        "Rank 0 on cpu",
-        "ready",
-        why,
-    ):
-        shown(page, text)
+    shown(
+        page, "Nothing samples in a pool.", "s per step", "model.safetensors", "Rank 0 on cpu", "ready", why
+    )
 
 
 def timed_alone(server):
@@ -144,17 +169,12 @@ def test_it_can_be_read_in_light_and_dark_and_fits_320_pixels(server, page, scre
     timed_alone(server)
     latent(server, graph("panel_shown", pixels=LARGE, seed=102))
     page.set("Comfy.ColorPalette", palette)
-    shown(page, "timed here")
-    page.until(
-        "['Nothing samples in a pool.', '2 workers compute one image together', 'ready', 'Models:'].every(one =>"
-        f" {TEXT}.includes(one))"
-    )
+    shown(page, "timed here", "Nothing samples in a pool.", "2 workers compute one image together")
+    shown(page, "ready", "Models:")
     assert page.evaluate(CONTRAST) >= 4.5
     page.screenshot(screens / f"panel-{palette}.png", page.evaluate(SEEN))
     for width in (320, 240):
-        page.evaluate(NARROW % width)
-        assert page.evaluate(FITS)
-        page.screenshot(screens / f"panel-{palette}-{width}.png", page.evaluate(SEEN))
+        narrow(page, screens / f"panel-{palette}-{width}.png", width)
     page.evaluate(WIDE)
     page.set("Comfy.ColorPalette", "dark")
 
@@ -166,15 +186,12 @@ def test_why_a_layout_was_chosen_and_others_were_not_is_shown_in_every_language(
     latent(server, nodes)
     try:
         for language in ("fr", "ja", "zh", "en"):
-            speak(page, language)
-            said = json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]
-            for text in ("known_plain", "plan_predicted", "plan_achieved", "plan_losers"):
-                shown(page, said[text].partition("%")[0])
+            said = speak(page, language)
+            parts = ("known_plain", "plan_predicted", "plan_achieved", "plan_losers")
+            shown(page, *(said[text].partition("%")[0] for text in parts))
             page.evaluate(f"{PANEL}.querySelector('details[data-key=plan]').open = true")
             shown(page, said["lost_approximate"])
-            page.evaluate(NARROW % 320)
-            assert page.evaluate(FITS)
-            page.screenshot(screens / f"panel-plan-{language}.png", page.evaluate(SEEN))
+            narrow(page, screens / f"panel-plan-{language}.png")
     finally:
         speak(page, "en")
 
@@ -182,53 +199,34 @@ def test_why_a_layout_was_chosen_and_others_were_not_is_shown_in_every_language(
 def speak(page, language):
     """Without loading the page anew: what is open follows."""
     page.set("Comfy.Locale", language)
-    shown(
-        page,
-        json.loads((LOCALES / language / "main.json").read_text(encoding="utf-8"))["pipemesh"]["auto_off"],
-    )
+    shown(page, texts_of(language)["auto_off"])
+    return texts_of(language)
 
 
-def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page, screens):
+def test_what_unlike_gpus_take_and_which_messages_are_waited_for_are_shown(page, screens, says):
     """What no test machine has: the status is made up."""
-    made = example()
+    made, texts = example(), texts_of("en")
     pool, figures = made["pools"][0], made["last_runs"][0]["figures"]
     pool["shares"] = [asdict(share) for share in UNLIKE]
     pool["models"][0]["graphs"] = [asdict(Text("graphs_replayed", ("17", "40")))]
     pool["ranks"][0]["memory"]["graphs"] = 200 << 20
-    figures |= {
-        "exchange_share": 0.15,
-        "exchange_by_axis": {axis: 0.01 * number for number, axis in enumerate(traffic.COUNTED, 1)},
-    }
-    texts = json.loads((LOCALES / "en" / "main.json").read_text(encoding="utf-8"))["pipemesh"]
-    page.evaluate(SAYS % json.dumps(made))
-    try:
-        for share in UNLIKE:
-            shown(page, filled(texts[share.name], share.values))
-        for axis, number in zip(traffic.COUNTED, range(1, 6), strict=True):
-            shown(page, f"{texts[f'axis_{axis}']}\n{number}.0 %")
-        assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1), (
-            "the bar has each, the largest first"
-        )
-        shown(page, "Communication: 15 % of the time")
-        shown(
-            page, "flux1-dev.safetensors: CUDA graphs: in the last run workers replayed 17 of 40 evaluations"
-        )
-        shown(page, "by models, 0.20 GiB by CUDA graphs")
-        for palette in ("light", "dark"):
-            page.set("Comfy.ColorPalette", palette)
-            page.until(
-                "document.documentElement.classList.contains('dark-theme') =="
-                f" {json.dumps(palette == 'dark')}"
-            )
-            page.evaluate(NARROW % 320)
-            assert page.evaluate(FITS) and page.evaluate(CONTRAST) >= 4.5
-            page.screenshot(screens / f"panel-unlike-{palette}.png", page.evaluate(SEEN))
-        figures["exchange_share"] = None
-        page.evaluate(SAYS % json.dumps(made))
-        shown(page, "Waiting for messages: 15 % of the time")
-    finally:
-        page.evaluate(WIDE)
-        page.evaluate("(() => { window.fetch = window.realFetch })()")
+    by_axis = {axis: 0.01 * number for number, axis in enumerate(traffic.COUNTED, 1)}
+    figures |= {"exchange_share": 0.15, "exchange_by_axis": by_axis}
+    says(made)
+    shown(page, *(filled(texts[share.name], share.values) for share in UNLIKE))
+    shown(page, *(f"{texts[f'axis_{axis}']}\n{number}.0 %" for number, axis in enumerate(by_axis, 1)))
+    # The bar has each, the largest first
+    assert page.evaluate(SHARES) == pytest.approx([5, 4, 3, 2, 1], abs=0.1)
+    replayed = "CUDA graphs: in the last run workers replayed 17 of 40 evaluations"
+    shown(page, f"flux1-dev.safetensors: {replayed}", "by models, 0.20 GiB by CUDA graphs")
+    shown(page, "Communication: 15 % of the time")
+    for palette in ("light", "dark"):
+        colour(page, palette)
+        narrow(page, screens / f"panel-unlike-{palette}.png")
+        assert page.evaluate(CONTRAST) >= 4.5
+    figures["exchange_share"] = None
+    says(made)
+    shown(page, "Waiting for messages: 15 % of the time")
 
 
 def filled(text, values):
@@ -246,16 +244,10 @@ def test_a_dead_worker_is_shown_and_started_again_from_there(server, page, scree
     os.kill(before[1], signal.SIGKILL)
     shown(page, "Rank 1 on cpu was killed")
     assert "failed" in [pool["state"] for pool in server.get("/pipemesh/status")["pools"]]
-    assert (
-        page.evaluate(
-            "[...document.querySelectorAll('.pipemesh .fault button')].filter(one =>"
-            " !one.ariaDisabled).length"
-        )
-        == 3
-    )
+    assert page.evaluate(f"{BUTTONS}.filter(one => one.closest('.fault') && !one.ariaDisabled).length") == 3
     page.screenshot(screens / "panel-dead.png", page.evaluate(SEEN))
     page.evaluate(PRESS % json.dumps(button))
-    page.until(f"!{TEXT}.includes('was killed')")
+    gone(page, "was killed")
     shown(page, "Nothing samples in a pool.")
     wait_for_phase(server, "waiting")
     assert not set(before) & set(pids(server)) and live_pool(server)["state"] in ("ready", "busy")
@@ -267,21 +259,12 @@ def test_layouts_that_are_not_running_are_gone(server, page):
         nodes["pool"]["inputs"] |= {"layout": "by hand", "ulysses": 2 // ring, "ring": ring}
         latent(server, nodes)
     shown(page, "ring 2 = 2 ranks")
-    assert page.evaluate(
-        "[...document.querySelectorAll('.pipemesh .card strong')].map(one => one.textContent)"
-    ) == ["ring 2 = 2 ranks"]
-    server.post(f"/pipemesh/pools/{live_id(server)}/release", {})
+    cards = "[...document.querySelectorAll('.pipemesh .card strong')].map(one => one.textContent)"
+    assert page.evaluate(cards) == ["ring 2 = 2 ranks"]
+    pools = server.get("/pipemesh/status")["pools"]
+    ready = next(pool["id"] for pool in pools if pool["state"] == "ready")
+    server.post(f"/pipemesh/pools/{ready}/release", {})
     shown(page, "No workers are running")
-
-
-ENABLED = (
-    "[...document.querySelectorAll('.pipemesh button')].some(one => one.textContent == '%s' &&"
-    " !one.ariaDisabled)"
-)
-
-
-def live_id(server):
-    return next(pool["id"] for pool in server.get("/pipemesh/status")["pools"] if pool["state"] == "ready")
 
 
 COUNTED = """(() => {
@@ -289,15 +272,13 @@ COUNTED = """(() => {
   window.asked = []
   window.fetch = (path, ...rest) => (window.asked.push([rest[0]?.method ?? 'GET', String(path)]), real(path, ...rest))
 })()"""
-GETS = "window.asked.filter(([method, path]) => method == 'GET' && path.includes('/pipemesh/status')).length"
-POSTS = "window.asked.filter(([method, path]) => method == 'POST' && path.includes('/pipemesh/pools')).length"
+ASKED = "window.asked.filter(([method, path]) => method == '%s' && path.includes('/pipemesh/%s')).length"
+GETS, POSTS = ASKED % ("GET", "status"), ASKED % ("POST", "pools")
 HIDDEN = (
     "(Object.defineProperty(document, 'hidden', { value: %s, configurable: true }),"
     " document.dispatchEvent(new Event('visibilitychange')))"
 )
 EVENT = "window.comfyAPI.api.api.dispatchEvent(new CustomEvent('status', { detail: null }))"
-CLOSE = "app.extensionManager.sidebarTab.toggleSidebarTab('pipemesh')"
-UNCOUNTED = "(() => { window.fetch = window.realFetch })()"
 
 
 def waited_out(page):
@@ -305,106 +286,84 @@ def waited_out(page):
     page.evaluate("new Promise(done => setTimeout(done, 700))")
 
 
-def test_the_status_is_asked_for_only_while_the_panel_is_open_and_the_page_is_seen(page):
+def test_the_status_is_asked_for_only_while_the_panel_is_open_and_the_page_is_seen(page, counted):
+    def never_asked(why):
+        waited_out(page)
+        page.evaluate("window.asked.length = 0")
+        page.evaluate(EVENT)
+        waited_out(page)
+        assert page.evaluate(GETS) == 0, why
+
     shown(page, "Devices")
-    page.evaluate(COUNTED)
     try:
         page.evaluate(EVENT)
         page.until(f"{GETS} > 0")
         page.evaluate(HIDDEN % "true")
-        waited_out(page)
-        page.evaluate("window.asked.length = 0")
-        page.evaluate(EVENT)
-        waited_out(page)
-        assert page.evaluate(GETS) == 0, "nobody sees it"
+        never_asked("nobody sees it")
         page.evaluate(HIDDEN % "false")
         page.until(f"{GETS} > 0")
-        page.evaluate(CLOSE)
+        page.evaluate(f"{TABS}.toggleSidebarTab('pipemesh')")
         page.until(f"!{PANEL}")
-        waited_out(page)
-        page.evaluate("window.asked.length = 0")
-        page.evaluate(EVENT)
-        waited_out(page)
-        assert page.evaluate(GETS) == 0, "it is closed"
+        never_asked("it is closed")
     finally:
-        page.evaluate(UNCOUNTED)
         page.evaluate("void delete document.hidden")
         open_panel(page)
 
 
-def test_a_double_click_acts_once_and_a_refusal_without_a_sentence_is_one(server, page):
+REFUSES = """(() => {
+  const before = window.fetch
+  window.fetch = (path, ...rest) => rest[0]?.method == 'POST' ? Promise.resolve(new Response('', { status: window.code })) : before(path, ...rest)
+})()"""
+
+
+def test_a_double_click_acts_once_and_a_refusal_without_a_sentence_is_one(server, page, counted):
     latent(server, graph("panel_clicked", seed=108))
     page.until(ENABLED % "Unload models")
-    page.evaluate(COUNTED)
-    try:
-        twice = (
-            "((one) => (one.click(), one.click()))([...document.querySelectorAll('.pipemesh"
-            " button')].find(%s))"
-        )
-        page.evaluate(twice % "one => one.textContent == 'Unload models'")
-        page.until(f"!{TEXT}.includes('Models:')")
-        assert page.evaluate(POSTS) == 1
-        page.evaluate(
-            "(() => { const before = window.fetch; window.fetch = (path, ...rest) => rest[0]?.method =="
-            " 'POST' ? Promise.resolve(new Response('', { status: window.code })) : before(path, ...rest)"
-            " })()"
-        )
-        for code, sentence in (
-            (403, "ComfyUI refused this page (HTTP 403)"),
-            (502, "The server refused (HTTP 502)"),
-        ):
-            page.evaluate(f"window.code = {code}")
-            page.until(ENABLED % "Restart")
-            page.evaluate(PRESS % json.dumps("Restart"))
-            shown(page, sentence)
-    finally:
-        page.evaluate(UNCOUNTED)
+    unload = f"{BUTTONS}.find(one => one.textContent == 'Unload models')"
+    page.evaluate(f"((one) => (one.click(), one.click()))({unload})")
+    gone(page, "Models:")
+    assert page.evaluate(POSTS) == 1
+    page.evaluate(REFUSES)
+    for code, says in ((403, "ComfyUI refused this page (HTTP 403)"), (502, "The server refused (HTTP 502)")):
+        page.evaluate(f"window.code = {code}")
+        page.until(ENABLED % "Restart")
+        page.evaluate(PRESS % json.dumps("Restart"))
+        shown(page, says)
 
 
-def test_no_button_can_be_pressed_while_a_pool_is_at_work(page):
+def test_no_button_can_be_pressed_while_a_pool_is_at_work(page, says):
     made = example()
-    made["busy"], made["pools"][0]["state"] = True, "busy"
-    page.evaluate(SAYS % json.dumps(made))
-    buttons = "[...document.querySelectorAll('.pipemesh button')]"
-    try:
-        page.until(f"{buttons}.length == 3 && {buttons}.every(one => one.ariaDisabled)")
-        made["busy"] = False
-        page.evaluate(SAYS % json.dumps(made))
-        page.until(f"{buttons}.length == 3 && {buttons}.every(one => !one.ariaDisabled)")
-    finally:
-        page.evaluate(UNCOUNTED)
+    made["pools"][0]["state"] = "busy"
+    for busy in (True, False):
+        says(made | {"busy": busy})
+        page.until(
+            f"{BUTTONS}.length == 3 && {BUTTONS}.every(one => !!one.ariaDisabled == {json.dumps(busy)})"
+        )
 
 
-def test_a_run_that_ended_early_says_so_and_why_in_place_of_a_speed(page, screens):
+def test_a_run_that_ended_early_says_so_and_why_in_place_of_a_speed(page, screens, says):
     made, fault = example(), "Rank 1 on cpu was killed: run again, a fresh pool will be started."
     made["last_runs"][0]["steps"] = {"done": 3, "total": 20, "left_s": None, "fault": fault}
-    page.evaluate(SAYS % json.dumps(made))
-    try:
-        shown(page, "Ended after step 3 of 20")
-        shown(page, fault)
-        assert "s per step" not in page.evaluate(TEXT)
-        page.screenshot(screens / "panel-ended.png", page.evaluate(SEEN))
-    finally:
-        page.evaluate(UNCOUNTED)
+    says(made)
+    shown(page, "Ended after step 3 of 20", fault)
+    assert "s per step" not in page.evaluate(TEXT)
+    page.screenshot(screens / "panel-ended.png", page.evaluate(SEEN))
 
 
-def test_this_comfyui_what_was_tested_and_what_was_verified_here_are_named(page):
+def test_this_comfyui_what_was_tested_and_what_was_verified_here_are_named(page, says):
     made = example()
     tested = {"version": made["host"]["tested"][0]}
     other = {"version": "9.9", "verified": ["Flux"], "refused": ["Wan"], "pending": ["LTXVModel", "Lens"]}
-    try:
-        for host, said in (
-            (tested, "PipeMesh was tested with ComfyUI {version}."),
-            (
-                other,
-                "PipeMesh was not tested with ComfyUI {version}. Verified here on the CPU: Flux. Not computed by the"
-                " pool, because the images differ: Wan. Being compared with stock: LTXVModel, Lens.",
-            ),
-        ):
-            page.evaluate(SAYS % json.dumps(made | {"host": made["host"] | host}))
-            shown(page, said.format(**host))
-    finally:
-        page.evaluate(UNCOUNTED)
+    for host, said in (
+        (tested, "PipeMesh was tested with ComfyUI {version}."),
+        (
+            other,
+            "PipeMesh was not tested with ComfyUI {version}. Verified here on the CPU: Flux. Not computed by the"
+            " pool, because the images differ: Wan. Being compared with stock: LTXVModel, Lens.",
+        ),
+    ):
+        says(made | {"host": made["host"] | host})
+        shown(page, said.format(**host))
 
 
 LOG = "document.querySelector('.pipemesh .fault pre')"
@@ -417,57 +376,49 @@ READING = f"""(() => {{
 STILL = f"""[{LOG} == window.log, {LOG}.scrollTop, document.activeElement == {LOG}, window.getSelection().toString()]"""
 
 
-def test_what_a_user_reads_of_a_dead_workers_log_stays_while_everything_else_changes(page):
+def test_what_a_user_reads_of_a_dead_workers_log_stays_while_everything_else_changes(page, says):
     """Its place, the focus, and what is selected to be copied; also while no status comes."""
     made = example()
-    made["pools"][0]["fault"] = "Rank 1 on cpu was killed: run again.\n" + "\n".join(
-        f"line {number} of its log" for number in range(60)
-    )
-    page.evaluate(SAYS % json.dumps(made))
-    try:
-        page.until(f"!!{LOG}")
-        page.evaluate(READING)
-        before = page.evaluate(STILL)
-        assert before[0] and before[2] and before[3] and before[1] > 0
-        made["notices"] = [
-            {"at": 1.0, "node": "7", "text": "One more", "detail": "", "count": 1, "one_gpu": False}
-        ]
-        made["devices"] *= 2
-        made["last_runs"] = []
-        page.evaluate(SAYS % json.dumps(made))
-        shown(page, "One more")
-        assert page.evaluate(STILL) == before
-        page.evaluate("void (window.fetch = () => Promise.reject(new Error('gone')))")
-        shown(page, "The status of PipeMesh could not be read: gone")
-        assert page.evaluate(STILL) == before
-        page.evaluate(SAYS % json.dumps(made))
-        page.until(f"!{TEXT}.includes('could not be read')")
-        assert page.evaluate(STILL) == before
-    finally:
-        page.evaluate(UNCOUNTED)
+    log = "\n".join(f"line {number} of its log" for number in range(60))
+    made["pools"][0]["fault"] = f"Rank 1 on cpu was killed: run again.\n{log}"
+    says(made)
+    page.until(f"!!{LOG}")
+    page.evaluate(READING)
+    before = page.evaluate(STILL)
+    assert before[0] and before[2] and before[3] and before[1] > 0
+    notice = {"at": 1.0, "node": "7", "text": "One more", "detail": "", "count": 1, "one_gpu": False}
+    made |= {"notices": [notice], "devices": made["devices"] * 2, "last_runs": []}
+    says(made)
+    shown(page, "One more")
+    assert page.evaluate(STILL) == before
+    page.evaluate("void (window.fetch = () => Promise.reject(new Error('gone')))")
+    shown(page, "The status of PipeMesh could not be read: gone")
+    assert page.evaluate(STILL) == before
+    says(made)
+    gone(page, "could not be read")
+    assert page.evaluate(STILL) == before
 
 
 FOCUSED = "document.activeElement.dataset.key ?? ''"
 
 
 def test_its_buttons_are_reached_and_pressed_by_keyboard_and_keep_the_focus(server, page):
+    def tab_to(key):
+        for _ in range(30):
+            if page.evaluate(FOCUSED).endswith(key):
+                page.until(f"({FOCUSED}).endsWith('{key}') && !document.activeElement.ariaDisabled")
+                return
+            page.press("Tab")
+        raise AssertionError(f"Tab does not come to {key}")
+
     latent(server, graph("panel_keys", seed=104))
     shown(page, "Unload models")
     page.evaluate(f"{PANEL}.focus()")
-    tab_to(page, "-unload")
+    tab_to("-unload")
     page.press("Enter")
-    page.until(f"!{TEXT}.includes('Models:')")
+    gone(page, "Models:")
     assert page.evaluate(FOCUSED).endswith("-unload"), "though it has nothing to unload now"
-    tab_to(page, "-release")
+    tab_to("-release")
     page.press("Enter")
-    page.until(f"!{TEXT}.includes('Release devices')")
+    gone(page, "Release devices")
     assert page.evaluate(f"document.activeElement == {PANEL}"), "where its pool was"
-
-
-def tab_to(page, key):
-    for _ in range(30):
-        if page.evaluate(FOCUSED).endswith(key):
-            page.until(f"({FOCUSED}).endsWith('{key}') && !document.activeElement.ariaDisabled")
-            return
-        page.press("Tab")
-    raise AssertionError(f"Tab does not come to {key}")

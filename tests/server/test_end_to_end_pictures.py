@@ -13,8 +13,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from ..fixtures import ROOT
 from ..kit.screens import sheet
-from .test_end_to_end_page import CHOOSE, NEW, PLACED, POOL
-from .test_end_to_end_panel import SAYS, SEEN, TEXT, UNCOUNTED, open_panel
+from .test_end_to_end_page import CHOOSE, NEW, PLACED, POOL, colour
+from .test_end_to_end_panel import SAYS, SEEN, TEXT, UNCOUNTED, gone, open_panel, shown
 from .test_end_to_end_status import example
 
 pytestmark = [pytest.mark.browser, pytest.mark.quick]
@@ -45,20 +45,14 @@ def dead():
     return made
 
 
-def compared(name, shown, pictures, request):
+def compared(name, said, pictures, request):
     """Holds what the page shows to the picture in docs/, which is made anew first if asked for."""
     if folder := request.config.getoption("--screens"):
         info = PngInfo()
-        info.add_text("shown", json.dumps(shown))
+        info.add_text("shown", json.dumps(said))
         sheet(pictures).save(f"{folder}/{name}.png", pnginfo=info, optimize=True)
     with Image.open(ROOT / "docs" / f"{name}.png") as picture:
-        assert json.loads(picture.info.get("shown", "null")) == shown, ANEW
-
-
-def colour(page, palette):
-    page.set("Comfy.ColorPalette", palette)
-    dark = json.dumps(palette == "dark")
-    page.until(f"document.documentElement.classList.contains('dark-theme') == {dark}")
+        assert json.loads(picture.info.get("shown", "null")) == said, ANEW
 
 
 def test_the_panel(page, request, tmp_path):
@@ -66,7 +60,7 @@ def test_the_panel(page, request, tmp_path):
     open in one.
     """
     open_panel(page)
-    shown, pictures = [], []
+    said, pictures = [], []
     for palette, status, plan in (
         ("dark", example(), "false"),
         ("light", example(), "true"),
@@ -74,23 +68,23 @@ def test_the_panel(page, request, tmp_path):
     ):
         colour(page, palette)
         page.evaluate(SAYS % json.dumps(status))
-        page.until(
-            f"{TEXT}.includes({json.dumps('was killed' if plan is None else 'flux1-dev.safetensors')})"
-        )
-        if plan is not None:
-            page.until(f"!{TEXT}.includes('was killed')")
+        if plan is None:
+            shown(page, "was killed")
+        else:
+            shown(page, "flux1-dev.safetensors")
+            gone(page, "was killed")
             page.evaluate(OPEN_PLAN % plan)
-        shown.append(CLOCK.sub("", page.evaluate(TEXT)))
-        page.screenshot(tmp_path / f"{len(shown)}.png", page.evaluate(SEEN))
-        pictures.append(Image.open(tmp_path / f"{len(shown)}.png"))
+        said.append(CLOCK.sub("", page.evaluate(TEXT)))
+        page.screenshot(tmp_path / f"{len(said)}.png", page.evaluate(SEEN))
+        pictures.append(Image.open(tmp_path / f"{len(said)}.png"))
     page.evaluate(UNCOUNTED)
     colour(page, "dark")
-    compared("panel", shown, [pictures], request)
+    compared("panel", said, [pictures], request)
 
 
 def test_the_pool_node(page, request, tmp_path):
     """Folded and by hand; for the picture in both of ComfyUI's forms of nodes, dark and light."""
-    shown, rows = {}, []
+    said, rows = {}, []
     taken = bool(request.config.getoption("--screens"))
     try:
         for palette in ("dark", "light")[: 1 + taken]:
@@ -102,11 +96,11 @@ def test_the_pool_node(page, request, tmp_path):
                     page.evaluate(NEW)
                     page.until(f"{POOL}.widgets.some(widget => widget.name == 'pick')")
                     page.evaluate(CHOOSE % f"'{layout}'")
-                    shown[layout] = page.evaluate(LABELLED)
+                    said[layout] = page.evaluate(LABELLED)
                     file = tmp_path / f"{palette} {layout} {form}.png"
                     page.screenshot(file, page.evaluate(PLACED % POOL))
                     rows[-1].append(Image.open(file))
     finally:
         page.set("Comfy.VueNodes.Enabled", False)
         colour(page, "dark")
-    compared("pool", shown, rows, request)
+    compared("pool", said, rows, request)

@@ -7,14 +7,14 @@ import json
 
 import aiohttp
 import pytest
-from PIL import Image, ImageChops
+from PIL import Image
 from pipemesh.lab.comfyui.api import PAGE, node
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from safetensors.torch import load_file
 
 from ..fixtures import ALL
 from ..kit.served import custom, graph, held
-from .test_end_to_end_auto import queued
+from .test_end_to_end_auto import difference, queued
 
 IN_GROUPS = {"ulysses": 1, "data": 2, "queue": "all soonest"}
 
@@ -39,7 +39,7 @@ def two_in_a_row(name, seed, parallel):
 
 
 def sampler_custom(name, seed, parallel):
-    nodes = guided(name, seed, parallel)
+    nodes = with_guider(name, seed, parallel)
     model = nodes["guider"]["inputs"]["model"]
     prompts = {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 3.0}
     links = {"sampler": ["solver", 0], "sigmas": ["sigmas", 0], "latent_image": ["empty", 0]}
@@ -48,21 +48,18 @@ def sampler_custom(name, seed, parallel):
     return nodes
 
 
-def guided(name, seed, parallel):
+def with_guider(name, seed, parallel):
     inputs = {"positive": ["positive", 0], "negative": ["negative", 0], "cfg": 3.0}
     return custom(name, "CFGGuider", inputs, seed=seed, parallel=parallel)
 
 
 # Graph, prompts, and those that are sampled ahead by as many samplers
-CASES = {
-    "a masked batch": (of_a_masked_batch, 4, 2),
-    "two in a row": (two_in_a_row, 4, 4),
-}
+CASES = {"a masked batch": (of_a_masked_batch, 4, 2), "two in a row": (two_in_a_row, 4, 4)}
 if ALL:
     CASES |= {
         "KSampler": (graph, 8, 4),
         "SamplerCustom": (sampler_custom, 4, 2),
-        "SamplerCustomAdvanced": (guided, 4, 2),
+        "SamplerCustomAdvanced": (with_guider, 4, 2),
     }
 
 
@@ -80,17 +77,19 @@ def queued_together(server, graphs, first_begins=lambda: None):
             with held(server, IN_GROUPS):
                 ids = [server.queue(nodes, "queue") for nodes in graphs]
             events = []
-            while not events or (events[-1].type, events[-1].data.get("prompt_id"), ended(events[-1])) != (
-                "executing",
-                ids[-1],
-                True,
+            while (
+                not events or kind_and_prompt(events[-1]) != ("executing", ids[-1]) or not ended(events[-1])
             ):
                 events.append(await server._receive(socket))
-                if (events[-1].type, events[-1].data.get("prompt_id")) == ("execution_start", ids[0]):
+                if kind_and_prompt(events[-1]) == ("execution_start", ids[0]):
                     first_begins()
             return ids, events
 
     return asyncio.run(asyncio.wait_for(follow(), 120))
+
+
+def kind_and_prompt(event):
+    return event.type, event.data.get("prompt_id")
 
 
 def ended(event):
@@ -106,11 +105,8 @@ def told_of(events, prompt, nodes):
         for event in own
         if event.type == "progress" and event.data["node"] in samplers
     ]
-    kinds = [
-        event.type
-        for event in own
-        if event.type in ("execution_start", "execution_success", "execution_error", "execution_interrupted")
-    ]
+    ends = ("execution_start", "execution_success", "execution_error", "execution_interrupted")
+    kinds = [event.type for event in own if event.type in ends]
     previews = sum(event.type == "preview" for event in own)
     return kinds, steps, previews
 
@@ -166,8 +162,7 @@ def test_a_queue_of_seeds_is_sampled_two_at_once_and_everything_of_it_is_comfyui
         for one, another in zip(saved, expected["outputs"]["png"]["images"], strict=True):
             picture, truth = (Image.open(server.output / each["filename"]) for each in (one, another))
             assert queued(picture) == json.dumps(ours[number])
-            extremes = ImageChops.difference(picture.convert("RGB"), truth.convert("RGB")).getextrema()
-            assert max(most for _least, most in extremes) <= 1
+            assert difference(picture, truth) <= 1
     starts = [event.data["prompt_id"] for event in events if event.type == "execution_start"]
     assert [prompt for prompt in starts if prompt in ids] == ids
 

@@ -3,19 +3,19 @@
 import json
 import re
 import threading
+from itertools import count
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import msgspec
 import psutil
-import pytest
 from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.status.figures import PoolStatus, Status
 
 from ..fixtures import ALL
-from ..kit.served import LARGE, graph, latent, pids, wait_for_phase
+from ..kit.served import LARGE, graph, latent, once_it_samples, pids, wait_for_phase
 
-MANY = 10_000 if ALL else 150
+MANY = 10_000 if ALL else 60
 LEAK = 4096  # bytes of one request, as a leak of which all of them would be seen
 SCRIPT = {"Content-Type": "application/json"}
 
@@ -36,11 +36,12 @@ def ask(server, method, path, headers=SCRIPT):
         f"http://{server.address}{path}", b"" if method == "POST" else None, headers, method=method
     )
     try:
-        with urlopen(request) as answer:
-            return answer.status, json.loads(answer.read())
+        answer = urlopen(request)
     except HTTPError as error:
-        text = error.read()
-        return error.code, json.loads(text) if text[:1] == b"{" else text
+        answer = error
+    with answer:
+        text = answer.read()
+    return answer.status, json.loads(text) if text[:1] == b"{" else text
 
 
 def test_the_status_has_devices_pools_models_and_runs_and_every_name_is_in_the_reference(server):
@@ -49,15 +50,12 @@ def test_the_status_has_devices_pools_models_and_runs_and_every_name_is_in_the_r
     now = msgspec.convert(said, Status)
     pool, run = ready_pool(server), now.last_runs[0]
     assert (run.pool, run.title, run.ended is not None) == (pool.id, "model.safetensors", True)
-    assert [(model.title, model.state) for model in pool.models if model.model == run.model] == [
-        ("model.safetensors", "ready")
-    ]
+    (model,) = (model for model in pool.models if model.model == run.model)
+    assert (model.title, model.state) == ("model.safetensors", "ready")
     assert now.devices[0].name == "cpu" and 0 < now.devices[0].free < now.devices[0].total
     assert now.current_run is None and not now.auto.on and not now.auto.unavailable
-    known = (*fields(example()), *blanks(example()))
-    new = [
-        name for name in fields(said) if not any(name == one or name.startswith(f"{one}/") for one in known)
-    ]
+    known = (*fields(example()), *fields(example(), of_blanks=True))
+    new = [name for name in fields(said) if not any(f"{name}/".startswith(f"{one}/") for one in known)]
     # Of earlier runs, in pools of another layout
     axes = {axis for name in new for axis in re.findall("/exchange_by_axis/(.*)", name)}
     assert len(new) == len(axes) and all(f"`{axis}`" in reference() for axis in axes), new
@@ -73,22 +71,15 @@ def example():
     return json.loads(reference().partition("```json")[2].partition("```")[0])
 
 
-def fields(tree):
-    """Every path in it, of all members of a list together."""
+def fields(tree, of_blanks=False):
+    """Every path in it, of all members of a list together; ``of_blanks``: under which there is
+    nothing, as earlier runs of this server may have something.
+    """
     if isinstance(tree, dict):
-        return {f"/{name}{path}" for name, branch in tree.items() for path in fields(branch)}
-    if isinstance(tree, list):
-        return {path for one in tree for path in fields(one)}
-    return set() if tree is None else {""}
-
-
-def blanks(tree):
-    """Every path in it under which the example has nothing, as earlier runs of this server may."""
-    if isinstance(tree, dict):
-        return {f"/{name}{path}" for name, branch in tree.items() for path in blanks(branch)}
-    if isinstance(tree, list) and tree:
-        return {path for one in tree for path in blanks(one)}
-    return {""} if tree is None or tree == [] else set()
+        return {f"/{name}{path}" for name, branch in tree.items() for path in fields(branch, of_blanks)}
+    if isinstance(tree, list) and (tree or not of_blanks):
+        return {path for one in tree for path in fields(one, of_blanks)}
+    return {""} if (tree in (None, [])) == of_blanks else set()
 
 
 def test_the_example_of_the_reference_is_a_whole_status():
@@ -109,16 +100,14 @@ def test_amid_a_run_nothing_is_restarted_or_unloaded_and_the_status_tells_the_ru
     latent(server, graph("warm_status", seed=84))
     pool, ranks, answers, runs = ready_pool(server), pids(server), [], []
 
-    def look(event):
-        if event.type == "executing" and event.data.get("node") == "sampler":
-            wait_for_phase(server, "computing")
-            runs.append(status(server).current_run)
-            answers.extend(
-                ask(server, "POST", f"/pipemesh/pools/{pool.id}/{act}") for act in ("restart", "unload")
-            )
-            server.interrupt()
+    def look():
+        wait_for_phase(server, "computing")
+        runs.append(status(server).current_run)
+        path = f"/pipemesh/pools/{pool.id}"
+        answers.extend(ask(server, "POST", f"{path}/{act}") for act in ("restart", "unload"))
+        server.interrupt()
 
-    server.run(graph("asked_amid", pixels=LARGE, steps=20), on_event=look)
+    server.run(graph("asked_amid", pixels=LARGE, steps=20), on_event=once_it_samples(look))
     assert [code for code, _ in answers] == [409, 409]
     assert all("press Stop first" in said["error"] for _, said in answers)
     (run,) = runs
@@ -126,16 +115,13 @@ def test_amid_a_run_nothing_is_restarted_or_unloaded_and_the_status_tells_the_ru
     assert pids(server) == ranks
 
 
-def test_a_pool_that_is_not_there_is_said_to_be(server):
+def test_looking_changes_nothing_and_a_pool_that_is_not_there_is_said_to_be(server):
+    before = pids(server)
+    for act in ("restart", "unload"):
+        assert ask(server, "GET", f"/pipemesh/pools/{ready_pool(server).id}/{act}")[0] in (404, 405)
+    assert ask(server, "POST", "/pipemesh/status")[0] == 405
     code, said = ask(server, "POST", "/pipemesh/pools/0123abcd/restart")
     assert code == 404 and said["error"].startswith("No pool has the id 0123abcd")
-
-
-@pytest.mark.parametrize("act", ["restart", "unload"])
-def test_looking_changes_nothing(server, act):
-    before = pids(server)
-    assert ask(server, "GET", f"/pipemesh/pools/{ready_pool(server).id}/{act}")[0] in (404, 405)
-    assert ask(server, "POST", "/pipemesh/status")[0] == 405
     assert pids(server) == before and ready_pool(server).models
 
 
@@ -152,9 +138,7 @@ def test_a_restart_starts_fresh_ranks_and_many_requests_meanwhile_are_answered_a
 
     asking = threading.Thread(target=asks)
     asking.start()
-    runs = 0
-    while asking.is_alive() or not runs:
-        runs += 1
+    for runs in count(1):
         assert server.run(graph("many", seed=100 + runs)).error is None
         if runs % 20 == 1:
             before_it, pool = pids(server), ready_pool(server)
@@ -162,6 +146,8 @@ def test_a_restart_starts_fresh_ranks_and_many_requests_meanwhile_are_answered_a
             assert (code, msgspec.convert(said, PoolStatus).state) == (200, "ready")
             assert not set(before_it) & set(pids(server))
             assert not any(psutil.pid_exists(pid) for pid in before_it)
+        if not asking.is_alive():
+            break
     asking.join()
     assert relative_error(latent(server, graph("restarted"))[0], truth) <= BOUND
     assert codes == [200] * MANY

@@ -22,7 +22,7 @@ COVER = {  # template -> what it stands for
 
 
 @pytest.fixture(scope="module")
-def outcome_of(server):
+def tried(server):
     tries = Tries(server, server.get("/object_info"), {"devices": "cpu", "layout": "by hand", "ulysses": 2})
     prompts = json.loads((ROOT / "lab" / "templates" / "prompts.json").read_text(encoding="utf-8"))
     return lambda name: tries.outcome(name, prompts[name])
@@ -30,7 +30,7 @@ def outcome_of(server):
 
 @pytest.mark.cover(3)
 @pytest.mark.parametrize("name", COVER)
-def test_a_workflow_template_gives_the_stock_latent_through_the_pool(outcome_of, name):
-    outcome = outcome_of(name)
+def test_a_workflow_template_gives_the_stock_latent_through_the_pool(tried, name):
+    outcome = tried(name)
     assert outcome.result == "same", outcome.reason
     assert outcome.samplers and outcome.evaluations and outcome.models
