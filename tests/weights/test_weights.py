@@ -87,7 +87,6 @@ def patcher(request, files):
         return load(files["model"])
 
 
-@pytest.mark.cover(2)
 @pytest.mark.parametrize("is_late", [False, True], ids=["before it was compared", "later"])
 @pytest.mark.parametrize("change", WAYS, ids=lambda change: change.__name__)
 def test_a_change_in_place_is_found_and_left_alone(patcher, change, is_late):
