@@ -81,13 +81,6 @@ def stocks(*prompts):
     return in_line(stock_model(5), Line(), *prompts)
 
 
-def alone(*prompts):
-    """How many evaluations groups compute without looking ahead."""
-    model, pool = in_groups(TWO, stock_model(5))
-    in_line(model, Line(), *prompts)
-    return len(pool.asked)
-
-
 def assert_alike(ours, stock):
     ours, stock = tensors_of(ours), tensors_of(stock)
     assert len(ours) == len(stock)
@@ -115,14 +108,18 @@ def test_every_prompts_image_and_what_is_drawn_after_it_are_stocks_own(name, gro
 
 
 def test_nothing_is_evaluated_twice_and_the_first_prompt_waits_for_as_many_steps_as_it_has():
-    prompts = seeds_of(Workflow(), *SEEDS)
-    ours, counted = Ahead(), []
+    """Also of a MODEL that is parallelized anew for each sampling, as in auto mode."""
+    prompts, ours, counted = seeds_of(Workflow(), *SEEDS), Ahead(), []
     ours.line.put(*prompts)
     for _ in prompts:
-        ours.line.run(ours.model)
+        anew = parallelize(ours.stock, ours.model.remote.pool, 0.0, ahead=ours.ahead)
+        assert anew.remote is not ours.model.remote
+        ours.line.run(anew)
         counted.append(ours.evaluations())
     assert counted == [12, 0, 12, 0], "two seeds, three steps, two prompts of conditioning"
-    assert sum(counted) == alone(*prompts) * 1
+    alone, pool = in_groups(TWO, stock_model(5))
+    in_line(alone, Line(), *prompts)
+    assert len(pool.asked) == sum(counted) and ours.images == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -157,17 +154,6 @@ def test_of_a_prompt_that_waits_only_samplers_that_comfyui_will_execute_are_samp
     ours.line.put(*seeds_of(InTwo(), 11, 12))
     ours.line.run(ours.model)
     assert len(ours.ahead._kept) == ahead
-
-
-def test_a_model_that_is_parallelized_anew_for_each_sampling_is_the_same_one():
-    """As in auto mode."""
-    ours, prompts = Ahead(), seeds_of(Workflow(), 11, 12)
-    ours.line.put(*prompts)
-    for _ in prompts:
-        anew = parallelize(ours.stock, ours.model.remote.pool, 0.0, ahead=ours.ahead)
-        assert anew.remote is not ours.model.remote
-        ours.line.run(anew)
-    assert ours.images == (1, 0)
 
 
 # -- what is not looked ahead, or not used
@@ -438,24 +424,18 @@ class Failing(GroupsHere):
     ids=lambda one: type(one).__name__,
 )
 @pytest.mark.parametrize("at", [0, 1, 6])
-def test_where_images_at_once_fail_the_first_goes_on_alone_and_the_rest_is_sampled_as_ever(error, at):
+def test_where_images_at_once_fail_the_first_goes_on_alone_and_the_rest_is_sampled_as_ever(
+    error, at, monkeypatch
+):
     prompts, ours = seeds_of(Workflow(), 11, 12, 13), Ahead(made=Failing)
     ours.pool.error, ours.pool.at = error, at
+    residency = ours.model.remote.pool.residency
+    monkeypatch.setattr(residency, "make_room", lambda *_, **__: pytest.fail("what can wait gets no room"))
     assert_alike(in_line(ours.model, ours.line, *prompts), stocks(*prompts))
     assert ours.images == (0, 0) and not suspended()
     ours.evaluations()
     in_line(ours.model, ours.line, *prompts[:2])
     assert ours.images == (1, 0), "another queue"
-
-
-def test_no_other_model_makes_room_for_what_can_wait(monkeypatch):
-    ours, asked_for = Ahead(made=Failing), []
-    monkeypatch.setattr(
-        ours.model.remote.pool.residency, "make_room", lambda *args, **_: asked_for.append(args)
-    )
-    ours.pool.error = OutOfMemory("No room.")
-    in_line(ours.model, ours.line, *seeds_of(Workflow(), 11, 12))
-    assert not asked_for
 
 
 def stopping(steps, error):

@@ -43,9 +43,9 @@ from ..kit.models import load, run
 from ..kit.planned import attention_alone
 from ..nodes.test_auto import auto, notices, said, settings
 from ..planner.test_counting import done
-from ..pool.test_host_trials import FLUX, NOTHING, never, tree, trial, trials
+from ..pool.test_host_trials import FLUX, NOTHING, never, trial, trials
 
-__all__ = ["auto", "notices", "settings", "tree", "trial", "trials"]  # fixtures
+__all__ = ["auto", "notices", "settings", "trial", "trials"]  # fixtures
 PAIR = Layout(ulysses=2)
 LARGE = (32, 32)  # 256 tokens, where those of the tiny models are fewer than 100
 

@@ -35,9 +35,9 @@ from ..nodes.test_screen import server
 from ..pool.test_pool_leaks import KEY
 from .test_ahead import TWO, Ahead, assert_alike, stocks
 from .test_edge_of_memory import GIB, PAIR, OnGPUs, uncounted
-from .test_first_evaluation import tree, trial, trials, watched
+from .test_first_evaluation import trial, trials, watched
 
-__all__ = ["notices", "server", "settings", "tree", "trial", "trials"]  # fixtures
+__all__ = ["notices", "server", "settings", "trial", "trials"]  # fixtures
 
 
 class NoRoomInFp32(OnGPUs):

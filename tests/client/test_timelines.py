@@ -200,7 +200,7 @@ def test_positive_and_negative_are_in_flight_together(queue, wrap, negative):
     patched().modes.clear()
 
 
-def never_entered_twice():
+def never_entered_twice(kind):
     inside = []
 
     def wrapper(executor, *args, **kwargs):
@@ -211,11 +211,27 @@ def never_entered_twice():
         finally:
             inside.clear()
 
-    return wrapper
+    return "add_wrapper", kind, wrapper
 
 
-def function(apply, given):
-    return apply(given["input"], given["timestep"], **given["c"])
+KEEPING = {  # what a node does to a MODEL
+    "conds": lambda _: never_entered_twice(WrappersMP.CALC_COND_BATCH),
+    "apply": lambda _: never_entered_twice(WrappersMP.APPLY_MODEL),
+    "transformer": lambda _: never_entered_twice(WrappersMP.DIFFUSION_MODEL),
+    "function": lambda _: (
+        "set_model_unet_function_wrapper",
+        lambda apply, given: apply(given["input"], given["timestep"], **given["c"]),
+    ),
+    "callback": lambda _: ("add_callback", CallbacksMP.ON_PREPARE_STATE, lambda *_: None),
+    "object": lambda model: ("add_object_patch", "apply_model", model.model.apply_model),
+}
+
+
+@pytest.mark.parametrize("change", KEEPING)
+def test_what_may_keep_something_from_cond_to_cond_sees_them_as_stock_does(queue, change):
+    ours, engine = queue
+    run(cloned(ours.model, *KEEPING[change](ours.model)), **TWO_PROMPTS)
+    assert engine.most == 3, "positive and negative in one batch"
 
 
 @pytest.mark.usefixtures("one_cond_at_a_time")
@@ -235,24 +251,6 @@ def test_conds_with_weights_of_their_own_or_that_fill_gaps_go_one_by_one(name):
     alone = [[{name: object()}], [{}]], [None, [{}, {name: object()}]]
     for conds in (*alone, [[{}], [{name: None}]]):
         assert must_run_conds_in_sequence(patcher, conds, {}) == (conds in alone)
-
-
-@pytest.mark.parametrize(
-    ("change", "given"),
-    [
-        ("add_wrapper", lambda _: (WrappersMP.CALC_COND_BATCH, never_entered_twice())),
-        ("add_wrapper", lambda _: (WrappersMP.APPLY_MODEL, never_entered_twice())),
-        ("add_wrapper", lambda _: (WrappersMP.DIFFUSION_MODEL, never_entered_twice())),
-        ("set_model_unet_function_wrapper", lambda _: (function,)),
-        ("add_callback", lambda _: (CallbacksMP.ON_PREPARE_STATE, lambda *_: None)),
-        ("add_object_patch", lambda model: ("apply_model", model.model.apply_model)),
-    ],
-    ids=["conds", "apply", "transformer", "function", "callback", "object"],
-)
-def test_what_may_keep_something_from_cond_to_cond_sees_them_as_stock_does(queue, change, given):
-    ours, engine = queue
-    run(cloned(ours.model, change, *given(ours.model)), **TWO_PROMPTS)
-    assert engine.most == 3, "positive and negative in one batch"
 
 
 @pytest.mark.cover(2)

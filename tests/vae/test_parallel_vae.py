@@ -21,22 +21,20 @@ from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.vaes import parallelized
 from pipemesh.parallel_runtime.client import remote_vae
 from pipemesh.parallel_runtime.client.first_results import FirstResults
-from pipemesh.parallel_runtime.client.remote_pool import RemotePool
 from pipemesh.parallel_runtime.client.remote_vae import FirstStage
 from pipemesh.parallel_runtime.client.shared_evaluation import Admission
 from pipemesh.parallel_runtime.crossing.source import numbers_id
-from pipemesh.parallel_runtime.errors import PoolFailed, Refused
+from pipemesh.parallel_runtime.errors import Refused
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.pool import conversation
 from pipemesh.pool.devices import place
-from pipemesh.pool.handle import PoolHandle
 from safetensors.torch import save_file
 
 from ..fixtures import with_ranks_of_its_own
-from ..kit.fake_pools import cpus, fake_setup
+from ..kit.fake_pools import fake_setup
 from ..kit.models import run
 from ..kit.vaes import image_weights, in_pool, loaded, noise, video_by_pixels, video_weights
-from ..pool.test_pool_faults import Once, in_forward, kill
+from ..pool.test_pool_faults import Once, in_forward
 
 CPU = torch.device("cpu")
 
@@ -213,7 +211,6 @@ def test_a_vae_beside_a_sampled_model_is_loaded_once_and_no_report_takes_it_for_
 
 
 def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, client):
-
     vae = in_pool(stock["video"], client)
     vae.decode(noise(1, 16, 1, 6, 4))
     assert vae.patcher.current_loaded_device() == vae.patcher.load_device
@@ -224,7 +221,6 @@ def test_free_memory_reaches_the_pool_and_a_vae_that_is_gone_is_freed(stock, cli
 
 
 def test_a_cancel_while_decoding_is_the_hosts_interrupt_and_the_next_is_right(stock, client):
-
     vae, latent = in_pool(stock["video"], client), noise(1, 16, 3, 8, 6)
     truth = vae.decode(latent)
     pool = client.sessions.live.pool
@@ -281,19 +277,8 @@ def test_a_rank_out_of_memory_is_named_where_comfyui_takes_tiles_and_the_next_is
     assert torch.equal(vae.decode(latent), truth)
 
 
-def test_a_rank_killed_while_decoding_is_named_and_the_next_is_right(stock, setup):
-    handle = PoolHandle(cpus(2), setup)
-    try:
-        vae, latent = in_pool(stock["video"], RemotePool(handle)), noise(1, 16, 2, 6, 4)
-        truth = vae.decode(latent)
-        pool = handle.live()
-        once = Once(lambda: in_forward(pool, 1, 30), lambda: kill(pool, 1))
-        with pytest.raises(PoolFailed, match=r"^Rank 1 on cpu was killed .* while computing: run again"):
-            vae.decode(noise(1, 16, 9, 32, 24))
-        once.join()
-        assert torch.equal(vae.decode(latent), truth)
-    finally:
-        handle.close()
+def two(axis="ulysses", ranks=2):
+    return Choice(place(Layout(**{axis: ranks}), "cpu", "auto", ()))
 
 
 def test_a_vae_that_cannot_be_cut_is_itself_and_a_notice_says_why(stock):
@@ -308,10 +293,6 @@ def test_a_vae_that_cannot_be_cut_is_itself_and_a_notice_says_why(stock):
         runtime = Runtime(fake_setup())
         assert parallelized(runtime, vae, choice) is vae
         assert why in runtime.notices.latest()[0].text
-
-
-def two(axis="ulysses", ranks=2):
-    return Choice(place(Layout(**{axis: ranks}), "cpu", "auto", ()))
 
 
 def test_a_vae_in_a_pool_is_parallelized_anew_from_the_stock_one_and_stands_for_it(stock):
