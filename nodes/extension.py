@@ -20,6 +20,7 @@ from server import PromptServer
 
 from ..parallel_runtime.errors import LayoutError, PipeMeshError
 from ..pool.devices import Placement, visible_gpus
+from ..pool.rank_setup import tries_hosts
 from ..pool.trial.known_hosts import untested
 from .auto.mode import Auto
 from .auto.switch import FILE, Switch
@@ -135,7 +136,7 @@ class PipeMeshExtension(ComfyExtension):
             server.routes, self._runtime, self._auto, lambda: bool(server.prompt_queue.currently_running)
         )
         self._auto.install()
-        if said := untested(comfyui_version.__version__, is_tried=self._setup.tries_hosts):
+        if said := untested(comfyui_version.__version__, is_tried=tries_hosts(os.environ)):
             log.info("[PipeMesh] %s", said)
         tell_of_graphs(os.environ.get("PIPEMESH_GRAPHS", ""))
         with suppress(LayoutError):  # a sampler will say it

@@ -20,7 +20,6 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.samplers import CFGGuider
 
-from ..launcher.cache import cache_folder
 from ..parallel_runtime.client.patching import Patching
 from ..parallel_runtime.client.queue_lookahead import QueueLookahead
 from ..parallel_runtime.client.remote_model import Remote
@@ -38,17 +37,15 @@ from ..parallel_runtime.planner.choice import Plan, legal_layouts, plan, sizes_o
 from ..parallel_runtime.planner.counts import Counts, NotCounted, NotYet
 from ..parallel_runtime.planner.job import Job
 from ..parallel_runtime.planner.machine import HowKnown, MachineBox, RankDevice, machine_box, over_machines
-from ..parallel_runtime.planner.measurements import keep_devices, read_devices
 from ..parallel_runtime.planner.prediction import Prediction
 from ..parallel_runtime.planner.ways import Kept
-from ..pool.devices import Device, Placement, on_devices
-from ..pool.pool import WorkerPool
+from ..pool.devices import Placement, on_devices
+from .measured_devices import MeasuredDevices
 from .past_choices import AGAIN, PastChoices
 from .settings import Choice
 from .timing import StepTimes
 
 log = logging.getLogger("pipemesh")
-DEVICES = "devices.json"  # in the cache folder
 EVALUATIONS_PER_WARM_UP = 20  # of stages
 # As weights are asked for; else all ways
 KEEPS: dict[str, tuple[Kept, ...]] = {"whole": ("whole",), "offloaded": ("whole", "offloaded")}
@@ -162,8 +159,7 @@ class PlannedLayout:
 
 class Planning:
     """Chooses layouts and remembers its choices. ``counts`` counts evaluations. ``ahead`` knows the
-    prompts that wait in the queue. ``devices`` is the file with the speeds of GPUs that ranks
-    measured.
+    prompts that wait in the queue. ``devices`` is the file with what ranks measured of GPUs.
     """
 
     def __init__(
@@ -175,35 +171,13 @@ class Planning:
     ):
         self.times = times
         self.ahead = ahead or QueueLookahead(lambda: None)
-        self._file = devices or cache_folder(os.environ) / DEVICES
+        self.measured = MeasuredDevices(devices)
         self.counts = counts
         self._choices: weakref.WeakKeyDictionary[Remote, Choice | None] = weakref.WeakKeyDictionary()
         self._runs: weakref.WeakKeyDictionary[Run, PlannedLayout] = weakref.WeakKeyDictionary()
         self.past = PastChoices()
         # By what was asked: all layouts of 8 GPUs take a third of a second to predict
         self._plans: deque[tuple[tuple, Plan]] = deque(maxlen=2 * AGAIN)
-        # Once: another speed would be another pool
-        self._devices = read_devices(self._file)
-
-    # -- how fast devices are
-
-    def with_speeds(self, gpus: tuple[Device, ...]) -> tuple[Device, ...]:
-        """Return the GPUs with the speeds that were measured before this ComfyUI started. A GPU
-        that was never measured gets 0.
-        """
-        return tuple(replace(gpu, flops_per_s=self._devices.get(gpu.title, 0.0)) for gpu in gpus)
-
-    def keep_speeds(self, pool: WorkerPool) -> None:
-        """Store the speeds that ranks have measured of their devices."""
-        found = {one.device_name: one.flops_per_s for one in pool.ready if one.flops_per_s}
-        try:
-            keep_devices(self._file, found)
-        except OSError as error:
-            log.warning(
-                "[PipeMesh] The measured speeds of the GPUs could not be saved (%s): PipeMesh uses"
-                " published figures.",
-                error,
-            )
 
     # -- who asked for a choice, and what was chosen
 
@@ -357,7 +331,8 @@ class Planning:
         own = len(placement.ranks_on("")) or 1
         if placement.machines not in ((), tuple(rank // own for rank in range(len(placement.devices)))):
             raise NotCounted("the devices do not name equally many of each machine, ComfyUI's machine first")
-        here = machine_box(rank_devices(placement, room), staged=placement.backend == "gloo")
+        devices, measured = rank_devices(placement, room), self.measured.links_of(placement)
+        here = machine_box(devices, staged=placement.backend == "gloo", measured=measured)
         return over_machines(here, len(placement.devices))
 
 

@@ -38,7 +38,7 @@ from ..pool.counter import Counter
 from ..pool.devices import Device, Placement, cost_of_order, visible_gpus
 from ..pool.handle import PoolHandle, PoolKeeper
 from ..pool.progress import Told
-from ..pool.rank_setup import RankSetup
+from ..pool.rank_setup import RankSetup, tries_hosts
 from ..pool.rendezvous import check_rendezvous
 from ..pool.trial.host_trials import FOLDER, HostTrials, Verdicts
 from ..pool.trial.process import try_in_process
@@ -107,14 +107,15 @@ class Runtime:
         self.notices = notices or Notices()
         self.wait = waiting or Wait()
         self._teller = Teller(self.wait, show)
-        self._setup = replace(setup, tell=self._teller.tell)
         self.fault = fault
         self._pools: dict[Placement, RemotePool] = {}
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
         times = times or StepTimes(self.predicted, first_step=self.wait.came)
         self.planning = Planning(times, counts, ahead=QueueLookahead(moment, looks_ahead))
+        measured = self.planning.measured
+        self._setup = replace(setup, tell=self._teller.tell, times_links=measured.lacks_links)
         told = partial(tell_of_restart, self.notices, self.planning.past.led_to)
-        self._keeper = PoolKeeper(self._setup, told, self.planning.keep_speeds)
+        self._keeper = PoolKeeper(self._setup, told, measured.keep)
         self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 
@@ -137,7 +138,7 @@ class Runtime:
 
     def default_choice(self) -> Choice:
         """Raises LayoutError."""
-        return all_devices(self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
+        return all_devices(self.planning.measured.with_speeds(visible_gpus(comfy.cli_args.args.cpu)))
 
     def check(self, **values: Any) -> bool | str:
         """Check these inputs as far as their values are known: True, or the sentence that says what
@@ -275,7 +276,7 @@ class Runtime:
     def _placed(self, settings: PoolSettings) -> Placement:
         """Raises LayoutError."""
         placement = settings.place(
-            self.planning.with_speeds(visible_gpus(comfy.cli_args.args.cpu)), own_device()
+            self.planning.measured.with_speeds(visible_gpus(comfy.cli_args.args.cpu)), own_device()
         )
         if placement.other_machines and not self.fault:
             check_rendezvous(self._setup, placement.other_machines[0])
@@ -338,7 +339,7 @@ def host_trials(setup: RankSetup, device: Callable[[], Device], notices: Notices
     return HostTrials(
         Path(setup.comfyui),
         comfyui_version.__version__,
-        partial(try_in_process, setup, device) if setup.tries_hosts and setup.comfyui else None,
+        partial(try_in_process, setup, device) if tries_hosts(os.environ) and setup.comfyui else None,
         Verdicts(cache_folder(os.environ) / FOLDER),
         notice=lambda text: notices.tell(text, one_gpu=False),
     )

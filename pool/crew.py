@@ -149,6 +149,7 @@ class Crew:
             sharers=self._placement.sharers(rank),
             speeds=self._placement.speeds,
             times_itself=self._placement.times_devices,
+            times_links=self._setup.times_links(self._placement),
             meeting=net.meeting if net else None,
         )
 

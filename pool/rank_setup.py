@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..parallel_runtime.errors import LayoutError
+from .devices import Placement
 from .fork_server import ForkServer
 from .progress import Told
 from .supervisor import Command, Process, process_of_its_own
@@ -42,8 +43,8 @@ class RankSetup:
     ``start`` starts ``argv`` (tests put fakes here). ``stall_s``: without progress, a rank hangs.
     ``tell`` takes what is waited for, to show it to the user.
     ``rendezvous`` (ADDRESS:PORT, torchrun's), ``secret`` and ``lost_s``, the silence after which a
-    machine is lost, are for pools over several machines. ``tries_hosts``: classes that differ from
-    those of the ComfyUI that was tested are compared with stock before ranks compute them.
+    machine is lost, are for pools over several machines. ``times_links`` says whether ranks of
+    these devices are to time how fast they exchange.
     """
 
     comfyui: str
@@ -52,7 +53,6 @@ class RankSetup:
     rendezvous: str = ""
     secret: str = field(default="", repr=False)
     lost_s: float = DEFAULT_LOST_S
-    tries_hosts: bool = True
     argv: tuple[str, ...] = (
         sys.executable,
         str(Path(__file__).with_name("worker_main.py")),
@@ -61,6 +61,14 @@ class RankSetup:
     )
     start: Callable[[Command], Process] = field(default_factory=lambda: start_as(os.environ))
     tell: Callable[[Told], None] = lambda told: None
+    times_links: Callable[[Placement], bool] = lambda placement: False
+
+
+def tries_hosts(environ: Mapping[str, str]) -> bool:
+    """Returns whether classes that differ from those of the ComfyUI that was tested are compared
+    with stock before ranks compute them.
+    """
+    return environ.get(TRIAL_VARIABLE) != "0"
 
 
 def rank_setup_from(
@@ -77,7 +85,6 @@ def rank_setup_from(
         secret=environ.get(SECRET_VARIABLE, ""),
         lost_s=seconds(environ, LOST_VARIABLE, DEFAULT_LOST_S, LOST_S_RANGE),
         start=start_as(environ),
-        tries_hosts=environ.get(TRIAL_VARIABLE) != "0",
     )
 
 

@@ -21,6 +21,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ...parallel_runtime.comm.cores import bus_of
 from ...pool.gpu_modes import SHARED, ask_driver, is_mig, modes_in
 from ..cache import cache_folder
 from ..comfyui.host_record import ComfyInstall
@@ -70,6 +71,7 @@ class Torch:
     backends: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     pairs_without_peer_access: tuple[tuple[int, int], ...] = ()
+    exchanges: tuple[tuple[tuple[int, ...], float], ...] = ()  # GPUs, and the GB/s that workers measured
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,9 @@ def about_devices(facts: Environment) -> Iterator[Finding]:
             goes = "their messages go through CPU memory"
             remedy = "if you can choose, put GPUs of one switch or NVLink bridge into a pool"
             yield Finding("limited", f"GPUs without peer access to each other: {pairs}; {goes}.", remedy)
+    for gpus, gb_per_s in torch.exchanges:
+        together = ", ".join(map(str, gpus))
+        yield Finding("works", f"GPUs {together} exchange {gb_per_s:.1f} GB/s each, as workers measured.")
 
 
 def about_sharing(facts: Environment) -> Iterator[Finding]:
@@ -353,7 +358,22 @@ def ask_torch() -> Torch:
         pairs_without_peer_access=tuple(
             (a, b) for a, b in combinations(range(count), 2) if not cuda.can_device_access_peer(a, b)
         ),
+        exchanges=tuple(measured_exchanges([bus_of(one) for one in properties])),
     )
+
+
+def measured_exchanges(addresses: Sequence[str]) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield the GPUs that have been in one pool, and the GB/s that each sends while all of them
+    exchange, or neighbours do. ``addresses`` of all GPUs here.
+    """
+    from ...parallel_runtime.planner.measurements import DEVICES, link_versions, read_links
+
+    for joined, links in read_links(cache_folder(os.environ) / DEVICES, link_versions()).items():
+        if links and {*joined.split(",")} <= {*addresses}:
+            yield (
+                tuple(addresses.index(one) for one in joined.split(",")),
+                links[max(links)].bytes_per_s / 1e9,
+            )
 
 
 def package_version(name: str) -> str:

@@ -176,10 +176,13 @@ class Exchange(Mover):
         return flags.view(self.size, -1).amax(0)
 
     def swap(self, sent: torch.Tensor) -> torch.Tensor:
-        """Send each rank its row of ``sent`` (ranks, n), and return the received rows. It is not
-        counted.
+        """Send each rank its row of ``sent`` (ranks, n), and return the received rows. With fewer
+        rows each group of so many neighbours does so for itself. It is not counted.
         """
-        came, counts = torch.zeros_like(sent), [sent.shape[1]] * self.size
+        ranks = len(sent)
+        first = self.rank // ranks * ranks
+        counts = [sent.shape[1] if first <= rank < first + ranks else 0 for rank in range(self.size)]
+        came = torch.zeros_like(sent)
         self._exchange(came.view(-1), sent.view(-1), counts, counts)
         return came
 

@@ -8,7 +8,7 @@ the way out of the one and the way into the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -72,6 +72,36 @@ class Level:
     ranks: int
     bytes_per_s: float
     latency_s: float
+
+
+class LinkSpeed(NamedTuple):
+    """What each rank sends while all groups of so many neighbours exchange all with all."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+Links = Mapping[int, LinkSpeed]  # by the ranks of a group: neighbours, each group of whole smaller ones
+
+
+def measured_levels(links: Links) -> list[Level]:
+    """Return the levels at which exchanges take as long as was measured.
+
+    In an exchange of ``ranks`` a subgroup of ``inner`` sends inner * (ranks - inner) times as much
+    to the others as a rank sends to one. A larger group gets a level of its own if it takes longer
+    than the levels within it say: of 4 ranks that send 3 GB/s each, and 9 in pairs, a pair sends
+    2 * 2 / 3 * 3 = 4 GB/s to the other pair.
+    """
+    levels: list[Level] = []
+    inner = 1
+    for ranks, (bytes_per_s, latency_s) in sorted(links.items()):
+        each_s = (ranks - 1) / bytes_per_s
+        within_s = max((one.ranks * (ranks - one.ranks) / one.bytes_per_s for one in levels), default=0.0)
+        if each_s > within_s:
+            way = inner * (ranks - inner) / each_s
+            levels.append(Level(ranks=inner, bytes_per_s=way, latency_s=latency_s))
+        inner = ranks
+    return levels
 
 
 class SentBytes(NamedTuple):

@@ -8,9 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
-from .box import Box, DeviceSpeeds, Level
+from .box import Box, DeviceSpeeds, Level, Links, measured_levels
 from .cost import MERGE_BYTES, UNFUSED_MERGE_BYTES
 from .evaluation_count import ITEM_BYTES
 from .published_boxes import GIGA, MICRO, TERA, box_of, device, figures, links, network_of, slowest_link
@@ -21,6 +22,7 @@ ALL_LINKED = re.compile(r"SXM|HBM3|H200|B200")
 NOT_LINKED = re.compile(r"PCIe|NVL\b")  # of cards
 FP32_BYTES = 4
 NETWORK_GBITS = 10  # between machines: nothing measures it
+NO_LINKS: Links = MappingProxyType({})
 HowKnown = Literal["published", "plain"]
 
 
@@ -45,8 +47,10 @@ class MachineBox:
     said: str
 
 
-def machine_box(seen: Sequence[RankDevice], staged: bool = False) -> MachineBox:
-    """Return the box of ranks on these devices. ``staged``: messages go through main memory."""
+def machine_box(seen: Sequence[RankDevice], staged: bool = False, measured: Links = NO_LINKS) -> MachineBox:
+    """Return the box of ranks on these devices. ``staged``: messages go through main memory.
+    ``measured``: how fast the ranks exchange, if they have timed it.
+    """
     if seen[0].cores:
         return cpu_box(seen)
     kinds = [published_name(one.title) for one in seen]
@@ -63,12 +67,16 @@ def machine_box(seen: Sequence[RankDevice], staged: bool = False) -> MachineBox:
     )
     devices = as_measured(devices, [one.flops_per_s for one in seen])
     name = f"{'+'.join(f'{count}x{kind}' for kind, count in counted.items())}-{link}"
-    box = box_of(name, devices, figure, links(figure, link, len(seen)))
+    known = measured_levels(measured)
+    beyond = [level for level in links(figure, link, len(seen)) if level.ranks >= max(measured, default=1)]
+    box = box_of(name, devices, figure, known + beyond)
+    said = f"by published figures of {name}"
     if unknown:
-        return MachineBox(
-            box, "plain", f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken"
-        )
-    return MachineBox(box, "published", f"by published figures of {name}")
+        said = f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken"
+    if measured:
+        speed = min(one.bytes_per_s for one in measured.values()) / GIGA
+        said += f", and as these GPUs exchange {speed:.1f} GB/s, measured here"
+    return MachineBox(box, "plain" if unknown else "published", said)
 
 
 def over_machines(here: MachineBox, devices: int) -> MachineBox:

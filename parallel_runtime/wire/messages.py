@@ -32,7 +32,8 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     each rank's machine, 0 for ComfyUI's own; it is empty if there is only one machine. With several
     machines ``meeting`` takes the place of the store. ``sharers`` counts the ranks of its stage on
     its device. ``speeds`` has the speed of each rank's device in percent of the fastest; empty if
-    all are alike. With ``times_itself`` the rank reports how fast its device is.
+    all are alike. With ``times_itself`` the rank reports how fast its device is, with
+    ``times_links`` how fast it exchanges with other ranks.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     meeting: Meeting | None = None
     speeds: tuple[int, ...] = ()
     times_itself: bool = False
+    times_links: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -178,8 +180,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answers Start: the rank has met the others and waits for requests.
 
     ``kernel``: that a ring's attention runs on, as a rule; empty without a ring.
-    ``refused_kernels``: a sentence for each that was found wrong. ``flops_per_s`` of its device,
-    where that was asked for; 0 elsewhere.
+    ``refused_kernels``: a sentence for each that was found wrong. If it was asked for,
+    ``flops_per_s`` of its device, else 0; and ``links``: numbers of neighbours that exchange all
+    with all, the bytes that the rank sends in a second, and the seconds of a short message.
     """
 
     device_name: str
@@ -187,6 +190,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kernel: str = ""
     refused_kernels: tuple[str, ...] = ()
     flops_per_s: float = 0.0
+    links: tuple[tuple[int, float, float], ...] = ()
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True):

@@ -59,6 +59,7 @@ def run_rank(channel: Channel) -> None:
     from ..attention.kernels import TORCHS
     from ..attention.trial import tried_kernels, usual
     from ..comm.connections import try_connections
+    from ..comm.link_speed import link_speeds
     from ..comm.mesh import connect
     from ..layout import Layout
     from ..methods.recordings import why_unrecorded
@@ -108,6 +109,7 @@ def run_rank(channel: Channel) -> None:
         )
         mesh = replace(mesh, unrecorded=why_unrecorded(mesh.sequence.device, os.environ))
         try_connections(mesh, start.machines)
+        links = link_speeds(mesh) if start.times_links else ()
     kernels = (
         tried_kernels(device) if layout.merges_parts else TORCHS
     )  # elsewhere ComfyUI's own attention computes
@@ -124,6 +126,7 @@ def run_rank(channel: Channel) -> None:
             kernel=kernel,
             refused_kernels=kernels.refused,
             flops_per_s=speed,
+            links=links,
         )
     )
     look_rarely()

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from pipemesh.lab.bench.forwards import Forwards, StandinRing, standin  # noqa: E402
 from pipemesh.parallel_runtime.comm.exchange import Exchange  # noqa: E402
+from pipemesh.parallel_runtime.comm.link_speed import link_speeds  # noqa: E402
 from pipemesh.parallel_runtime.comm.mesh import connect  # noqa: E402
 from pipemesh.parallel_runtime.comm.ring import Ring  # noqa: E402
 from pipemesh.parallel_runtime.comm.shares import Shares  # noqa: E402
@@ -123,12 +124,20 @@ def unlike(layout, comm):
     return said
 
 
+def links(_layout, comm):
+    """What comes of rows for each neighbour of a pair, and the speeds of links."""
+    own = 10 * int(rank) + torch.arange(2)
+    came = comm.world.swap(own[:, None].expand(2, 3).contiguous())
+    return {"came": came.tolist(), "links": link_speeds(mesh, long=1 << 12)}
+
+
 layout = Layout(ulysses=int(ulysses), ring=int(ring))
 dist.init_process_group(
     "gloo", store=dist.FileStore(store, layout.world_size), rank=int(rank), world_size=layout.world_size
 )
-groups = connect(layout, int(rank), via_cpu=False, wants_stop=lambda: False).sequence
+mesh = connect(layout, int(rank), via_cpu=False, wants_stop=lambda: False)
+tasks = {"calls": calls, "unlike": unlike, "links": links}
 with torch.inference_mode():
-    print(json.dumps({"calls": calls, "unlike": unlike}[task](layout, groups)), flush=True)
+    print(json.dumps(tasks[task](layout, mesh.sequence)), flush=True)
 dist.barrier()
 os._exit(0)  # as ranks do

@@ -14,10 +14,10 @@ import pytest
 import torch
 from pipemesh.nodes.auto.switch import FILE, Switch
 from pipemesh.nodes.extension import PipeMeshExtension
-from pipemesh.nodes.planning import DEVICES, Planning
+from pipemesh.nodes.planning import Planning
 from pipemesh.nodes.settings import PoolSettings
 from pipemesh.nodes.timing import StepTimes
-from pipemesh.parallel_runtime.planner.measurements import read_devices
+from pipemesh.parallel_runtime.planner.measurements import DEVICES, read_devices
 from pipemesh.parallel_runtime.watch.fingerprint import HostFiles
 from pipemesh.pool.devices import Device
 from pipemesh.pool.trial.host_trials import FOLDER, Verdict, Verdicts
@@ -87,9 +87,11 @@ def test_measured_speeds_are_read_and_those_of_a_bench_stay_where_they_lie(cache
     others = {one: one.read_bytes() for one in cache.rglob("*.json") if one.name != DEVICES}
     assert cache / "speeds.json" in others
     planning = Planning(StepTimes(), SimpleNamespace(), cache / DEVICES)
-    (gpu,) = planning.with_speeds((Device("cuda:0", title="NVIDIA GeForce RTX 4090"),))
+    (gpu,) = planning.measured.with_speeds((Device("cuda:0", title="NVIDIA GeForce RTX 4090"),))
     assert gpu.flops_per_s == 1.6e14
-    planning.keep_speeds(SimpleNamespace(ready=[SimpleNamespace(device_name="another", flops_per_s=2e14)]))
+    planning.measured.keep(
+        SimpleNamespace(ready=[SimpleNamespace(device_name="another", flops_per_s=2e14, links=())])
+    )
     assert read_devices(cache / DEVICES) == {"NVIDIA GeForce RTX 4090": 1.6e14, "another": 2e14}
     assert {one: one.read_bytes() for one in cache.rglob("*") if one in others} == others
 

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.lab.boxes import published_box
 from pipemesh.lab.commands.parity import BOUND, Case, relative_error, stock_model
-from pipemesh.nodes.planning import Planning
+from pipemesh.nodes.measured_devices import MeasuredDevices
 from pipemesh.nodes.room import room_on_devices
 from pipemesh.nodes.settings import Choice
 from pipemesh.nodes.status.reasons import unlike_shares
 from pipemesh.nodes.status.sums import times_as_long
-from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.branches import SEQUENCE_COST, Batch, cost_of, plan_branches
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, parallelize
 from pipemesh.parallel_runtime.client.remote_pool import RemotePool
@@ -26,7 +25,6 @@ from pipemesh.parallel_runtime.layout import Layout, Split
 from pipemesh.parallel_runtime.occupancy import Span
 from pipemesh.parallel_runtime.patches import Part
 from pipemesh.parallel_runtime.planner.balance import StageBalance
-from pipemesh.parallel_runtime.planner.counts import Counts, count_nothing
 from pipemesh.parallel_runtime.planner.evaluation_count import ITEM_BYTES, Attended, ModelBytes, Shareable
 from pipemesh.parallel_runtime.planner.job import Job
 from pipemesh.parallel_runtime.planner.keeping import WeightsWish
@@ -228,13 +226,13 @@ def test_a_placement_knows_how_fast_its_devices_are_by_their_titles_and_times_un
 
 
 def keeping(file, **measured):
-    """A planner of another start, to which ranks have said how fast their devices are."""
-    made = Planning(StepTimes(), Counts(count_nothing), file)
+    """What another start knows, and what ranks have said then of how fast their devices are."""
+    made = MeasuredDevices(file)
     ready = [
-        SimpleNamespace(device_name=f"{name.replace('_', ' ')}", flops_per_s=one)
+        SimpleNamespace(device_name=f"{name.replace('_', ' ')}", flops_per_s=one, links=())
         for name, one in measured.items()
     ]
-    made.keep_speeds(SimpleNamespace(ready=ready))
+    made.keep(SimpleNamespace(ready=ready))
     return made
 
 

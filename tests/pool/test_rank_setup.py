@@ -2,10 +2,10 @@
 
 import pytest
 from pipemesh.parallel_runtime.errors import LayoutError
-from pipemesh.pool.rank_setup import rank_setup_from
+from pipemesh.pool.rank_setup import rank_setup_from, tries_hosts
 from pipemesh.pool.supervisor import process_of_its_own
 
-DEFAULTS = {"stall_s": 300.0, "rendezvous": "", "secret": "", "lost_s": 5.0, "tries_hosts": True}
+DEFAULTS = {"stall_s": 300.0, "rendezvous": "", "secret": "", "lost_s": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,6 @@ DEFAULTS = {"stall_s": 300.0, "rendezvous": "", "secret": "", "lost_s": 5.0, "tr
         ({"PIPEMESH_RDZV": "10.0.0.1:29400"}, {"rendezvous": "10.0.0.1:29400"}),
         ({"PIPEMESH_SECRET": "correct horse"}, {"secret": "correct horse"}),
         ({"PIPEMESH_FORK": "0"}, {"start": process_of_its_own}),
-        ({"PIPEMESH_TRIAL": "0"}, {"tries_hosts": False}),
-        ({"PIPEMESH_TRIAL": "1"}, {"tries_hosts": True}),
     ],
 )
 def test_every_variable_has_its_place_and_its_default(environ, fields):
@@ -26,6 +24,11 @@ def test_every_variable_has_its_place_and_its_default(environ, fields):
     assert (setup.comfyui, setup.comfy_args) == ("/opt/ComfyUI", {"cpu": True})
     assert {name: getattr(setup, name) for name in fields} == fields
     assert "correct horse" not in repr(setup)
+
+
+def test_only_a_zero_leaves_the_trial_of_a_host_out():
+    assert [tries_hosts({"PIPEMESH_TRIAL": value}) for value in ("0", "1", "")] == [False, True, True]
+    assert tries_hosts({})
 
 
 @pytest.mark.parametrize(
