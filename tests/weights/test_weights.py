@@ -213,6 +213,13 @@ def test_other_weights_at_the_address_of_those_that_are_gone_are_compared_anew(m
     assert same.data_ptr() == gone.data_ptr() and not mark.is_still(same)
 
 
+def test_a_weight_in_other_memory_is_compared_whole_though_what_is_looked_at_is_the_same():
+    """Of 2 rows and 3 columns (0, 1) is not looked at."""
+    weight, other = torch.tensor([[0.0, 0, 0], [0, 0, 0]]), torch.tensor([[0.0, 1, 0], [0, 0, 0]])
+    mark = WeightMark(weight)
+    assert mark.is_still(weight) and not mark.is_still(other)
+
+
 def in_another_dtype(folder, _):
     """As the loader cast them."""
     patcher = load(str(write_model(folder / "half.safetensors", dtype=torch.bfloat16)))
