@@ -12,10 +12,11 @@ import torch
 
 from ..launcher.cache import cache_folder
 from ..parallel_runtime.comm.cores import bus_of
-from ..parallel_runtime.planner.box import Links
+from ..parallel_runtime.planner.box import Links, LinkSpeed
 from ..parallel_runtime.planner.machine import NO_LINKS
 from ..parallel_runtime.planner.measurements import (
     DEVICES,
+    fastest_links,
     keep_devices,
     keep_links,
     link_versions,
@@ -37,7 +38,8 @@ class MeasuredDevices:
     def __init__(self, file: Path | None = None):
         self._file = file or cache_folder(os.environ) / DEVICES
         self._speeds = read_devices(self._file)
-        self._links = read_links(self._file, link_versions())
+        self._versions = link_versions()
+        self._links = read_links(self._file, self._versions)
 
     def with_speeds(self, gpus: tuple[Device, ...]) -> tuple[Device, ...]:
         """Return the GPUs with their speeds; a GPU that was never measured gets 0."""
@@ -47,43 +49,41 @@ class MeasuredDevices:
         """Return how fast ranks on these GPUs exchange, in groups of so many neighbours as are
         known: of 4 GPUs of which the first two have exchanged, in pairs.
         """
-        wanted, best = addresses_of(placement), NO_LINKS
-        for addresses, links in self._links.items():
+        wanted = addresses_of(placement)
+        known: dict[int, LinkSpeed] = {}
+        for addresses in sorted(list(self._links), key=len, reverse=True):  # fewer GPUs tell it exactly
             alike = len(commonprefix([wanted, addresses.split(",")]))
-            known = {ranks: speed for ranks, speed in links.items() if ranks <= alike}
-            best = max(best, known, key=lambda one: max(one, default=0))
-        return best
-
-    def lacks_links(self, placement: Placement) -> bool:
-        """Return whether the ranks of a pool are to time how fast they exchange."""
-        addresses = addresses_of(placement)
-        known = self._links.get(",".join(addresses), NO_LINKS)
-        return bool(addresses) and max(known, default=1) < exchanging(placement)
+            links = self._links[addresses].items()
+            known.update({ranks: speed for ranks, speed in links if ranks <= alike})
+        return known
 
     def keep(self, pool: WorkerPool) -> None:
         """Store what the ranks of a pool that has just started have measured."""
         found = {one.device_name: one.flops_per_s for one in pool.ready if one.flops_per_s}
         links = slowest_links([one.links for one in pool.ready])
+        addresses = ",".join(addresses_of(pool.placement)) if links else ""
+        if links:
+            links = self._links[addresses] = fastest_links(self._links.get(addresses, NO_LINKS), links)
         try:
             keep_devices(self._file, found)
             if links:
-                addresses = ",".join(addresses_of(pool.placement))
-                self._links[addresses] = links
-                keep_links(self._file, link_versions(), addresses, links)
+                keep_links(self._file, self._versions, addresses, links)
         except OSError as error:
             log.warning(
-                "[PipeMesh] The measured speeds of the GPUs could not be saved (%s): PipeMesh uses"
-                " published figures.",
+                "[PipeMesh] The measured speeds of the GPUs could not be saved (%s): the next start of"
+                " ComfyUI uses published figures.",
                 error,
             )
         for ranks, speed in links.items():
-            log.info("[PipeMesh] %d GPUs exchange %.1f GB/s, measured", ranks, speed.bytes_per_s / 1e9)
+            log.info("[PipeMesh] In groups of %d, GPUs exchange %.1f GB/s", ranks, speed.bytes_per_s / 1e9)
 
 
-def exchanging(placement: Placement) -> int:
-    """Return how many ranks exchange all with all in the pool, at most."""
+def times_links(placement: Placement) -> bool:
+    """Return whether the ranks of a pool time how fast they exchange, each time they start: a GPU
+    that was busy then, or a link that slept, is not believed for ever.
+    """
     layout = placement.layout
-    return layout.joined(layout.widths[-1]).sequence_size
+    return layout.joined(layout.widths[-1]).sequence_size > 1 and bool(addresses_of(placement))
 
 
 def addresses_of(placement: Placement) -> list[str]:

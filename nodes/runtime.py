@@ -44,6 +44,7 @@ from ..pool.trial.host_trials import FOLDER, HostTrials, Verdicts
 from ..pool.trial.process import try_in_process
 from .auto.switch import ALL_SOONEST
 from .local_devices import all_devices, own_device, why_one_gpu
+from .measured_devices import times_links
 from .notices import Notices
 from .planning import PlannedLayout, Planning, Sampling, placement_of, provisional
 from .room import room_on_devices
@@ -112,10 +113,9 @@ class Runtime:
         counts = Counts(Counter(setup, partial(device_of_ranks, self.default_choice)).begin, interrupted)
         times = times or StepTimes(self.predicted, first_step=self.wait.came)
         self.planning = Planning(times, counts, ahead=QueueLookahead(moment, looks_ahead))
-        measured = self.planning.measured
-        self._setup = replace(setup, tell=self._teller.tell, times_links=measured.lacks_links)
+        self._setup = replace(setup, tell=self._teller.tell, times_links=times_links)
         told = partial(tell_of_restart, self.notices, self.planning.past.led_to)
-        self._keeper = PoolKeeper(self._setup, told, measured.keep)
+        self._keeper = PoolKeeper(self._setup, told, self.planning.measured.keep)
         self.trials = host_trials(setup, partial(device_of_ranks, self.default_choice), self.notices)
         self.turn = threading.Lock()  # no run begins in any pool while another thread holds it
 

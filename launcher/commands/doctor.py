@@ -37,6 +37,8 @@ GPU_NODES = {"/dev/nvidiactl": "NVIDIA", "/dev/dxg": "WSL", "/dev/kfd": "AMD"}
 HANGS = "2.7.0"  # the torch whose NCCL hangs at random where a process group has its device
 
 Severity = Literal["works", "limited", "blocked"]
+# GPUs that were in one pool, and by sizes of groups the GB/s that each sends
+Measured = tuple[tuple[int, ...], tuple[tuple[int, float], ...]]
 MARKS: dict[Severity, str] = {"works": "ok  ", "limited": "note", "blocked": "STOP"}
 
 
@@ -71,7 +73,7 @@ class Torch:
     backends: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     pairs_without_peer_access: tuple[tuple[int, int], ...] = ()
-    exchanges: tuple[tuple[tuple[int, ...], float], ...] = ()  # GPUs, and the GB/s that workers measured
+    exchanges: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ def about_devices(facts: Environment) -> Iterator[Finding]:
             yield Finding("limited", f"GPUs without peer access to each other: {pairs}; {goes}.", remedy)
     for gpus, gb_per_s in torch.exchanges:
         together = ", ".join(map(str, gpus))
-        yield Finding("works", f"GPUs {together} exchange {gb_per_s:.1f} GB/s each, as workers measured.")
+        speeds = ", ".join(f"{speed:.1f} in groups of {ranks}" for ranks, speed in gb_per_s)
+        yield Finding("works", f"GPUs {together} exchange, as workers measured, GB/s each: {speeds}.")
 
 
 def about_sharing(facts: Environment) -> Iterator[Finding]:
@@ -362,18 +365,16 @@ def ask_torch() -> Torch:
     )
 
 
-def measured_exchanges(addresses: Sequence[str]) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yield the GPUs that have been in one pool, and the GB/s that each sends while all of them
-    exchange, or neighbours do. ``addresses`` of all GPUs here.
+def measured_exchanges(addresses: Sequence[str]) -> Iterator[Measured]:
+    """Yield the GPUs that have been in one pool, and the GB/s that each sends in groups of so many.
+    ``addresses`` of all GPUs here.
     """
     from ...parallel_runtime.planner.measurements import DEVICES, link_versions, read_links
 
     for joined, links in read_links(cache_folder(os.environ) / DEVICES, link_versions()).items():
         if links and {*joined.split(",")} <= {*addresses}:
-            yield (
-                tuple(addresses.index(one) for one in joined.split(",")),
-                links[max(links)].bytes_per_s / 1e9,
-            )
+            gpus = tuple(addresses.index(one) for one in joined.split(","))
+            yield gpus, tuple((ranks, speed.bytes_per_s / 1e9) for ranks, speed in links.items())
 
 
 def package_version(name: str) -> str:

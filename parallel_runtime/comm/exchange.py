@@ -175,14 +175,15 @@ class Exchange(Mover):
             flags[flag.numel() :] = received
         return flags.view(self.size, -1).amax(0)
 
-    def swap(self, sent: torch.Tensor) -> torch.Tensor:
-        """Send each rank its row of ``sent`` (ranks, n), and return the received rows. With fewer
-        rows each group of so many neighbours does so for itself. It is not counted.
+    def swap(self, sent: torch.Tensor, came: torch.Tensor | None = None) -> torch.Tensor:
+        """Send each rank its row of ``sent`` (ranks, n), and return the received rows, in ``came``
+        if that is given. With fewer rows each group of so many neighbours does so for itself. It is
+        not counted.
         """
         ranks = len(sent)
         first = self.rank // ranks * ranks
         counts = [sent.shape[1] if first <= rank < first + ranks else 0 for rank in range(self.size)]
-        came = torch.zeros_like(sent)
+        came = torch.zeros_like(sent) if came is None else came
         self._exchange(came.view(-1), sent.view(-1), counts, counts)
         return came
 

@@ -75,7 +75,7 @@ def machine_box(seen: Sequence[RankDevice], staged: bool = False, measured: Link
         said = f"no figures of {', '.join(unknown)} are known, and those of {PLAIN_GPU} were taken"
     if measured:
         speed = min(one.bytes_per_s for one in measured.values()) / GIGA
-        said += f", and as these GPUs exchange {speed:.1f} GB/s, measured here"
+        said += f", and the {speed:.1f} GB/s that these GPUs exchange, measured here"
     return MachineBox(box, "plain" if unknown else "published", said)
 
 

@@ -15,6 +15,7 @@ from torch.cuda import nccl
 from .box import Links, LinkSpeed
 
 DEVICES = "devices.json"  # in the cache folder
+MOST_VERSIONS = 4
 LINKS = "links"  # in that file, beside the versions of torch
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -44,7 +45,11 @@ def read_links(file: Path, versions: str) -> dict[str, Links]:
     """
     try:
         return {
-            addresses: {int(ranks): LinkSpeed(*map(float, speed)) for ranks, speed in links.items()}
+            addresses: {
+                int(ranks): LinkSpeed(float(speed), float(latency))
+                for ranks, (speed, latency) in links.items()
+                if speed > 0
+            }
             for addresses, links in stored(file)[LINKS][versions].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -52,11 +57,18 @@ def read_links(file: Path, versions: str) -> dict[str, Links]:
 
 
 def keep_links(file: Path, versions: str, addresses: str, links: Links) -> None:
-    """Keep how fast ranks exchange, in place of what is kept of these GPUs, and of all GPUs under
-    other versions.
+    """Keep how fast ranks exchange, in place of what is kept of these GPUs under these versions,
+    and of the oldest of more than ``MOST_VERSIONS``.
     """
-    known = {**read_links(file, versions), addresses: links}
-    replace_with(file, {**stored(file), LINKS: {versions: known}})
+    others = stored_links(file)
+    known = {**others.pop(versions, {}), addresses: links}
+    kept = dict([*others.items(), (versions, known)][-MOST_VERSIONS:])
+    replace_with(file, {**stored(file), LINKS: kept})
+
+
+def stored_links(file: Path) -> dict[str, Any]:
+    found = stored(file).get(LINKS)
+    return found if isinstance(found, dict) else {}
 
 
 def slowest_links(of_ranks: Sequence[Sequence[tuple[int, float, float]]]) -> Links:
@@ -73,6 +85,11 @@ def slowest_links(of_ranks: Sequence[Sequence[tuple[int, float, float]]]) -> Lin
     }
 
 
+def fastest_links(before: Links, now: Links) -> Links:
+    """Return the faster of two measurements, by sizes of groups."""
+    return {size: max(filter(None, (before.get(size), now.get(size)))) for size in sorted({*before, *now})}
+
+
 def link_versions() -> str:
     """Return what the speed of exchanges depends on beside the GPUs: torch, NCCL, its variables,
     and the driver.
@@ -82,10 +99,11 @@ def link_versions() -> str:
     except (AttributeError, RuntimeError):  # torch for the CPU
         library = ""
     try:
-        driver = re.search(r"[\d.]{5,}", DRIVER.read_text(encoding="utf-8"))
+        driver = re.search(r"[\d.]{5,}.*", DRIVER.read_text(encoding="utf-8"))  # its build too
     except OSError:
         driver = None
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    named = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    variables = [f"{name}={named[name]}" for name in sorted(named) if not name.startswith("NCCL_DEBUG")]
     own = f"torch {torch.__version__}", f"NCCL {library}", f"driver {driver[0] if driver else ''}"
     return ", ".join([*own, *variables])
 
@@ -101,6 +119,6 @@ def stored(file: Path) -> dict[str, Any]:
 
 def replace_with(file: Path, found: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
+    part = file.with_suffix(f".{os.getpid()}.part")  # another ComfyUI may write it too
     part.write_text(json.dumps(found, indent=1), encoding="utf-8")
     part.replace(file)

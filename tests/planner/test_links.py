@@ -5,10 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pipemesh.launcher.commands import doctor
-from pipemesh.nodes.measured_devices import MeasuredDevices, addresses_of
+from pipemesh.nodes.measured_devices import MeasuredDevices, addresses_of, times_links
+from pipemesh.parallel_runtime.comm import link_speed
 from pipemesh.parallel_runtime.comm.link_speed import nested
 from pipemesh.parallel_runtime.layout import Layout
 from pipemesh.parallel_runtime.planner.box import LinkSpeed, SentBytes, measured_levels
@@ -69,7 +71,7 @@ def test_two_cards_share_an_image_only_if_their_link_makes_that_faster(gb_per_s,
     assert plan(job, machine_box([CARD] * 2).box).best.layout.world_size == 2
     here = machine_box([CARD] * 2, measured={2: LinkSpeed(gb_per_s * 1e9, 4e-5)})
     made = plan(job, here.box)
-    assert here.said.endswith(f", and as these GPUs exchange {gb_per_s:.1f} GB/s, measured here")
+    assert here.said.endswith(f", and the {gb_per_s:.1f} GB/s that these GPUs exchange, measured here")
     assert made.best.layout.world_size == ranks and least <= made.speedup(made.best) <= most
 
 
@@ -110,24 +112,26 @@ def test_what_ranks_measure_once_is_known_to_every_pool_of_these_cards(cards, tm
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     file.write_text(json.dumps({"2.0": {"NVIDIA L40": 1e14}, "links": {"torch 2.0": {"a,b": {"2": [1, 2]}}}}))
     here = MeasuredDevices(file)
-    assert here.lacks_links(pair) and here.lacks_links(groups) and not here.links_of(pair)
+    assert times_links(pair) and times_links(groups) and not here.links_of(pair)
     ready = [
         SimpleNamespace(device_name="", flops_per_s=0.0, links=((2, speed, 3e-5),)) for speed in (4e9, 3.9e9)
     ]
     here.keep(SimpleNamespace(placement=pair, ready=ready))
     known = {2: LinkSpeed(3.9e9, 3e-5)}
     for now in (here, MeasuredDevices(file)):
-        assert not now.lacks_links(pair) and not now.lacks_links(groups) and now.lacks_links(three)
         assert now.links_of(pair) == now.links_of(groups) == now.links_of(three) == known
         assert not now.links_of(placement("cuda:1", "cuda:0"))
     kept = json.loads(file.read_text())
     assert kept["2.0"] == {"NVIDIA L40": 1e14}, "another torch's speeds stay"
-    assert list(kept["links"].values()) == [{"0000:17:00.0,0000:65:00.0": {"2": [3.9e9, 3e-5]}}]
+    assert [*kept["links"].values()][-1] == {"0000:17:00.0,0000:65:00.0": {"2": [3.9e9, 3e-5]}}
     with monkeypatch.context() as patch:
         patch.setenv("NCCL_P2P_DISABLE", "1")
-        assert MeasuredDevices(file).lacks_links(pair), "NCCL goes another way now"
+        patch.setenv("NCCL_DEBUG", "INFO")
+        other = MeasuredDevices(file)
+        assert not other.links_of(pair), "NCCL goes another way now"
+        other.keep(SimpleNamespace(placement=pair, ready=ready[:1]))
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (1, 0, 0))
-    assert MeasuredDevices(file).lacks_links(pair)
+    assert not MeasuredDevices(file).links_of(pair)
 
 
 def test_links_are_not_timed_where_nccl_does_not_move_messages_between_known_gpus(cards):
@@ -137,7 +141,41 @@ def test_links_are_not_timed_where_nccl_does_not_move_messages_between_known_gpu
         placement("cuda:0", "far/cuda:0"),
         placement("cuda:0", "cuda:2"),
     ):
-        assert addresses_of(other) == [] and not MeasuredDevices().lacks_links(other)
+        assert addresses_of(other) == [] and not times_links(other)
+
+
+def test_a_figure_is_the_fastest_of_all_starts_and_that_of_a_pair_its_own(cards, tmp_path):
+    here, pair = MeasuredDevices(tmp_path / "devices.json"), placement("cuda:0", "cuda:1")
+    three = placement("cuda:0", "cuda:1", "cuda:3", ulysses=3)
+    for of, links in (
+        (pair, ((2, 5e9, 4e-5),)),
+        (pair, ((2, 4e9, 3e-5),)),
+        (three, ((2, 2e9, 1e-5), (3, 1e9, 1e-5))),
+    ):
+        here.keep(
+            SimpleNamespace(
+                placement=of, ready=[SimpleNamespace(device_name="", flops_per_s=0.0, links=links)]
+            )
+        )
+    assert here.links_of(pair) == {2: LinkSpeed(5e9, 4e-5)}
+    assert here.links_of(three) == {2: LinkSpeed(5e9, 4e-5), 3: LinkSpeed(1e9, 1e-5)}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_a_speed_is_what_a_rank_sends_to_others_in_a_second(size, monkeypatch):
+    """Of exchanges that take 1 ms, and a second for each GB."""
+    clock, sizes = [0.0], []
+
+    def swap(rows, came):
+        sizes.append(rows[0].nbytes)
+        clock[0] += 1e-3 + rows[1:].nbytes / 1e9
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    speed, latency_s = link_speed._speed(
+        SimpleNamespace(swap=swap), size, link_speed.LONG, torch.device("cpu")
+    )
+    assert (speed, latency_s) == (pytest.approx(1e9), pytest.approx(1e-3))
+    assert all(nbytes % 128 == 0 for nbytes in sizes), "as parts of messages are"
 
 
 def test_real_ranks_exchange_with_their_neighbours_alone_and_say_how_fast(ranks):
@@ -162,11 +200,13 @@ def test_the_doctor_says_how_fast_gpus_of_this_machine_exchange(tmp_path, monkey
     monkeypatch.setenv("PIPEMESH_CACHE", str(tmp_path))
     for addresses, gb_per_s in (("a,b", 3.9), ("b,gone", 9)):
         keep_links(tmp_path / DEVICES, link_versions(), addresses, {2: LinkSpeed(gb_per_s * 1e9, 3e-5)})
-    assert list(doctor.measured_exchanges(["c", "a", "b"])) == [((1, 2), pytest.approx(3.9))]
+    assert list(doctor.measured_exchanges(["c", "a", "b"])) == [((1, 2), ((2, pytest.approx(3.9)),))]
+    seen = (((0, 1, 2, 3), ((2, 3.9), (4, 3.0))),)
     torch = doctor.Torch(
-        version="2.11.0", gpus=(doctor.Gpu("GPU", 1),) * 3, backends=("nccl",), exchanges=(((1, 2), 3.9),)
+        version="2.11.0", gpus=(doctor.Gpu("GPU", 1),) * 4, backends=("nccl",), exchanges=seen
     )
     found = list(
         doctor.about_devices(SimpleNamespace(torch=torch, machine=SimpleNamespace(gpu_driver="NVIDIA")))
     )
-    assert found[-1] == doctor.Finding("works", "GPUs 1, 2 exchange 3.9 GB/s each, as workers measured.")
+    said = "GPUs 0, 1, 2, 3 exchange, as workers measured, GB/s each: 3.9 in groups of 2, 3.0 in groups of 4."
+    assert found[-1] == doctor.Finding("works", said)
