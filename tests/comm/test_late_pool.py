@@ -60,6 +60,7 @@ class Sampler:
                 self.stops = -1
                 remote.evaluations.abandon()
             remote.runs.end(remote.residency.models["m"])
+        self.block_s = remote.residency.models["m"].balance.costs()
 
     def sampled(self, remote):
         remote.sessions.open(lambda: False)  # what was stopped is over
@@ -109,7 +110,9 @@ def test_amid_a_run_ranks_wait_for_nothing_behind_which_their_gpu_is_idle(layout
 
         model.register_forward_pre_hook(note)
 
-    pooled(layout, Sampler(layout, runs=1), pins=pins, prepare=prepare)
+    sampler = Sampler(layout, runs=1)
+    pooled(layout, sampler, pins=pins, prepare=prepare)
+    assert len(sampler.block_s) == (4 if layout.stages > 1 else 0), "its blocks are timed all the same"
     for noted in seen.values():
         ends = len(asked(layout))
         amid = noted[ends - ends // 3 : ends]

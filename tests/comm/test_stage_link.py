@@ -17,6 +17,8 @@ from pipemesh.parallel_runtime.layout import Layout
 
 from ..kit.collectives import World
 
+MOST_STEPS = 1_000_000  # of progress that a stage makes in one request
+
 
 @dataclass
 class Pipeline:
@@ -37,6 +39,9 @@ class Pipeline:
             for mesh in world.meshes:
                 mesh.link.traffic.sent_bytes.clear()
             world.run(self.stage, choose)
+            for rank, ticks in enumerate(world.ticks):
+                assert bool(ticks) == (rank > 0), "only who waits for a stage tells so"
+                assert all(steps > rank * MOST_STEPS for steps in ticks), "it looks as if it hung"
         return [mesh.link for mesh in world.meshes]
 
     def stage(self, mesh, run):

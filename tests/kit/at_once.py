@@ -5,7 +5,7 @@ acts that wait for their moment.
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import psutil
 
@@ -53,12 +53,23 @@ class Threads:
             assert not thread.is_alive()
 
 
-def returns(act):
-    """Whether it ends by itself."""
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    thread.join(DEADLINE_S)
-    return not thread.is_alive()
+def returns(act, within_s=15.0):
+    """Whether it ends by itself, and that before a limit of the product's ends it. Raises what it
+    raised.
+    """
+    ended = Future()
+
+    def run():
+        try:
+            ended.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - pytest's own among them
+            ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([ended], within_s).done:
+        return False
+    ended.result()
+    return True
 
 
 class Once(threading.Thread):

@@ -71,8 +71,8 @@ class RankRun(greenlet):
 
 class World:
     """Stands in for torch.distributed between the ranks of ``layout``. ``made`` are the groups that
-    each rank made, in its order, ``opened`` what each sent in them before anything else. ``speeds``
-    of the ranks, as a mesh has them.
+    each rank made, in its order, ``opened`` what each sent in them before anything else. ``ticks``:
+    the progress that each told. ``speeds`` of the ranks, as a mesh has them.
     """
 
     via_cpu = False
@@ -82,6 +82,7 @@ class World:
         self.members: dict[str, tuple[int, ...]] = {}
         self.made: list[list[tuple[int, ...]]] = []
         self.opened: list[list[Event]] = []
+        self.ticks: list[list[int]] = [[] for _ in range(layout.world_size)]
         self._names: dict[int, str] = {}
         self._kept = []  # groups, whose addresses are their names here
         self._sends, self._receives = defaultdict(deque), defaultdict(deque)
@@ -123,6 +124,7 @@ class World:
                     "device": self.device_of(rank),
                     "via_cpu": self.via_cpu,
                     "wants_stop": wants_stop,
+                    "tick": self.ticks[rank].append,
                     "speeds": self.speeds,
                 }
                 mesh = connect(self.layout, rank, **how)

@@ -150,11 +150,11 @@ class PoolWorld(LateWorld):
         run.wants_stop = loop.wants_stop
         handler = RequestHandler(mesh, device, memory, ArenaIO(segment, device))
         model = Model(4)
-        stages, recordings = (2, 2) if mesh.layout.stages > 1 else (), None
+        recordings = None
         if self.worth is not None:
             recordings = Recordings(model, mesh.sequence, loop.tick, worth=self.worth)
         tick = None if recordings is None else recordings.tick
-        method = make_method(model, PLAN, mesh, loop, stages, tick=tick)
+        method = make_method(model, PLAN, mesh, loop, tick=tick)
         model.to(device)
         method.attach()
         self._prepare(mesh.rank, model)

@@ -248,7 +248,7 @@ def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
             for rank, waited in enumerate(waited_s)
             if waited
         }
-        return replace(measured(0.0, [answers], Part(1, 0, None)), began=began, seconds=1.5)
+        return replace(measured(0.0, [answers], Part(1, 0, (0, 9, True))), began=began, seconds=1.5)
 
     run = [
         submitted(1, 5.0, 5.0, {"ulysses": 0.1}, {"ulysses": 0.2, "pipefusion": 0.3}),
@@ -256,12 +256,14 @@ def test_a_run_in_patches_says_for_which_messages_a_rank_waited():
     ]
     assert [one.spans[1].waited_s for one in run] == [pytest.approx(0.5), pytest.approx(0.1)]
     figures = summed(run)
+    assert figures.busy == pytest.approx((0.9 / 1.9, 1.4 / 1.9)), "since the first input was there"
     assert figures.exchange_by_axis == pytest.approx({"ulysses": 0.1, "pipefusion": 0.15, "ring": 0.05})
     text = lines_of(
         text_of(in_patches=figures.in_patches, exchange_by_axis=figures.exchange_by_axis, **UNKNOWN)
     )
     assert "waited for messages pipefusion 15.0 %, ulysses 10.0 %, ring 5.0 %" in text
-    assert summed(run, "nccl").exchange_by_axis == {}
+    unknown = summed(run, "nccl")
+    assert (unknown.exchange_by_axis, unknown.busy) == ({}, ())
 
 
 FASTER = "3.00 times as fast as one device: 0.50 s per step, one device 1.50 s"

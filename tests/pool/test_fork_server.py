@@ -394,6 +394,24 @@ def test_a_server_that_imports_for_ever_is_replaced_though_no_rank_waited_for_it
     assert server.pids != [old]
 
 
+def test_a_server_that_was_killed_a_moment_ago_is_replaced_before_the_system_tells_of_its_end(
+    own_server, tmp_path, monkeypatch
+):
+    command = rank_of(tmp_path / "rank.py", SLEEPS)
+    first = own_server.start(command)
+    assert first.pid
+    first.kill()
+    first.wait()
+    (old,), (killed,) = own_server.pids, own_server._servers.values()
+    os.kill(old, signal.SIGKILL)
+    killed.process.wait()
+    monkeypatch.setattr(killed.process, "poll", lambda: None)
+    last = own_server.start(command)
+    assert last.pid and own_server.pids != [old]
+    last.kill()
+    last.wait()
+
+
 HANGS = """
 import os
 os.register_at_fork(before=lambda: os.path.exists({gate!r}) and open({gate!r}).read())
