@@ -15,9 +15,10 @@ from pipemesh.lab.commands.parity import BOUND, relative_error
 from pipemesh.nodes.auto.decoding import TRIES, WORTH_S, VAETimes
 from pipemesh.nodes.auto.seam import OF_VAES, HostChanged, VAESeam
 from pipemesh.parallel_runtime.client.run import PooledModel
+from pipemesh.parallel_runtime.errors import Refused
 
 from ..kit.shared_runtime import settings, switched
-from ..kit.vaes import image_weights, loaded, noise, video_weights
+from ..kit.vaes import image_weights, in_pool, loaded, noise, video_weights
 
 __all__ = ["settings", "switched"]  # fixtures
 KIND = (torch.nn.Module, 10**6, torch.float32, "decode")
@@ -97,6 +98,8 @@ def test_a_cut_that_computes_something_else_is_stocks_picture_with_the_figure(sw
     (notice,) = switched.notices.latest()
     assert "by bands of rows is" in notice.text and "% off from what one device makes" in notice.text
     assert notice.count == 1, "it is tried once"
+    with pytest.raises(Refused, match=r"^WanVAE by bands of rows is [\d.]+% off from what one device"):
+        in_pool(vae, pool).decode(LATENT)  # there is no stock to go to in a pool that a user made
 
 
 def test_a_pool_that_is_slower_twice_is_left_and_a_notice_says_so(switched, requests, monkeypatch):

@@ -130,7 +130,9 @@ def load_a_patched_clone(vae):
     """As by a node that decodes with it; the VAE itself has no patches."""
     clone = vae.patcher.clone()
     assert clone.add_patches({WEIGHT: (torch.full_like(weight_of(vae), 0.1),)})
-    clone.patch_model(CPU)
+    own = weight_of(vae).clone()
+    mm.load_models_gpu([clone])
+    assert not torch.equal(weight_of(vae), own)
 
 
 @torch.inference_mode()

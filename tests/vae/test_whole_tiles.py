@@ -4,15 +4,19 @@ ComfyUI's own, to the bit.
 
 from types import SimpleNamespace
 
+import comfy.model_management as mm
 import comfy.utils
 import pytest
 import torch
+from pipemesh.lab.bench.pools import confined
 from pipemesh.parallel_runtime.client.lookahead import Lookahead
 from pipemesh.parallel_runtime.client.remote_vae import StepsDone
 from pipemesh.parallel_runtime.client.tiles import side_by_side
-from pipemesh.parallel_runtime.errors import Refused
+from pipemesh.parallel_runtime.errors import PoolFailed, Refused
 from pipemesh.parallel_runtime.layout import ALONE
 
+from ..fixtures import with_ranks_of_its_own
+from ..kit.at_once import Once, in_forward, kill
 from ..kit.vaes import image_weights, in_pool, loaded, noise, random, video_weights
 
 
@@ -121,6 +125,40 @@ def test_the_progress_that_comfyui_shows_is_that_of_tiles_that_are_there(vaes, c
     assert comfy.utils.PROGRESS_BAR_HOOK is hook
     (first, total, _), *_, (last, _, _) = shown
     assert (first, last) == (1, total) and all(value <= 2 * done for value, _, done in shown)
+
+
+AMID = {  # what happens to tiles in flight: the error, what it says
+    "cancel": (lambda _: mm.interrupt_current_processing(), mm.InterruptProcessingException, None),
+    "kill": (lambda pool: kill(pool, 1), PoolFailed, r"^Rank 1 on cpu was killed .* computing: run again"),
+}
+
+
+@with_ranks_of_its_own
+@pytest.mark.parametrize("what", AMID)
+def test_a_cancel_or_a_killed_rank_amid_tiles_is_named_and_the_next_is_right(vaes, client, what):
+    act, error, says = AMID[what]
+    vae, latent = in_pool(vaes["video"], client), noise(1, 16, 2, 7, 5)
+    truth = vae.decode_tiled(latent, **TILES)
+    pool = client.sessions.live.pool
+    once = Once(lambda: in_forward(pool, 1, 30), lambda: act(pool))
+    with pytest.raises(error, match=says):
+        vae.decode_tiled(noise(1, 16, 9, 32, 24), tile_x=16, tile_y=16, overlap=2)
+    once.join()
+    assert torch.equal(vae.decode_tiled(latent, **TILES), truth)
+    assert (client.sessions.live.pool is pool) == (what == "cancel")
+
+
+@with_ranks_of_its_own
+def test_a_tile_out_of_memory_is_named_as_comfyuis_own_and_the_same_pool_goes_on(vaes, client):
+    vae, latent = in_pool(vaes["image"], client), noise(1, 16, 9, 4)
+    truth = vae.decode_tiled(latent, **TILES)
+    pool = client.sessions.live.pool
+    named = pytest.raises(torch.OutOfMemoryError, match=r"Rank \d on cpu ran out of memory while computing")
+    with confined(pool.ranks.pids, room=4 << 20), named:
+        vae.decode_tiled(noise(1, 16, 512, 512), tile_x=256, tile_y=256, overlap=8)
+    low = pool.arena.take(8 << 20)  # so that what comes now lies where the ranks had no room
+    assert torch.equal(vae.decode_tiled(latent, **TILES), truth) and client.sessions.live.pool is pool
+    pool.arena.give(low, 8 << 20)
 
 
 # -- the loop that runs twice
