@@ -154,7 +154,7 @@ def kept_references(client):
     return edited(stock), parallelize(stock, client, holds_ui_device=False)
 
 
-@pytest.mark.parametrize("loss", ["a rank died", "the model was released"])
+@pytest.mark.parametrize("loss", ["a rank died", "the pool was closed", "the model was released"])
 def test_a_run_goes_on_after_a_loss_unless_a_nodes_code_keeps_a_state_of_it(
     handle, client, kept_references, loss
 ):
@@ -166,6 +166,8 @@ def test_a_run_goes_on_after_a_loss_unless_a_nodes_code_keeps_a_state_of_it(
         if loss == "a rank died":
             kill(pool, 1)
             pool.ranks._crew.supervisor.exit_of(1, DEADLINE_S)
+        elif loss == "the pool was closed":
+            handle.close()
         else:
             client.residency.release(model.remote.model)
 
