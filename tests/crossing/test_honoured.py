@@ -11,7 +11,7 @@ import comfy.utils
 import pytest
 import torch
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error
+from pipemesh.lab.commands.parity import BOUND, conditioning, relative_error, stock_model
 from pipemesh.parallel_runtime.client.remote_patcher import Patching, RemotePatcher, parallelize
 from pipemesh.parallel_runtime.errors import ModelError, Refused
 from pipemesh.parallel_runtime.forward import PREFIX
@@ -69,7 +69,7 @@ CHANGES = {  # in turn on the same MODEL
         lambda files, model: with_lora(bypassing(files, model), files, 0.5),
     ),
     "LoRA of the last layer": (of_last_layer,),
-    "numbers": (with_numbers,),
+    "numbers, then a parameter": (with_numbers, with_parameter),
     "a parameter": (with_parameter,),
     "skip layer guidance": (guided, simply_guided),
 }
@@ -193,7 +193,12 @@ def test_ranks_compute_in_the_dtype_that_was_chosen(pair, client, files, monkeyp
 
 @pytest.mark.parametrize(
     ("when", "lora"),
-    [("before it is parallelized", 0), ("before it is sampled", 1.0), ("between two runs", 1.0)],
+    [
+        ("before it is parallelized", 0),
+        ("before it is sampled", 1.0),
+        ("between two runs", 1.0),
+        ("without a file, between two runs", 0),
+    ],
 )
 def test_weights_that_a_node_changed_in_place_reach_the_ranks(files, client, requests, when, lora):
     @torch.inference_mode()
@@ -204,7 +209,7 @@ def test_weights_that_a_node_changed_in_place_reach_the_ranks(files, client, req
     def patched(model):
         return with_lora(model, files, lora) if lora else model
 
-    stock, model = load(files["model"]), load(files["model"])
+    stock, model = (stock_model(2) if "without a file" in when else load(files["model"]) for _ in range(2))
     unchanged = run(patched(stock))
     mm.unload_model_and_clones(stock)  # else the change would be one of what the LoRA made of the weights
     change(stock)
@@ -213,13 +218,14 @@ def test_weights_that_a_node_changed_in_place_reach_the_ranks(files, client, req
     if when == "before it is parallelized":
         change(model)
     parallel = patched(parallelize(model, client, True))
-    if when == "between two runs":
+    if "between two runs" in when:
         assert relative_error(run(parallel), unchanged) <= BOUND
+        assert requests["Load"] == 1 or "without a file" not in when
     if when != "before it is parallelized":
         change(model)
     requests.clear()
     assert relative_error(run(parallel), truth) <= BOUND
-    assert requests["Load"] <= (when != "between two runs")
+    assert requests["Load"] <= ("between two runs" not in when)
     requests.clear()
     assert relative_error(run(parallel), truth) <= BOUND
     assert not requests["SetWeightPatches"], "they were sent again"
