@@ -65,12 +65,14 @@ def test_two_models_at_once_are_stocks_however_each_keeps_its_weights(files, cli
     truth, wider = guided(*stock), guided(*stock, size=(10, 10))
     with deadline(client):
         assert relative_error(guided(*ours), truth) <= BOUND
+        loads = client.sessions.live.loads
         pids = client.sessions.live.pool.ranks.pids
         with pytest.raises(mm.InterruptProcessingException):
             guided(*ours, callback=lambda *_: mm.interrupt_current_processing())
         assert not mm.processing_interrupted() and client.sessions.live.pool.ranks.pids == pids
         assert relative_error(guided(*ours), truth) <= BOUND
         assert relative_error(guided(*ours, size=(10, 10)), wider) <= BOUND
+    assert client.sessions.live.loads == loads, "both stay, whichever is at work"
     kept = [client.sessions.live.models[model.remote.model].weights.kept for model in ours]
     shared = degrees.get("ring", 1) * degrees["ulysses"] > 1
     assert kept == ["whole" if way == "sharded" and not shared else way for way in ways]

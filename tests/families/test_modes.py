@@ -262,6 +262,20 @@ def test_stock_guiders_model_sampling_and_samplers_run_free_as_a_server_loads_th
     assert_free(sampled, patched(), patched(warm_up=1), truth, least=-1.0)
 
 
+def test_an_inpainting_model_with_its_conditioning_runs_free():
+    random, mask = torch.Generator().manual_seed(4), torch.zeros(1, *(8 * side for side in SIZE))
+    mask[:, 30:80, 20:60] = 1.0
+    vae = SimpleNamespace(encode=lambda pixels: pixels[:, ::8, ::8].movedim(-1, 1).repeat(1, 6, 1, 1)[:, :16])
+    prompts, pixels = (conditioning(1, 13), conditioning(2, 7)), torch.rand(*mask.shape, 3, generator=random)
+    *prompts, image = execute("", "InpaintModelConditioning", *prompts, pixels, vae, mask)
+
+    def sampled(model):
+        return advanced(model, custom("CFGGuider", model, *prompts, 3.0), image=image)[0]["samples"]
+
+    warm, stale = patched(fill=True), patched(warm_up=1, fill=True)
+    assert_free(sampled, warm, stale, sampled(stock(fill=True)), BOUND)
+
+
 # -- what is kept together
 
 

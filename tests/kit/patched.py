@@ -27,6 +27,8 @@ SIZE = (13, 10)  # 7 lines of 5 tokens, the last one padded by the host
 SAMPLERS = [name for name in comfy.samplers.SAMPLER_NAMES if name != "ar_video"]
 SMALL = Size(heads=2, head_dim=16, blocks=(1, 1))
 GUIDED = Form(config_class="Flux", config=guided_config, file=FILE)  # its guidance is a conditioning too
+# Image and mask beside the latent
+FILL = Form(config_class="Flux", config=lambda size: {**guided_config(size), "in_channels": 96})
 TILED = {"size": (12, 20), "steps": 8, "cfg": 1.0}
 TILES = (0, 10)  # their left edges, and as wide
 
@@ -45,16 +47,16 @@ class Patched:
         return mode
 
 
-def built():
-    return GUIDED.random_model(SMALL)
+def built(fill=False):
+    return (FILL if fill else GUIDED).random_model(SMALL)
 
 
 stock = cache(built)
 
 
 @cache
-def patched(patches=3, warm_up=ALL_WARM):
-    return Patched(built(), patches, warm_up)
+def patched(patches=3, warm_up=ALL_WARM, fill=False):
+    return Patched(built(fill), patches, warm_up)
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def test_a_pool_is_starting_then_ready_busy_while_it_works_then_closed(started):
     assert set(seen[1:]) == {"busy"} and pool.state == "ready"
     pool.close()
     assert pool.state == "closed" and not any(map(is_alive, pids))
+    assert [pool.ranks._crew.supervisor.exit_of(rank, 0) for rank in (0, 1)] == [0, 0], "of themselves"
 
 
 # -- cancel

@@ -343,10 +343,11 @@ def test_a_leader_that_ends_or_falls_silent_while_its_ranks_are_at_work_is_lost(
 ):
     monkeypatch.setattr("pipemesh.parallel_runtime.wire.tcp.BEAT_S", 0.1)
     pool = started.made(THREE, rule)
-    board = pool.arena.board
+    board, far = pool.arena.board, []
 
     def lose() -> bool:
-        if board.phase(1) == phase:
+        if board.phase(1) == phase and not far:
+            far.extend(map(psutil.Process, {*far_pids()} - {*pool.ranks.pids}))
             link = pool.ranks._machines[0].link
             monkeypatch.setattr("pipemesh.pool.leader.BEAT_S", DEADLINE_S)
             link._lost_ms = 100
@@ -358,6 +359,8 @@ def test_a_leader_that_ends_or_falls_silent_while_its_ranks_are_at_work_is_lost(
     with pytest.raises(PoolFailed, match=rf"^Machine far was lost while {phase} \({ranks}; {why}\): check"):
         pool.start(lose)
         call(pool, "Load", lose)
+    for rank in far if ends else ():
+        rank.wait(DEADLINE_S)
 
 
 @pytest.fixture

@@ -201,6 +201,10 @@ def test_numbers_and_texts_that_other_nodes_hold_choose_the_pool_or_are_refused_
         "ulysses 4 = 4 ranks, 3 devices listed (cpu, cpu, cpu): list one device per rank, or choose ulysses 3"
         " or ring 3."
     )
+    by_hand = graph("refused")
+    by_hand["pool"]["inputs"] |= {"devices": "cpu,cpu", "ulysses": 1, "ring": 2, "pipefusion": 2}
+    refused = server.run(by_hand).error  # at validation
+    assert refused.kind == "refused" and "ring 2 x pipefusion 2 = 4 ranks, 2 devices" in refused.message
     # The frontend shows it before the sentence: no path of this machine
     kinds = {event.data["exception_type"] for event in result.events if event.type == "execution_error"}
     assert kinds == {"pipemesh.LayoutError"}
