@@ -8,8 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pipemesh.lab.commands.parity import stock_model
 from pipemesh.launcher.commands import doctor
 from pipemesh.nodes.measured_devices import MeasuredDevices, addresses_of, times_links
+from pipemesh.nodes.planning import Planning
+from pipemesh.nodes.settings import Choice
+from pipemesh.nodes.timing import StepTimes
 from pipemesh.parallel_runtime.comm import link_speed
 from pipemesh.parallel_runtime.comm.link_speed import nested
 from pipemesh.parallel_runtime.layout import Layout
@@ -22,6 +26,7 @@ from pipemesh.pool.devices import Device, Placement
 
 from ..fixtures import running_clients
 from ..kit.planned import box, counts
+from .test_planning import asked
 
 CARD = RankDevice("NVIDIA GeForce RTX 4090", 24 << 30)
 
@@ -93,14 +98,18 @@ def placement(*devices, ulysses=2, cfg=1, backend="nccl"):
 def cards(monkeypatch):
     """Four of them, cuda:2 at the address of none."""
     buses = {"cuda:0": 23, "cuda:1": 101, "cuda:3": 152}
-    monkeypatch.setattr(
-        "torch.cuda.get_device_properties",
-        lambda name: (
-            SimpleNamespace(pci_domain_id=0, pci_bus_id=buses.get(name), pci_device_id=0)
-            if name in buses
-            else SimpleNamespace()
-        ),
-    )
+
+    def properties(name):
+        place = {"pci_domain_id": 0, "pci_bus_id": buses[name], "pci_device_id": 0} if name in buses else {}
+        return SimpleNamespace(name=CARD.title, total_memory=CARD.memory_bytes, **place)
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+
+
+def said_by_ranks(*links, of):
+    """A pool that has just started, whose two ranks say this."""
+    ready = [SimpleNamespace(device_name="", flops_per_s=0.0, links=one) for one in links]
+    return SimpleNamespace(placement=of, ready=ready)
 
 
 def test_what_ranks_measure_once_is_known_to_every_pool_of_these_cards(cards, tmp_path, monkeypatch):
@@ -113,10 +122,8 @@ def test_what_ranks_measure_once_is_known_to_every_pool_of_these_cards(cards, tm
     file.write_text(json.dumps({"2.0": {"NVIDIA L40": 1e14}, "links": {"torch 2.0": {"a,b": {"2": [1, 2]}}}}))
     here = MeasuredDevices(file)
     assert times_links(pair) and times_links(groups) and not here.links_of(pair)
-    ready = [
-        SimpleNamespace(device_name="", flops_per_s=0.0, links=((2, speed, 3e-5),)) for speed in (4e9, 3.9e9)
-    ]
-    here.keep(SimpleNamespace(placement=pair, ready=ready))
+    said = said_by_ranks(*(((2, speed, 3e-5),) for speed in (4e9, 3.9e9)), of=pair)
+    here.keep(said)
     known = {2: LinkSpeed(3.9e9, 3e-5)}
     for now in (here, MeasuredDevices(file)):
         assert now.links_of(pair) == now.links_of(groups) == now.links_of(three) == known
@@ -129,9 +136,20 @@ def test_what_ranks_measure_once_is_known_to_every_pool_of_these_cards(cards, tm
         patch.setenv("NCCL_DEBUG", "INFO")
         other = MeasuredDevices(file)
         assert not other.links_of(pair), "NCCL goes another way now"
-        other.keep(SimpleNamespace(placement=pair, ready=ready[:1]))
+        other.keep(said)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (1, 0, 0))
     assert not MeasuredDevices(file).links_of(pair)
+
+
+def test_what_ranks_have_said_is_what_the_next_choice_goes_by(cards, tmp_path):
+    whole = replace(counts("flux 1024"), weight_bytes=12 << 30)
+    planning = Planning(StepTimes(), SimpleNamespace(of=lambda *_: whole), tmp_path / "devices.json")
+    pair, model = placement("cuda:0", "cuda:1"), stock_model(5).model
+    for ranks in (2, 1):
+        chosen = planning.choose(model, Choice(pair, is_open=True), asked(), ())
+        assert chosen.layout.world_size == ranks
+        planning.measured.keep(said_by_ranks(((2, 3e9, 4e-5),), of=pair))
+    assert "the 3.0 GB/s that these GPUs exchange, measured here" in chosen.why
 
 
 def test_links_are_not_timed_where_nccl_does_not_move_messages_between_known_gpus(cards):
@@ -152,11 +170,7 @@ def test_a_figure_is_the_fastest_of_all_starts_and_that_of_a_pair_its_own(cards,
         (pair, ((2, 4e9, 3e-5),)),
         (three, ((2, 2e9, 1e-5), (3, 1e9, 1e-5))),
     ):
-        here.keep(
-            SimpleNamespace(
-                placement=of, ready=[SimpleNamespace(device_name="", flops_per_s=0.0, links=links)]
-            )
-        )
+        here.keep(said_by_ranks(links, of=of))
     assert here.links_of(pair) == {2: LinkSpeed(5e9, 4e-5)}
     assert here.links_of(three) == {2: LinkSpeed(5e9, 4e-5), 3: LinkSpeed(1e9, 1e-5)}
 
