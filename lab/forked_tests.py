@@ -13,16 +13,16 @@ import runpy
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-AT_HAND = "pipemesh.tests.kit.comfyui_at_hand"
 OF_THE_PACK = ("pipemesh", "lab", "launcher", "pool", "package", "worker_main", "fork_server_main")
 
 
 def main() -> None:
     from pipemesh.lab.bench.forked import above
+    from pipemesh.lab.forks import AT_HAND, hand_out
     from pipemesh.pool.supervisor import Command
     from pipemesh.pool.worker_main import die_with_parent
 
@@ -39,6 +39,7 @@ def main() -> None:
     sys.path[:2] = [sys.path[1], root]  # ComfyUI's folder first, which has a `nodes` too
     import pytest
 
+    @cache  # forked once, when it is first asked for
     def ranks_server() -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -50,7 +51,7 @@ def main() -> None:
         path = os.path.join(folder, "at_hand")
         hand.bind(path)
         hand.listen()
-        threading.Thread(target=hand_out_later, args=(hand, ranks_server), daemon=True).start()
+        threading.Thread(target=hand_out, args=(hand, ranks_server), daemon=True).start()
         code = pytest.main([*options, f"--forked-from={path}"])
     sys.exit(int(code))
 
@@ -59,17 +60,6 @@ def forget_the_pack() -> None:
     """The modules of the checkout that the process above was started in."""
     for name in [name for name in sys.modules if name.partition(".")[0] in OF_THE_PACK]:
         del sys.modules[name]
-
-
-def hand_out_later(hand: socket.socket, fork: Callable[[], tuple[int, socket.socket]]) -> None:
-    """Answers who asks for the way to a process that has ``fork``ed it, and forks that once."""
-    pid, control = 0, None
-    while True:
-        asks, _address = hand.accept()
-        with asks:
-            if control is None:
-                pid, control = fork()
-            socket.send_fds(asks, [str(pid).encode()], [control.fileno()])
 
 
 if __name__ == "__main__":

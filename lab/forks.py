@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,7 +42,7 @@ def comfyui_shared(python: str, env: Mapping[str, str], module: str = AT_HAND) -
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        threading.Thread(target=hand_out, args=(hand, server.pid, ours.fileno()), daemon=True).start()
+        threading.Thread(target=hand_out, args=(hand, lambda: (server.pid, ours)), daemon=True).start()
         try:
             yield path
         finally:
@@ -51,14 +51,18 @@ def comfyui_shared(python: str, env: Mapping[str, str], module: str = AT_HAND) -
             hand.shutdown(socket.SHUT_RDWR)  # so hand_out returns
 
 
-def hand_out(hand: socket.socket, pid: int, control: int) -> None:
+def hand_out(hand: socket.socket, way: Callable[[], tuple[int, socket.socket]]) -> None:
+    """Tells who asks at ``hand`` the ``way`` to a process: its pid, and the socket over which it is
+    asked for forks.
+    """
     while True:
         try:
             asks, _address = hand.accept()
         except OSError:
             return
         with asks:
-            socket.send_fds(asks, [str(pid).encode()], [control])
+            pid, control = way()
+            socket.send_fds(asks, [str(pid).encode()], [control.fileno()])
 
 
 def handed_out(path: str) -> tuple[int, int]:

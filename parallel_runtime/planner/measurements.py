@@ -50,7 +50,7 @@ def read_links(file: Path, versions: str) -> dict[str, Links]:
                 for ranks, (speed, latency) in links.items()
                 if speed > 0
             }
-            for addresses, links in stored(file)[LINKS][versions].items()
+            for addresses, links in stored_links(file)[versions].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
